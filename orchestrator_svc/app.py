@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -15,9 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import Dispatcher, TaskStream
-from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
-from orchestrator_svc.envs.loading import load_environment
-from orchestrator_svc.envs.scoring import Scorer
+from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.evaluation import Evaluations
 from orchestrator_svc.journal import Journal
 from orchestrator_svc.recovery import JournalError
@@ -27,7 +24,7 @@ from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.training import TrainerLink, Training
-from orchestrator_svc.workflows import EnvironmentCalls, GroupRunner, choose_workflow, list_tasks
+from orchestrator_svc.workflows import GroupRunner, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
@@ -60,9 +57,8 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         FailedForGoodError: if the run was given up; it says why.
         UnfinishedError: if a signal ended it early.
     """
-    environment = load_environment(config.environment, config.environment_args)
     try:
-        async with asyncio.timeout(None) as ending, _built(common, config, environment) as (run, status, servicer):
+        async with asyncio.timeout(None) as ending, _built(common, config) as (run, status, servicer):
             gc.collect()
             gc.freeze()  # what is loaded by now stays, and is not looked at again
             gc.set_threshold(*_COLLECTIONS)
@@ -132,23 +128,20 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicer: Orchestr
 
 @contextlib.asynccontextmanager
 async def _built(
-    common: CommonConfig, config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment
+    common: CommonConfig, config: OrchestratorConfig
 ) -> AsyncIterator[tuple[Run, RunStatus, OrchestratorServicer]]:
     """Build the run and its parts; those with files or processes are closed in reverse order."""
-    calls = EnvironmentCalls(config.environment_threads, config.deadlines.environment_s)
-    start_s = (config.deadlines.start_s, "orchestrator.deadlines.start_s")
-    tasks_of = partial(list_tasks, environment, seed=common.seed, limit=start_s)
+    start_limit = (config.deadlines.start_s, "orchestrator.deadlines.start_s")
     async with contextlib.AsyncExitStack() as stack:
-        scorer = None
-        if isinstance(environment, SingleTurnEnvironment):
-            scorer = Scorer(config.environment, config.environment_args, **config.reward.model_dump())
-            await stack.enter_async_context(scorer)
-        workflow = choose_workflow(config, environment, calls, scorer)
+        environment = await stack.enter_async_context(
+            EnvironmentProcesses(config.environment, config.environment_args, config.environment_processes, start_limit)
+        )
+        workflow = choose_workflow(config, environment)
         journal = _journal(common, config)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
         try:
-            tasks = TaskStream(await tasks_of(config.split), common.seed)
+            tasks = TaskStream(await environment.tasks(config.split, common.seed), common.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -170,10 +163,10 @@ async def _built(
             max_running=config.max_running,
         )
         status = RunStatus(common.run, config, scheduler, pool, events)
-        reporter = RunReporter(common, config, scheduler, status, recorder, engine=engine, calls=calls)
+        reporter = RunReporter(common, config, scheduler, status, recorder, engine=engine, environment=environment)
         evaluations = None
         if config.evaluation.every_steps:
-            held_out = await tasks_of(config.evaluation.split)
+            held_out = await environment.tasks(config.evaluation.split, common.seed)
             evaluations = Evaluations(config, pool, runner, held_out, reporter)
         client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
         trainer = TrainerLink(client, common.run, config.deadlines)

@@ -30,12 +30,39 @@ class SamplingConfig(Section):
     seeded: bool = Field(False, description="Send seeds with requests, from the run's seed, group, episode and turn.")
 
 
-class RewardConfig(Section):
-    """Scoring in worker processes. A reward whose scoring fails or is late is missing, never 0."""
+class EnvironmentProcessesConfig(Section):
+    """Processes that run the environment's code. One that hangs, dies or needs too much memory is killed and replaced."""
 
-    time_limit_s: float = Field(10.0, gt=0, description="Seconds to score one group; then its worker is killed.")
-    workers: int = Field(1, ge=1, description="Worker processes that score.")
-    retries: int = Field(1, ge=0, description="Further attempts to score a completion before its reward is missing.")
+    count: int = Field(
+        0, ge=0, description="Most processes, started when calls wait for one; 0: one per core, at most 4."
+    )
+    calls: int = Field(
+        0,
+        ge=0,
+        description="Calls that one process runs at a time; a hung one takes all of them along. 0: one, or 64 if the environment's methods are coroutines. With two or more, plain methods run in threads.",
+    )
+    call_s: float = Field(
+        60.0, gt=0, description="Seconds for one call of messages, reset or step; then its process is killed."
+    )
+    score_s: float = Field(10.0, gt=0, description="Seconds to score one group; then the process is killed.")
+    score_retries: int = Field(
+        1, ge=0, description="Further attempts to score a completion before its reward is missing, which is never 0."
+    )
+    memory_mib: int = Field(
+        8192,
+        ge=0,
+        description="Most memory of one process and what it started, in MiB; then it is killed. 0: no limit. Linux only.",
+    )
+    max_restarts: int = Field(
+        16, ge=0, description="Processes that may die one after the other without an answer before no more are started."
+    )
+    variables: list[str] = Field(
+        default_factory=list,
+        description="Environment variables that the processes get although their names are of secrets, such as OPENAI_API_KEY.",
+    )
+    log_lines_per_minute: int = Field(
+        600, ge=1, description="Lines that one process may print to the log in a minute; further ones are counted."
+    )
 
 
 class AttemptsConfig(Section):
@@ -155,7 +182,7 @@ class DeadlinesConfig(Section):
     start_s: float = Field(
         900.0,
         gt=0,
-        description="Seconds for the environment to list its tasks, and for the trainer and one replica to start.",
+        description="Seconds to construct the environment, for it to list its tasks, and for the trainer and one replica to start.",
     )
     lost_s: float = Field(
         600.0, gt=0, description="Seconds that the trainer or all replicas may be away during the run."
@@ -170,9 +197,6 @@ class DeadlinesConfig(Section):
     generate_s: float = Field(600.0, gt=0, description="Seconds for one generation request.")
     episode_s: float = Field(
         900.0, gt=0, description="Seconds for a group and its scoring; a later one is dropped and counted."
-    )
-    environment_s: float = Field(
-        60.0, gt=0, description="Seconds for one call of the environment: messages, reset or step."
     )
     hold_s: float = Field(
         600.0, gt=0, description="Seconds after which a replica held for an evaluation is free again."
@@ -204,6 +228,9 @@ class EpisodeConfig(Section):
     advantage: str = Field(
         "centered",
         description=f"Advantage estimator: {', '.join(ESTIMATORS)}, from rewards alone; {', '.join(TRAINER_ESTIMATORS)}, which the trainer runs and `trainer.objective` must name as well; or {NO_ADVANTAGE}, for an objective that reads no advantages.",
+    )
+    environment_processes: EnvironmentProcessesConfig = Field(
+        default_factory=EnvironmentProcessesConfig, description="Processes that run the environment's code."
     )
     filter: FilterConfig = Field(default_factory=FilterConfig, description="Which scored groups are trained.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="Episodes that were cut off.")
@@ -286,11 +313,6 @@ class OrchestratorConfig(EpisodeConfig):
         default_factory=list,
         description="Environments that tasks are drawn from by ratio, in place of `environment`; see docs/curriculum.md.",
     )
-    environment_threads: int = Field(
-        32,
-        ge=1,
-        description="Calls of the environment (messages, reset, step) that run at a time. One that exceeds deadlines.environment_s is given up and counted, and its thread replaced.",
-    )
     batch_size: int = Field(16, ge=1, description="Groups per training batch.")
     max_steps: int = Field(100, ge=1, description="Batches to train in all.")
     max_concurrent: int = Field(
@@ -326,7 +348,6 @@ class OrchestratorConfig(EpisodeConfig):
         ge=1,
         description="Times that the trainer may be lost, with no batch applied in between, before the run fails.",
     )
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="Scoring.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation inside the run.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="Rollout replicas.")

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
-from orchestrator_svc.config import AttemptsConfig, OrchestratorConfig, ReplicasConfig, RewardConfig
-from orchestrator_svc.envs.base import SingleTurnEnvironment
-from orchestrator_svc.envs.loading import check_there, load_environment, locate
+from orchestrator_svc.config import AttemptsConfig, EnvironmentProcessesConfig, OrchestratorConfig, ReplicasConfig
+from orchestrator_svc.envs.loading import check_there, locate
 from sluice.config import Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName
 from sluice.models import check_files, check_model
@@ -80,13 +79,17 @@ class EvalConfig(AttemptsConfig):
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn.")
     concurrency: int = Field(64, ge=1, description="Tasks evaluated at a time.")
     seed: int = Field(0, ge=0, description="Seed of the order of tasks.")
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="Scoring.")
+    environment_processes: EnvironmentProcessesConfig = Field(
+        default_factory=EnvironmentProcessesConfig, description="Processes that run the environment's code."
+    )
     output: Path | None = Field(None, description="JSON file for the result; none prints it only.")
     samples_output: Path | None = Field(
         None, description="JSONL file for every attempt with its text; none writes none."
     )
     start_s: float = Field(
-        600.0, gt=0, description="Seconds to list the tasks, and again for the replica of `model` to be ready."
+        600.0,
+        gt=0,
+        description="Seconds to construct the environment, to list the tasks, and again for the replica of `model` to be ready.",
     )
     connect_s: float = Field(30.0, gt=0, description="Seconds for the server at `address` to answer.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for the evaluation itself.")
@@ -155,26 +158,24 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
         ConfigError: if the environment or the server cannot be used, or the deadline passes.
     """
     # What follows brings gRPC and process pools: not for `--help`.
-    from orchestrator_svc.envs.scoring import Scorer  # noqa: PLC0415
+    from orchestrator_svc.envs.processes import EnvironmentProcesses  # noqa: PLC0415
     from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
     from orchestrator_svc.replicas import PolicyEngine, ReplicaPool  # noqa: PLC0415
-    from orchestrator_svc.workflows import EnvironmentCalls, GroupRunner, Sampling, choose_workflow, list_tasks  # noqa: PLC0415
+    from orchestrator_svc.workflows import GroupRunner, Sampling, choose_workflow  # noqa: PLC0415
 
-    environment = load_environment(config.environment, config.environment_args)
     settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)
-    calls = EnvironmentCalls(settings.environment_threads, settings.deadlines.environment_s)
-    tasks = (await list_tasks(environment, config.split, config.seed, (config.start_s, "--start-s")))[: config.prompts]
-    if not tasks:
-        raise ConfigError(
-            f"split {config.split!r} of environment {config.environment} has no tasks: correct --split or environment_args"
-        )
     async with contextlib.AsyncExitStack() as stack:
-        scorer = None
-        if isinstance(environment, SingleTurnEnvironment):
-            scorer = await stack.enter_async_context(
-                Scorer(config.environment, config.environment_args, **config.reward.model_dump())
+        environment = await stack.enter_async_context(
+            EnvironmentProcesses(
+                config.environment, config.environment_args, config.environment_processes, (config.start_s, "--start-s")
             )
-        workflow = choose_workflow(settings, environment, calls, scorer)
+        )
+        tasks = (await environment.tasks(config.split, config.seed))[: config.prompts]
+        if not tasks:
+            raise ConfigError(
+                f"split {config.split!r} of environment {config.environment} has no tasks: correct --split or environment_args"
+            )
+        workflow = choose_workflow(settings, environment)
         replica = await stack.enter_async_context(_started_replica(config)) if config.model else None
         target = replica.target if replica is not None else config.address
         pool = ReplicaPool([target], config.security, ReplicasConfig(poll_s=0.2), lambda _: None)

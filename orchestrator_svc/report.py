@@ -21,11 +21,11 @@ import numpy as np
 import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.recovery import Recovery
 from orchestrator_svc.replicas import PolicyEngine
 from orchestrator_svc.scheduler import Reason, Scheduler, Stage
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.workflows import EnvironmentCalls
 from sluice.config import CommonConfig
 from sluice.host_files import write_whole
 from sluice.tasks import discard_outcome
@@ -174,10 +174,10 @@ class RunReporter:
         recorder: Recorder,
         *,
         engine: PolicyEngine,
-        calls: EnvironmentCalls,
+        environment: EnvironmentProcesses,
     ) -> None:
         self._common, self._config, self._scheduler, self._status = common, config, scheduler, status
-        self._recorder, self._engine, self._calls = recorder, engine, calls
+        self._recorder, self._engine, self._environment = recorder, engine, environment
         self._generated_before: Counter[str] = Counter()
         self._last_step = time.monotonic()
         self._counted: Counter[str] = Counter()
@@ -258,7 +258,7 @@ class RunReporter:
                 "requests_spanning_versions": generated["spanning"],
                 "generation_retries": generated["retried"],
                 "samples_continued": generated["continued"],
-                "environment_calls_hung": self._calls.hung,
+                "environment_failures": dict(self._environment.failures),
                 **facts,
             }
         )

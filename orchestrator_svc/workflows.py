@@ -1,33 +1,30 @@
 """How an episode runs: a task in, trajectories out, sampled by an engine that hides replicas and versions.
 
 `SingleTurn` asks one question and takes n answers; `MultiTurn` talks to an environment turn by turn. Settings may name any
-other class with `arun_episode`.
+other class with `arun_episode`, which is constructed with the environment's processes and the settings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.envs.base import Environment, Episode, Message, MultiTurnEnvironment, SingleTurnEnvironment, Task
+from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.envs.loading import load_attribute
-from orchestrator_svc.envs.scoring import Scorer
+from orchestrator_svc.envs.processes import EnvironmentProcesses, OpenEpisode
 from orchestrator_svc.replicas import PolicyEngine, derived_seed
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
-from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version, append_spans
 
 log = structlog.get_logger(__name__)
-
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,42 +82,18 @@ class RolloutWorkflow(Protocol):
         ...
 
 
-async def list_tasks(environment: Environment, split: str, seed: int, limit: tuple[float, str]) -> Sequence[Task]:
-    """Let the environment list the tasks of a split; `limit` is the seconds that it may take, and the setting that says so.
-
-    Raises:
-        ConfigError: if it does not end in time.
-    """
-    limit_s, setting = limit
-    try:
-        return await EnvironmentCalls(1, limit_s).run(environment.tasks, split, seed)
-    except TimeoutError as error:
-        raise ConfigError(
-            f"environment {environment.name} did not list the tasks of split {split} within {limit_s:g} s: prepare its"
-            f" data before the run, or raise {setting}"
-        ) from error
-
-
-def choose_workflow(
-    config: OrchestratorConfig,
-    environment: SingleTurnEnvironment | MultiTurnEnvironment,
-    calls: EnvironmentCalls,
-    scorer: Scorer | None,
-) -> RolloutWorkflow:
+def choose_workflow(config: OrchestratorConfig, environment: EnvironmentProcesses) -> RolloutWorkflow:
     """Return the workflow that the settings name; ``auto`` chooses by what the environment can do.
-
-    `scorer` scores episodes that come without a reward; it is None where the environment rewards turns by itself.
 
     Raises:
         ConfigError: if the workflow does not fit the environment, or is not found.
     """
-    single = isinstance(environment, SingleTurnEnvironment)
-    name = config.workflow if config.workflow != "auto" else "single_turn" if single else "multi_turn"
+    name = config.workflow if config.workflow != "auto" else "single_turn" if environment.single_turn else "multi_turn"
     workflow: RolloutWorkflow
-    if name == "single_turn" and isinstance(environment, SingleTurnEnvironment):
-        workflow = SingleTurn(environment, calls)
-    elif name == "multi_turn" and isinstance(environment, MultiTurnEnvironment):
-        workflow = MultiTurn(environment, config.max_turns, calls)
+    if name == "single_turn" and environment.single_turn:
+        workflow = SingleTurn(environment)
+    elif name == "multi_turn" and environment.multi_turn:
+        workflow = MultiTurn(environment, config.max_turns)
     elif name in {"single_turn", "multi_turn"}:
         raise ConfigError(
             f'workflow {name} does not fit environment {environment.name}: set orchestrator.workflow = "auto"'
@@ -129,7 +102,7 @@ def choose_workflow(
         workflow = load_attribute(name, "workflow")(environment, config)
     if not hasattr(workflow, "arun_episode"):
         raise ConfigError(f"workflow {name} has no method arun_episode(engine, data): add it, or name another class")
-    return workflow if scorer is None else Scored(workflow, scorer)
+    return Scored(workflow, environment) if environment.single_turn else workflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,56 +136,19 @@ class GroupRunner:
 class Scored:
     """Runs episodes with another workflow and scores those that come without a reward; a failed scoring leaves it missing."""
 
-    def __init__(self, workflow: RolloutWorkflow, scorer: Scorer) -> None:
-        self._workflow, self._scorer = workflow, scorer
+    def __init__(self, workflow: RolloutWorkflow, environment: EnvironmentProcesses) -> None:
+        self._workflow, self._environment = workflow, environment
 
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run and score all episodes."""
         records = await self._workflow.arun_episode(engine, data)
         unscored = [each for each in records if not each.trajectory.HasField("reward")]
         answers = [each.conversation.messages[-1].content for each in unscored]
-        rewards = await self._scorer.score(data.task, answers) if unscored else []
+        rewards = await self._environment.score(data.task, answers) if unscored else []
         for record, reward in zip(unscored, rewards, strict=True):
             if reward is not None:
                 record.trajectory.reward = reward
         return records
-
-
-_MOST_HUNG = 256
-"""Threads that may hang at a time: each costs memory, and an environment that hangs so often will not recover."""
-
-
-class EnvironmentCalls(DeadlineThreads):
-    """Runs an environment's code in threads of its own, each call with a deadline; use it from one event loop.
-
-    Args:
-        threads: Calls that run at a time; further ones wait.
-        deadline_s: Seconds that one call may run.
-        most_hung: Calls that may hang at a time before further ones are refused.
-    """
-
-    def __init__(self, threads: int, deadline_s: float, most_hung: int = _MOST_HUNG) -> None:
-        super().__init__("environment", threads, deadline_s, most_hung)
-
-    async def run(self, function: Callable[..., _Answer], *arguments: Any) -> _Answer:  # noqa: ANN401 - those of any function
-        """Call a function in a thread and return its answer.
-
-        Raises:
-            TimeoutError: if it is not done by the deadline.
-            SluiceError: ABORTED if too many calls hang.
-            Exception: whatever the function raises.
-        """
-        try:
-            return await super().run(function, *arguments)
-        except CallHungError as error:
-            log.warning("a call of the environment hangs", error=str(error), hanging=self.hanging)
-            raise
-        except TooManyHungError as error:
-            raise SluiceError.aborted(
-                "ENVIRONMENT_HANGS",
-                f"{self.hanging} calls of the environment have not ended by their deadline"
-                " (orchestrator.deadlines.environment_s): repair the environment, or raise the deadline",
-            ) from error
 
 
 class SingleTurn:
@@ -221,12 +157,12 @@ class SingleTurn:
     The whole group travels in one request, so that the replica shares the prompt among its samples.
     """
 
-    def __init__(self, environment: SingleTurnEnvironment, calls: EnvironmentCalls) -> None:
-        self._environment, self._calls = environment, calls
+    def __init__(self, environment: EnvironmentProcesses) -> None:
+        self._environment = environment
 
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Sample all episodes at once."""
-        messages = chat_messages(await self._calls.run(self._environment.messages, data.task))
+        messages = chat_messages(await self._environment.messages(data.task))
         response = await engine.agenerate(
             rollout_pb2.GenerateRequest(
                 request_id=data.request_prefix,
@@ -262,8 +198,8 @@ class MultiTurn:
         max_turns: Most assistant turns; an episode that needs more is truncated.
     """
 
-    def __init__(self, environment: MultiTurnEnvironment, max_turns: int, calls: EnvironmentCalls) -> None:
-        self._environment, self._max_turns, self._calls = environment, max_turns, calls
+    def __init__(self, environment: EnvironmentProcesses, max_turns: int) -> None:
+        self._environment, self._max_turns = environment, max_turns
 
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run all episodes; those that fail are left out."""
@@ -283,20 +219,20 @@ class MultiTurn:
         return records
 
     async def _attempt(self, engine: PolicyEngine, data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRecord:
-        episode = await self._calls.run(self._environment.reset, data.task, data.seed + index)
-        transcript = _Transcript(data, index)
-        await transcript.append_messages(engine, episode.messages)
-        for turn in range(self._max_turns):
-            text = await transcript.sample_turn(engine, turn)
-            if await self._ended(engine, transcript, episode, text, turn):
-                break
+        async with self._environment.episode(data.task, data.seed + index) as episode:
+            transcript = _Transcript(data, index)
+            await transcript.append_messages(engine, episode.messages)
+            for turn in range(self._max_turns):
+                text = await transcript.sample_turn(engine, turn)
+                if await self._ended(engine, transcript, episode, text, turn):
+                    break
         return transcript.record()
 
     async def _ended(
-        self, engine: PolicyEngine, transcript: _Transcript, episode: Episode, text: str, turn: int
+        self, engine: PolicyEngine, transcript: _Transcript, episode: OpenEpisode, text: str, turn: int
     ) -> bool:
         """Let the environment answer a turn; return whether the episode has ended."""
-        answer = await self._calls.run(episode.step, text)
+        answer = await episode.step(text)
         if answer.reward is not None:
             transcript.rewards.append(tokens_pb2.TurnReward(turn=turn, reward=answer.reward))
         cut_off = transcript.finish_reason == tokens_pb2.FINISH_REASON_LENGTH

@@ -1,4 +1,7 @@
-"""Finds an environment by what the settings call it, and constructs it."""
+"""Finds an environment by what the settings call it, and constructs it.
+
+The processes of an environment load this module each time one starts, so it imports no settings.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,12 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
-from sluice.config import ConfigError
-from sluice.models import importable
+from sluice.errors import ConfigError
 
 _SHORTEST_SECRET = 4
 """Characters: shorter texts are no secrets, and replacing them would garble a message."""
@@ -41,7 +42,7 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> SingleTurn
     except (TypeError, ValueError, OSError) as error:
         names = ", ".join(arguments) or "none"
         raise ConfigError(
-            f"environment {reference} refuses its environment_args ({names}): {_without_values(str(error), arguments)}"
+            f"environment {reference} refuses its environment_args ({names}): {without_values(str(error), arguments)}"
         ) from error
     if not isinstance(environment, SingleTurnEnvironment | MultiTurnEnvironment) or not hasattr(environment, "name"):
         raise ConfigError(
@@ -51,7 +52,7 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> SingleTurn
     return environment
 
 
-def _without_values(text: str, arguments: object) -> str:
+def without_values(text: str, arguments: object) -> str:
     """Return a text without the texts among some arguments: keys of judges must not be printed."""
     match arguments:
         case str() if len(arguments) >= _SHORTEST_SECRET:
@@ -63,7 +64,7 @@ def _without_values(text: str, arguments: object) -> str:
         case _:
             return text
     for each in inner:
-        text = _without_values(text, each)
+        text = without_values(text, each)
     return text
 
 
@@ -77,6 +78,8 @@ def check_there(location: str, what: str) -> None:
     if module.endswith(".py"):
         _existing(Path(module), what)
         return
+    from sluice.models import importable  # noqa: PLC0415 - brings the settings; only who checks needs it
+
     if not importable(module):
         raise ConfigError(
             f"cannot find {what} {module}: there is no such module; install its package, or correct the name"
@@ -118,13 +121,17 @@ def locate(reference: str) -> str:
         raise ConfigError('no environment is set: give orchestrator.environment = "path/to/env.py:Class"')
     if reference in BUILT_IN:
         return BUILT_IN[reference]
+    if ":" in reference:
+        return reference
+    from importlib.metadata import entry_points  # noqa: PLC0415 - slow to import, needed for installed names alone
+
     installed = {point.name: point.value for point in entry_points(group=ENVIRONMENT_GROUP)}
-    if ":" not in reference and reference not in installed:
+    if reference not in installed:
         known = ", ".join(sorted({*BUILT_IN, *installed}))
         raise ConfigError(
             f"no environment {reference!r} is installed; there are: {known}; or give module:Attr or path/to/env.py:Attr"
         )
-    return installed.get(reference, reference)
+    return installed[reference]
 
 
 def _from_name(name: str, what: str) -> ModuleType:

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.envs.loading import load_attribute
-from sluice.config import ConfigError
+from sluice.errors import ConfigError
 
 
 def exact_reward(completion: str, answer: str) -> float:
@@ -21,7 +21,7 @@ def exact_reward(completion: str, answer: str) -> float:
 def math_reward(completion: str, answer: str) -> float:
     """Return 1 if the last mathematical expression of the completion equals the answer, else 0 (math-verify).
 
-    The library's own time limits rely on signals and are switched off: the scoring process has one.
+    The library's own time limits rely on signals and are switched off: the environment's process has one.
     """
     from math_verify import parse, verify  # noqa: PLC0415 - brings sympy, which is slow to import
 

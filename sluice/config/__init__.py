@@ -11,15 +11,7 @@ from __future__ import annotations
 
 from sluice.config.decide import allocated, allocation_of, check_tables_fit
 from sluice.config.load import Options, RunConfig, load_command, load_run, run_config_class, seconds, whole_number
-from sluice.config.schema import (
-    CommonConfig,
-    ConfigError,
-    PeersConfig,
-    Section,
-    SecurityConfig,
-    ServerConfig,
-    reason_of,
-)
+from sluice.config.schema import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig, reason_of
 from sluice.config.services import (
     Command,
     FailedForGoodError,
@@ -32,6 +24,7 @@ from sluice.config.services import (
     service_names,
 )
 from sluice.config.text import dump_toml, markdown_reference
+from sluice.errors import ConfigError
 
 __all__ = [
     "Command",

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from sluice.config.allocation import Allocation, Dimensions, Side
-from sluice.config.schema import CommonConfig, ConfigError, Section
+from sluice.config.schema import CommonConfig, Section
 from sluice.engines import ENGINES
+from sluice.errors import ConfigError
 
 _Run = TypeVar("_Run", bound=CommonConfig)
 

@@ -23,7 +23,6 @@ from pydantic_core import ErrorDetails
 from sluice.config.decide import allocated, decided, visible_devices
 from sluice.config.schema import (
     CommonConfig,
-    ConfigError,
     FieldType,
     Section,
     Value,
@@ -42,6 +41,7 @@ from sluice.config.schema import (
 from sluice.config.secrets import REDACTED, is_secret_name, redact_text, secret_values
 from sluice.config.services import command_names, service_configs
 from sluice.config.text import dump_toml, help_text
+from sluice.errors import ConfigError
 
 _Section = TypeVar("_Section", bound=Section)
 

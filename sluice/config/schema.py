@@ -13,16 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.fields import FieldInfo
 
 from sluice.config.allocation import Allocation
+from sluice.errors import ConfigError
 
 Value: TypeAlias = Any
 """What a TOML document, a flag or a field may hold: known only to the field that validates it."""
 
 FieldType: TypeAlias = Any
 """A field's annotation: a class, a union, a generic alias or `Any`."""
-
-
-class ConfigError(Exception):
-    """A setting is unknown, malformed or out of range. The message names the setting, its source and the remedy."""
 
 
 def reason_of(error: BaseException) -> str:

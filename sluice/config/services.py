@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from sluice.config.schema import CommonConfig, ConfigError, Section
+from sluice.config.schema import CommonConfig, Section
+from sluice.errors import ConfigError
 
 SERVICE_GROUP = "sluice.services"
 """Entry points of this group name one `Service` each. The name of the entry point is the name of the service's table."""

@@ -371,6 +371,7 @@ class Watchdog:
         self,
         argv: Sequence[str],
         *,
+        stdin: int | IO[bytes] = asyncio.subprocess.DEVNULL,
         stdout: int | IO[bytes],
         stderr: int | IO[bytes],
         environment: Mapping[str, str] | None = None,
@@ -388,7 +389,7 @@ class Watchdog:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__, "start", str(barrier), *argv),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 env=environment,

@@ -23,7 +23,7 @@ import time
 from orchestrator_svc.envs.base import Task
 
 class Letters:
-    """Scores how many letters of the completion are an a; scoring may fail, a question may break or be slow."""
+    """Scores how many letters of the completion are an a; scoring may fail, a question may break or hang."""
     name = "letters"
 
     def __init__(self, fail="", broken_split="", slow=""):
@@ -36,7 +36,7 @@ class Letters:
         if self.broken_split and task.task_id.startswith(self.broken_split):
             raise KeyError(task.task_id)
         if task.task_id == self.slow:
-            time.sleep(1.0)
+            time.sleep(3600.0)
         return [{"role": "user", "content": task.data["text"]}]
 
     def score(self, task, completion):
@@ -82,7 +82,11 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
         if not request.request_id:
             return await self._sample(request)
         content = request.SerializeToString(deterministic=True)
-        return await self.repeats.once(request.request_id, content, lambda: self._sample(request))
+        answers = self.repeats.once("Generate", request.request_id, content, lambda: self._alone(request))
+        return [answer async for answer in answers][-1]
+
+    async def _alone(self, request):
+        yield await self._sample(request)
 
     async def _sample(self, request):
         if self.failures:

@@ -5,48 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
+from pathlib import Path
 
 import pytest
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 
 from orchestrator_svc import replicas
-from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.envs.base import Task, Turn
+from orchestrator_svc.config import EnvironmentProcessesConfig, ReplicasConfig
+from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
-from orchestrator_svc.workflows import EnvironmentCalls, EpisodeData, MultiTurn, Sampling
+from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
-from sluice.v1 import rollout_pb2, tokens_pb2
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
-
-class Dialogue:
-    """Says "again" until the third turn; the reward of a turn is its number."""
-
-    name = "dialogue"
-
-    def __init__(self, turns: int = 3) -> None:
-        self.turns = turns
-
-    def tasks(self, split, seed):
-        return [Task("t", {})]
-
-    def reset(self, task, seed):
-        return DialogueEpisode(self.turns)
-
-
-class DialogueEpisode:
-    def __init__(self, turns: int) -> None:
-        self.turns, self.turn = turns, 0
-        self.messages = [{"role": "user", "content": "go"}]
-
-    def step(self, completion):
-        self.turn += 1
-        if self.turn == self.turns:
-            return Turn(done=True, reward=float(self.turn))
-        return Turn(messages=[{"role": "user", "content": "again"}], reward=float(self.turn))
+DIALOGUE = f"{Path(__file__).parent / 'dialogue_environment.py'}:Dialogue"
 
 
 @contextlib.asynccontextmanager
@@ -67,8 +43,13 @@ async def engine_over(*replicas: RolloutDouble, **settings):
             await asyncio.wait({polling})
 
 
-def multi_turn(environment, *, max_turns: int = 8, deadline_s: float = 5.0) -> MultiTurn:
-    return MultiTurn(environment, max_turns, EnvironmentCalls(threads=32, deadline_s=deadline_s))
+async def run_episodes(
+    engine: PolicyEngine, data: EpisodeData, *, max_turns: int = 8, call_s: float = 30.0, **arguments
+) -> list[orchestrator_pb2.TrajectoryRecord]:
+    """Run dialogues in processes of their own."""
+    settings = EnvironmentProcessesConfig(call_s=call_s)
+    async with EnvironmentProcesses(DIALOGUE, arguments, settings, (30.0, "start_s")) as environment:
+        return await MultiTurn(environment, max_turns).arun_episode(engine, data)
 
 
 def episode(episodes: int = 2, **settings) -> EpisodeData:
@@ -79,7 +60,7 @@ def episode(episodes: int = 2, **settings) -> EpisodeData:
 async def test_turns_are_appended_to_the_ids_that_were_sampled() -> None:
     replica = RolloutDouble(version=Version(1, 3))
     async with engine_over(replica) as (engine, _):
-        records = await multi_turn(Dialogue()).arun_episode(engine, episode())
+        records = await run_episodes(engine, episode())
     assert len(records) == 2
     for record in records:
         trajectory = record.trajectory
@@ -106,40 +87,20 @@ async def test_a_version_that_changes_between_turns_is_kept_apart() -> None:
 
     replica.text = text
     async with engine_over(replica) as (engine, _):
-        (record,) = await multi_turn(Dialogue()).arun_episode(engine, episode(1))
+        (record,) = await run_episodes(engine, episode(1))
     spans = [(span.start, span.policy_version.number) for span in record.trajectory.version_spans]
     assert spans == [(0, 3), (2, 4), (4, 5)]
 
 
-class Stuck(Dialogue):
-    """Hangs in the first episodes."""
-
-    def __init__(self, episodes: int) -> None:
-        super().__init__()
-        self.left, self.released = episodes, threading.Event()
-
-    def reset(self, task, seed):
-        self.left -= 1
-        if self.left >= 0:
-            self.released.wait()
-        return super().reset(task, seed)
-
-
 async def test_episodes_that_hang_are_given_up_and_stop_no_others() -> None:
-    environment = Stuck(64)
-    workflow = multi_turn(environment, deadline_s=0.3)
-    try:
-        async with engine_over(RolloutDouble()) as (engine, _):
-            with pytest.raises(SluiceError, match="every episode"):
-                await workflow.arun_episode(engine, episode(64))
-            assert len(await workflow.arun_episode(engine, episode(2))) == 2
-    finally:
-        environment.released.set()
+    async with engine_over(RolloutDouble()) as (engine, _):
+        records = await run_episodes(engine, episode(4), call_s=1.0, odd_seeds_hang=True)
+    assert [record.trajectory.trajectory_id for record in records] == ["g1-1", "g1-3"], "the seeds are 5 to 8"
 
 
 async def test_an_episode_that_needs_more_turns_than_allowed_is_truncated() -> None:
     async with engine_over(RolloutDouble()) as (engine, _):
-        (record,) = await multi_turn(Dialogue(turns=5), max_turns=2).arun_episode(engine, episode(1))
+        (record,) = await run_episodes(engine, episode(1), max_turns=2, turns=5)
     assert record.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
     assert len(record.trajectory.turn_runs) == 2
 
@@ -165,8 +126,7 @@ async def test_seeds_differ_by_episode_and_turn_and_are_the_same_again() -> None
     for _ in range(2):
         replica = RolloutDouble()
         async with engine_over(replica) as (engine, _pool):
-            workflow = multi_turn(Dialogue())
-            await workflow.arun_episode(engine, episode(2, seeded=True))
+            await run_episodes(engine, episode(2, seeded=True))
         seeds.append(sorted(call.request.sampling.seed for call in replica.calls))
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 6
@@ -348,10 +308,10 @@ async def test_eval_scores_a_running_server(tmp_path, capsys) -> None:
 async def test_an_evaluation_whose_environment_never_lists_its_tasks_ends_with_the_remedy(tmp_path) -> None:
     (tmp_path / "slow_env.py").write_text(
         "import time\nclass Slow:\n    name = 'slow'\n"
-        "    def tasks(self, split, seed):\n        time.sleep(5)\n        return []\n"
+        "    def tasks(self, split, seed):\n        time.sleep(3600)\n        return []\n"
         "    def messages(self, task):\n        return []\n"
         "    def score(self, task, completion):\n        return 0.0\n"
     )
-    config = EvalConfig(address="127.0.0.1:1", environment=f"{tmp_path}/slow_env.py:Slow", start_s=0.1)
-    with pytest.raises(ConfigError, match=r"did not list the tasks of split eval within 0\.1 s"):
+    config = EvalConfig(address="127.0.0.1:1", environment=f"{tmp_path}/slow_env.py:Slow", start_s=2.0)
+    with pytest.raises(ConfigError, match=r"did not list the tasks of split eval within 2 s"):
         await run_evaluation(config)

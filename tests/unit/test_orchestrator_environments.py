@@ -6,31 +6,13 @@ import json
 
 import pytest
 
-from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.config import EnvironmentProcessesConfig, OrchestratorConfig
 from orchestrator_svc.dispatch import TaskStream
-from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task, Turn
+from orchestrator_svc.envs.base import SingleTurnEnvironment, Task
 from orchestrator_svc.envs.loading import load_environment
-from orchestrator_svc.workflows import EnvironmentCalls, MultiTurn, SingleTurn, choose_workflow
+from orchestrator_svc.envs.processes import EnvironmentProcesses
+from orchestrator_svc.workflows import MultiTurn, Scored, choose_workflow
 from sluice.config import ConfigError
-
-CALLS = EnvironmentCalls(threads=1, deadline_s=5.0)
-
-
-class Countdown:
-    """Ends after three turns."""
-
-    name = "countdown"
-
-    def tasks(self, split, seed):
-        return [Task("t", {})]
-
-    def reset(self, task, seed):
-        return self
-
-    messages = ({"role": "user", "content": "go"},)
-
-    def step(self, completion):
-        return Turn(done=True, reward=1.0)
 
 
 def test_a_file_beside_which_others_lie_is_an_environment(tmp_path) -> None:
@@ -98,29 +80,33 @@ def test_questions_come_from_a_file_of_lines(tmp_path) -> None:
         load_environment("question_answer", {"dataset": str(path)}).tasks("train", 0)
 
 
-def test_the_workflow_goes_by_what_the_environment_can_do() -> None:
-    environment = Countdown()
-    assert isinstance(environment, MultiTurnEnvironment)
-    assert not isinstance(environment, SingleTurnEnvironment)
-    assert isinstance(choose_workflow(OrchestratorConfig(), environment, CALLS, None), MultiTurn)
-    with pytest.raises(ConfigError, match="does not fit"):
-        choose_workflow(OrchestratorConfig(workflow="single_turn"), environment, CALLS, None)
+BOTH = """
+from orchestrator_svc.envs.base import Task, Turn
+
+class Single:
+    name = "single"
+    def tasks(self, split, seed): return []
+    def messages(self, task): return []
+    def score(self, task, completion): return 0.0
+
+class Countdown:
+    name = "countdown"
+    def tasks(self, split, seed): return []
+    def reset(self, task, seed): return None
+"""
 
 
-def test_single_turn_environments_get_the_single_turn_workflow() -> None:
-    class Single:
-        name = "single"
-
-        def tasks(self, split, seed):
-            return []
-
-        def messages(self, task):
-            return []
-
-        def score(self, task, completion):
-            return 0.0
-
-    assert isinstance(choose_workflow(OrchestratorConfig(), Single(), CALLS, None), SingleTurn)
+async def test_the_workflow_goes_by_what_the_environment_can_do(tmp_path) -> None:
+    (tmp_path / "both_env.py").write_text(BOTH)
+    limit, settings = (30.0, "start_s"), EnvironmentProcessesConfig(count=1)
+    async with EnvironmentProcesses(f"{tmp_path}/both_env.py:Countdown", {}, settings, limit) as countdown:
+        assert isinstance(choose_workflow(OrchestratorConfig(), countdown), MultiTurn)
+        with pytest.raises(ConfigError, match="workflow single_turn does not fit environment countdown"):
+            choose_workflow(OrchestratorConfig(workflow="single_turn"), countdown)
+    async with EnvironmentProcesses(f"{tmp_path}/both_env.py:Single", {}, settings, limit) as single:
+        assert isinstance(choose_workflow(OrchestratorConfig(), single), Scored)
+        with pytest.raises(ConfigError, match="workflow multi_turn does not fit environment single"):
+            choose_workflow(OrchestratorConfig(workflow="multi_turn"), single)
 
 
 def test_every_pass_has_each_task_once_in_an_order_of_its_own() -> None:

@@ -1,0 +1,306 @@
+"""A process of the environment: constructs the environment and answers the orchestrator's calls until the connection closes.
+
+``python -P -m orchestrator_svc.envs.child`` with the connection as standard input. Plain methods run one after the other in the main
+thread, or in threads if several calls may run at a time. If the environment has coroutine methods, all calls run on one event loop.
+Imports as little as possible, so that a process starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from orchestrator_svc.envs import loading
+from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
+from orchestrator_svc.envs.framing import FrameReader, NotPlainError, encode
+from sluice.errors import ConfigError
+
+_RECEIVE_BYTES = 1 << 16
+_PAGE_TASKS = 1000
+"""Tasks per answer: the orchestrator reads one page in milliseconds."""
+
+_TRACE_FRAMES = 8
+_TRACE_CHARACTERS = 4000
+_MESSAGE_CHARACTERS = 2000
+"""Bounds of what an error carries to the orchestrator."""
+
+_OOM_SCORE = 500
+"""When memory runs out, the kernel ends environments before the trainer or the engine."""
+
+Answer = dict[str, Any]
+
+
+class Connection:
+    """Frames on a socket; several threads may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._reader, self._lock = connection, FrameReader(), threading.Lock()
+        self._process = os.getpid()
+
+    def receive(self) -> list[Answer]:
+        """Wait for messages; none at the end of the connection."""
+        while data := self._socket.recv(_RECEIVE_BYTES):
+            if messages := self._reader.feed(data):
+                return messages
+        return []
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; in place of one that is not plain data, send why."""
+        if os.getpid() != self._process:
+            os._exit(0)  # the environment forked, and its child came back here: the answer is the parent's
+        try:
+            frame = encode(message)
+        except NotPlainError as error:
+            raised = {"type": "NotPlainError", "message": f"in what was returned, {error}", "trace": ""}
+            frame = encode({"id": message["id"], "raised": raised})
+        with self._lock:
+            self._socket.sendall(frame)
+
+
+class Server:
+    """Answers calls with an environment and its open episodes.
+
+    Args:
+        on_loop: Whether an event loop runs: plain methods then run in threads beside it. Without one nothing waits.
+    """
+
+    def __init__(self, environment: Any, *, on_loop: bool = False) -> None:  # noqa: ANN401 - a user's class
+        self._environment, self._on_loop = environment, on_loop
+        self._episodes: dict[str, Any] = {}
+        self._listings: dict[str, Sequence[Task]] = {}
+
+    async def answer(self, call: Mapping[str, Any]) -> Answer:
+        """Return the answer to a call, or what it raised."""
+        try:
+            value = await getattr(self, f"_{call['method']}")(**call["arguments"])
+        except BaseException as error:  # noqa: BLE001 - SystemExit of foreign code too
+            self._check_cancelled(error)
+            return {"id": call["id"], "raised": _described(error)}
+        return {"id": call["id"], "value": value}
+
+    def _check_cancelled(self, error: BaseException) -> None:
+        """Raise the error again if the call was cancelled by its time limit."""
+        if self._on_loop:
+            from asyncio import CancelledError  # noqa: PLC0415 - imported already where a loop runs
+
+            if isinstance(error, CancelledError):
+                raise error
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - those of any method
+        if self._on_loop and not inspect.iscoroutinefunction(method):
+            from asyncio import CancelledError, get_running_loop, wait  # noqa: PLC0415 - imported already where a loop runs
+
+            # The time limit does not reach into a thread: the orchestrator kills the process a moment later.
+            thread = get_running_loop().run_in_executor(None, method, *arguments)
+            while not thread.done():
+                with contextlib.suppress(CancelledError):
+                    await wait({thread})
+            return thread.result()
+        value = method(*arguments)
+        if not inspect.isawaitable(value):
+            return value
+        if not self._on_loop:
+            raise TypeError("only an episode's method is a coroutine: write tasks or reset as `async def` too")
+        return await value
+
+    async def _tasks(self, listing: str, split: str, seed: int, start: int) -> Answer:
+        """Return a page of the tasks of a split; the first page lists them."""
+        if not start:
+            self._listings[listing] = list(await self._call(self._environment.tasks, split, seed))
+        tasks = self._listings[listing]
+        page = [_task_fields(task) for task in tasks[start : start + _PAGE_TASKS]]
+        if start + len(page) >= len(tasks):
+            del self._listings[listing]
+        return {"tasks": page, "count": len(tasks)}
+
+    async def _messages(self, task: Answer) -> list[Any]:
+        return list(await self._call(self._environment.messages, Task(**task)))
+
+    async def _score(self, task: Answer, completions: list[str]) -> list[Any]:
+        """Return rewards; in place of one that cannot be had, what the call raised."""
+        asked = Task(**task)
+        if not self._on_loop:
+            return [await self._reward(asked, completion) for completion in completions]
+        from asyncio import gather  # noqa: PLC0415 - imported already where a loop runs
+
+        return await gather(*(self._reward(asked, completion) for completion in completions))
+
+    async def _reward(self, task: Task, completion: str) -> float | Answer:
+        try:
+            return _finite(await self._call(self._environment.score, task, completion), "score")
+        except BaseException as error:  # noqa: BLE001 - the user's function may raise anything
+            self._check_cancelled(error)
+            return _described(error)
+
+    async def _reset(self, episode: str, task: Answer, seed: int) -> list[Any]:
+        opened = await self._call(self._environment.reset, Task(**task), seed)
+        messages = list(opened.messages)
+        self._episodes[episode] = opened
+        return messages
+
+    async def _step(self, episode: str, completion: str) -> Answer:
+        turn = await self._call(self._episodes[episode].step, completion)
+        if turn.done:
+            await self._close(episode)
+        return {
+            "messages": list(turn.messages),
+            "reward": None if turn.reward is None else _finite(turn.reward, "the reward of a turn"),
+            "done": bool(turn.done),
+            "truncated": bool(turn.truncated),
+            "metrics": {name: float(value) for name, value in turn.metrics.items()},
+        }
+
+    async def _close(self, episode: str) -> None:
+        opened = self._episodes.pop(episode, None)
+        if callable(close := getattr(opened, "close", None)):
+            await self._call(close)
+
+
+def _task_fields(task: Task) -> Answer:
+    if not isinstance(task.task_id, str) or not isinstance(task.data, Mapping):
+        raise TypeError(f"a task needs a task_id of type str and data that is a mapping; this one is {task!r:.200}")
+    return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}
+
+
+def _finite(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was returned
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}, not a finite number")
+    return number
+
+
+def _described(error: BaseException) -> Answer:
+    """Return type, message and the environment's own lines of the traceback, all bounded."""
+    ours = {__file__, loading.__file__}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in ours and not frame.filename.startswith("<frozen importlib")
+    ]
+    trace = "".join(traceback.format_list(frames[-_TRACE_FRAMES:]))[-_TRACE_CHARACTERS:]
+    try:
+        message = str(error)[:_MESSAGE_CHARACTERS]
+    except Exception as second:  # noqa: BLE001 - foreign code again
+        message = f"(its message cannot be had: {type(second).__name__})"
+    return {"type": type(error).__name__, "message": message, "trace": trace}
+
+
+def _finished(answer: Coroutine[Any, Any, Answer]) -> Answer:
+    """Run a coroutine that waits for nothing, since there is no event loop."""
+    try:
+        answer.send(None)
+    except StopIteration as end:
+        done: Answer = end.value
+        return done
+    raise RuntimeError("a call waited where no event loop runs")
+
+
+def _serve_one_by_one(connection: Connection, environment: Any) -> None:  # noqa: ANN401 - a user's class
+    server = Server(environment)
+    while messages := connection.receive():
+        for call in messages:
+            connection.send(_finished(server.answer(call)))
+
+
+def _serve_in_threads(connection: Connection, environment: Any, threads: int) -> None:  # noqa: ANN401 - a user's class
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - only where it is needed
+
+    server = Server(environment)
+
+    def answer(call: Answer) -> None:
+        connection.send(_finished(server.answer(call)))
+
+    with ThreadPoolExecutor(threads) as executor:
+        while messages := connection.receive():
+            for call in messages:
+                executor.submit(answer, call)
+
+
+def _serve_on_a_loop(connection: Connection, environment: Any) -> None:  # noqa: ANN401 - a user's class
+    import asyncio  # noqa: PLC0415 - only where it is needed
+
+    async def answer(server: Server, call: Answer) -> None:
+        try:
+            async with asyncio.timeout(call["limit_s"]):
+                connection.send(await server.answer(call))
+        except TimeoutError:
+            connection.send({"id": call["id"], "hung": True})
+
+    async def serve() -> None:
+        server, loop, running = Server(environment, on_loop=True), asyncio.get_running_loop(), set()
+
+        def start(call: Answer) -> None:
+            task = loop.create_task(answer(server, call))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+        def read() -> None:
+            while messages := connection.receive():
+                for call in messages:
+                    loop.call_soon_threadsafe(start, call)
+            os._exit(0)
+
+        threading.Thread(target=read, daemon=True).start()
+        await loop.create_future()
+
+    asyncio.run(serve())
+
+
+def _start(connection: Connection, settings: Answer) -> Any:  # noqa: ANN401 - a user's class
+    """Construct the environment and describe it; say why if that fails."""
+    sys.path[:] = settings["path"]
+    try:
+        environment = loading.load_environment(settings["environment"], settings["arguments"])
+    except ConfigError as error:
+        connection.send({"refused": str(error)})
+        sys.exit(1)
+    except BaseException as error:  # noqa: BLE001 - importing foreign code may raise anything
+        raised = _described(error)
+        why = f"{raised['type']}: {raised['message']}\n{raised['trace']}".rstrip()
+        why = loading.without_values(why, settings["arguments"])
+        connection.send({"refused": f"environment {settings['environment']} cannot be constructed: {why}"})
+        sys.exit(1)
+    return environment
+
+
+def main() -> None:
+    """Serve until the orchestrator closes the connection or ends."""
+    connection = Connection(socket.socket(fileno=os.dup(0)))
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - pathlib is not loaded
+        os.dup2(nothing.fileno(), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123
+        score.write(str(_OOM_SCORE))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a crash is the clue
+    settings = connection.receive()[0]
+    environment = _start(connection, settings)
+    methods = (getattr(environment, name, None) for name in ("tasks", "messages", "score", "reset"))
+    coroutines = any(inspect.iscoroutinefunction(method) for method in methods)
+    connection.send(
+        {
+            "name": str(environment.name),
+            "single_turn": isinstance(environment, SingleTurnEnvironment),
+            "multi_turn": isinstance(environment, MultiTurnEnvironment),
+            "coroutines": coroutines,
+        }
+    )
+    if coroutines:
+        _serve_on_a_loop(connection, environment)
+    elif settings["threads"] > 1:
+        _serve_in_threads(connection, environment, settings["threads"])
+    else:
+        _serve_one_by_one(connection, environment)
+
+
+if __name__ == "__main__":
+    main()

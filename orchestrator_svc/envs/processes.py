@@ -1,0 +1,612 @@
+"""The code of an environment runs in processes of its own: tasks, messages, reset, step and score.
+
+A process that hangs, dies or needs too much memory is killed with all that it started, and another takes its place. The call at fault
+fails with an `EnvironmentFailedError` that names its task. Other calls are made again, and other episodes of that process are replayed
+in another one: reset with the same seed, then the same steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self
+
+import structlog
+
+from orchestrator_svc.config import EnvironmentProcessesConfig
+from orchestrator_svc.envs.base import Message, Task, Turn
+from orchestrator_svc.envs.framing import NotPlainError, encode
+from orchestrator_svc.envs.worker import Call, End, EnvironmentFailedError, Reason, Worker, passed_variables
+from sluice.config import ConfigError
+from sluice.supervise.supervisor import Watchdog
+from sluice.tasks import discard_outcome, settle
+
+log = structlog.get_logger(__name__)
+
+_SECTION = "orchestrator.environment_processes"
+
+_MOST_PROCESSES = 4
+"""Processes that are started at most if the settings name no number."""
+
+_COROUTINES = 64
+"""Calls at a time in a process whose environment has coroutine methods, if the settings name no number."""
+
+_PATIENCE_S = 0.05
+"""Seconds that calls wait before a further process is started for them: about what its start takes."""
+
+_EXTRA_S = 1.0
+"""Seconds that a process with coroutine methods gets to cancel a call that is late, before it is killed."""
+
+_EXIT_S = 1.0
+"""Seconds that idle processes get to end by themselves when the run ends."""
+
+_MEMORY_POLL_S = 0.25
+"""Seconds between two looks at the memory of the processes; a looping allocation takes about 0.5 GiB meanwhile."""
+
+_MOST_LOSSES = 3
+"""Processes that may end under a call or an episode because of others, before it fails as well."""
+
+
+class Restarts:
+    """Decides when another process may be started after one that died. Pure.
+
+    Only deaths in a row count: a task that kills its process now and then must not end the run.
+
+    Args:
+        most: Deaths without an answer in between after which no further process is started.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._in_a_row = most, 0
+
+    def answered(self) -> None:
+        """Note that a process answered a call."""
+        self._in_a_row = 0
+
+    def died(self) -> float | None:
+        """Return the seconds until the next start; None to give up."""
+        self._in_a_row += 1
+        if self._in_a_row > self._most:
+            return None
+        return 0.0 if self._in_a_row == 1 else min(0.1 * 2.0 ** (self._in_a_row - 2), 10.0)
+
+
+class EnvironmentProcesses:
+    """An environment whose code runs in processes of their own; use it as an async context.
+
+    Args:
+        reference: An installed id, ``module:Attr`` or ``path/to/env.py:Attr``.
+        arguments: Keyword arguments of the environment's class or function.
+        start_limit: Seconds to construct the environment, and to list its tasks; and the setting that says so.
+
+    Attributes:
+        name: The environment's name, known once the context is entered, as the next two.
+        single_turn: Whether it poses questions and scores answers.
+        multi_turn: Whether it opens episodes of several turns.
+        failures: Failed calls by `Reason`; "missing" counts rewards that were given up.
+    """
+
+    name = ""
+    single_turn = multi_turn = False
+
+    def __init__(
+        self,
+        reference: str,
+        arguments: Mapping[str, Any],
+        config: EnvironmentProcessesConfig,
+        start_limit: tuple[float, str],
+    ) -> None:
+        self.failures: Counter[str] = Counter()
+        self._reference, self._arguments, self._config = reference, arguments, config
+        self._start_s, self._start_setting = start_limit
+        self._most = config.count or min(os.cpu_count() or 1, _MOST_PROCESSES)
+        self._coroutines = False
+        self._numbers, self._process_numbers = itertools.count(1), itertools.count(1)
+        self._starting = 0
+        self._waiting: deque[Call] = deque()
+        self._workers: list[Worker] = []
+        self._lives: dict[Worker, asyncio.Task[None]] = {}
+        self._restarts = Restarts(config.max_restarts)
+        self._start_at = 0.0
+        self._look_again: asyncio.TimerHandle | None = None
+        self._given_up = ""
+        self._closing = False
+
+    async def __aenter__(self) -> Self:
+        """Start the first process and let it construct the environment.
+
+        Raises:
+            ConfigError: if the environment cannot be constructed.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._described: asyncio.Future[None] = self._loop.create_future()
+        self._watchdog = await Watchdog.start(grace_s=0.0)
+        self._memory = asyncio.create_task(self._watch_memory(), name="memory of the environment")
+        try:
+            self._start_one()
+            await self._described
+            while self.multi_turn and not self.single_turn and len(self._lives) < self._most:
+                self._start_one()  # now: episodes that begin in the first process stay there
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """End the processes; calls that are under way are given up."""
+        self._closing = True
+        if self._look_again is not None:
+            self._look_again.cancel()
+        for task in (self._memory, *self._lives.values()):
+            task.cancel()
+        await settle(self._memory, *self._lives.values())
+        self._give_up("the run ends")
+        await self._watchdog.stop()
+
+    async def tasks(self, split: str, seed: int) -> list[Task]:
+        """Return the tasks of a split; the same seed gives the same tasks in the same order.
+
+        Raises:
+            ConfigError: if the environment fails, or does not list them in time.
+        """
+        listing = str(next(self._numbers))
+        arguments = {"listing": listing, "split": split, "seed": seed}
+        tasks: list[Task] = []
+        worker: Worker | None = None
+        while True:
+            try:
+                page, worker = await self._call(
+                    "tasks", "", arguments | {"start": len(tasks)}, (self._start_s, self._start_setting), worker
+                )
+            except EnvironmentFailedError as error:
+                if error.reason == Reason.HUNG:
+                    raise ConfigError(
+                        f"environment {self.name} did not list the tasks of split {split} within {self._start_s:g} s: prepare its"
+                        f" data before the run, or raise {self._start_setting}"
+                    ) from error
+                raise ConfigError(
+                    f"environment {self.name} cannot list the tasks of split {split}: {error.message}"
+                ) from error
+            tasks += [Task(**fields) for fields in page["tasks"]]
+            if len(tasks) >= page["count"]:
+                return tasks
+
+    async def messages(self, task: Task) -> list[Message]:
+        """Return the conversation up to where the assistant answers.
+
+        Raises:
+            EnvironmentFailedError: if the environment fails.
+        """
+        value, _ = await self._call("messages", task.task_id, {"task": _fields(task)}, self._call_limit)
+        return list(value)
+
+    async def score(self, task: Task, completions: Sequence[str]) -> list[float | None]:
+        """Return the rewards of some completions of a task; None where a reward is missing.
+
+        All are scored in one call. Those that fail are scored again, each on its own, so that one bad completion spoils no other.
+        """
+        together = await self._scored(task, completions)
+        alone = [place for place, reward in enumerate(together) if reward is None]
+        again = await asyncio.gather(
+            *(self._scored_alone(task, completions[place], len(completions)) for place in alone)
+        )
+        for place, reward in zip(alone, again, strict=True):
+            together[place] = reward
+        return together
+
+    async def _scored_alone(self, task: Task, completion: str, of: int) -> float | None:
+        for _ in range(max(self._config.score_retries, int(of > 1))):
+            (reward,) = await self._scored(task, [completion])
+            if reward is not None:
+                return reward
+        self.failures["missing"] += 1
+        log.info("reward is missing", task=task.task_id)
+        return None
+
+    async def _scored(self, task: Task, completions: Sequence[str]) -> list[float | None]:
+        limit = (self._config.score_s, f"{_SECTION}.score_s")
+        try:
+            values, _ = await self._call(
+                "score", task.task_id, {"task": _fields(task), "completions": list(completions)}, limit
+            )
+        except EnvironmentFailedError as error:
+            log.warning("scoring failed", task=task.task_id, reason=error.reason, problem=error.message)
+            return [None] * len(completions)
+        raised = [value for value in values if isinstance(value, dict)]
+        if raised:
+            self.failures[Reason.RAISED] += len(raised)
+            log.warning(
+                "scoring failed",
+                task=task.task_id,
+                completions=len(raised),
+                reason=Reason.RAISED,
+                problem=_text(raised[0]),
+            )
+        return [None if isinstance(value, dict) else float(value) for value in values]
+
+    @contextlib.asynccontextmanager
+    async def episode(self, task: Task, seed: int) -> AsyncIterator[OpenEpisode]:
+        """Begin an episode. At the end of the context its process forgets it.
+
+        Raises:
+            EnvironmentFailedError: if the environment fails.
+        """
+        episode = OpenEpisode(str(next(self._numbers)), self._call, self._call_limit, task, seed)
+        try:
+            await episode.begin()
+            yield episode
+        finally:
+            if episode.worker is not None:
+                self._forget(episode.worker, episode.name, task.task_id, closed=episode.done)
+
+    @property
+    def _call_limit(self) -> tuple[float, str]:
+        return self._config.call_s, f"{_SECTION}.call_s"
+
+    async def _call(
+        self,
+        method: str,
+        task_id: str,
+        arguments: Mapping[str, Any],
+        limit: tuple[float, str],
+        worker: Worker | None = None,
+        *,
+        alone: bool = False,
+    ) -> tuple[Any, Worker]:
+        """Call a method in `worker`, or in the process with the least to do.
+
+        Returns:
+            What it returned, and the process that ran it.
+
+        Raises:
+            EnvironmentFailedError: if it fails.
+        """
+        call = self._submit(method, task_id, arguments, limit, worker)
+        call.alone = alone
+        self._pump()
+        try:
+            value = await call.answer
+        except EnvironmentFailedError as error:
+            if error.culprit:
+                self.failures[error.reason] += 1
+            raise
+        if call.worker is None:
+            raise RuntimeError("a call was answered by no process")
+        return value, call.worker
+
+    def _submit(
+        self, method: str, task_id: str, arguments: Mapping[str, Any], limit: tuple[float, str], worker: Worker | None
+    ) -> Call:
+        call = Call(
+            next(self._numbers), method, task_id, arguments, *limit, self._loop.create_future(), self._loop.time()
+        )
+        if self._given_up:
+            error = EnvironmentFailedError(Reason.GIVEN_UP, self._given_up, task_id, culprit=False)
+            call.answer.set_exception(error)
+        elif worker is None:
+            self._waiting.append(call)
+        elif worker.ended.is_set():
+            call.answer.set_exception(self._lost_error(call, worker.end))
+        else:
+            worker.waiting.append(call)
+        return call
+
+    def _pump(self) -> None:
+        """Give calls to the processes that have room for them; start a process if they have waited for some time."""
+        for worker in self._workers:
+            while worker.waiting and self._runs(worker, worker.waiting[0]):
+                worker.waiting.popleft()
+        while self._waiting:
+            call = self._waiting[0]
+            free = [worker for worker in self._workers if call.alone or worker.has_room()]
+            if not free:
+                break
+            self._waiting.popleft()
+            worker = min(free, key=lambda each: (len(each.running), each.episodes))
+            if not self._runs(worker, call):
+                worker.waiting.appendleft(call)  # it must be alone: nothing else is begun there before it
+        self._grow()
+
+    def _runs(self, worker: Worker, call: Call) -> bool:
+        """Let a process run a call, if it can now; return whether the call has left the queue."""
+        if call.answer.done():  # nobody waits for it any more
+            return True
+        if worker.running and (call.alone or not worker.has_room()):
+            return False
+        try:
+            worker.run(call, _EXTRA_S if self._coroutines else 0.0)
+        except NotPlainError as error:
+            problem = f"{call.name} cannot be called: {error}"
+            call.answer.set_exception(EnvironmentFailedError(Reason.RAISED, problem, call.task_id))
+        return True
+
+    def _grow(self) -> None:
+        """Start a process if calls have waited long enough for one; look again when they will have."""
+        queues = [queue for queue in (self._waiting, *(worker.waiting for worker in self._workers)) if queue]
+        if not queues or self._closing or self._given_up or len(self._lives) >= self._most:
+            return
+        if self._starting:
+            return
+        due = max(min(queue[0].since for queue in queues) + (_PATIENCE_S if self._workers else 0.0), self._start_at)
+        if self._loop.time() >= due:
+            self._start_one()
+        elif self._look_again is None:
+            self._look_again = self._loop.call_at(due, self._look)
+
+    def _look(self) -> None:
+        self._look_again = None
+        self._pump()
+
+    def _start_one(self) -> None:
+        worker = Worker(next(self._process_numbers), self._watchdog, self._answered)
+        self._starting += 1
+        life = asyncio.create_task(self._live(worker), name=f"environment process {worker.number}")
+        self._lives[worker] = life
+        life.add_done_callback(self._check_life)
+
+    def _check_life(self, life: asyncio.Task[None]) -> None:
+        """Let no call wait for a process whose task failed."""
+        if not life.cancelled() and (error := life.exception()) is not None:
+            log.error("a process of the environment is lost by a defect", exc_info=error)
+            self._give_up(f"a process of environment {self.name} was lost by a defect: {error!r}")
+            if not self._described.done():
+                self._described.set_exception(error)
+
+    async def _live(self, worker: Worker) -> None:
+        """Start a process, wait for its end, and clear up after it."""
+        problem = ""
+        try:
+            try:
+                await self._begin(worker)
+            finally:
+                self._starting -= 1
+            self._workers.append(worker)
+            self._pump()
+            await worker.ended.wait()
+        except ConfigError as error:
+            problem = str(error)
+        finally:
+            idle = self._closing and not worker.running
+            how = await worker.kill(_EXIT_S if idle else 0.0)
+            del self._lives[worker]
+            if worker in self._workers:
+                self._workers.remove(worker)
+        self._lost(worker, problem, how)
+
+    async def _begin(self, worker: Worker) -> None:
+        """Start a process and let it construct the environment.
+
+        Raises:
+            ConfigError: if it cannot.
+        """
+        threads = self._config.calls or 1
+        settings = {"environment": self._reference, "arguments": self._arguments, "path": sys.path, "threads": threads}
+        variables = passed_variables(os.environ, self._config.variables)
+        try:
+            async with asyncio.timeout(self._start_s):
+                description = await worker.start(settings, variables, self._config.log_lines_per_minute)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"environment {self._reference} was not imported and constructed within {self._start_s:g} s"
+                f" ({self._start_setting})"
+            ) from error
+        except NotPlainError as error:
+            raise ConfigError(f"environment_args cannot be sent to the environment's processes: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"a process for environment {self._reference} cannot be started: {error}") from error
+        self._coroutines = description["coroutines"]
+        worker.room = self._config.calls or (_COROUTINES if self._coroutines else 1)
+        if not self._described.done():
+            self.name, self.single_turn = description["name"], description["single_turn"]
+            self.multi_turn = description["multi_turn"]
+            self._described.set_result(None)
+            withheld = sorted(os.environ.keys() - variables.keys())
+            log.info("the environment is there", name=self.name, processes=self._most, variables_withheld=withheld)
+
+    def _answered(self, worker: Worker, call: Call, answer: dict[str, Any]) -> None:
+        """Take the answer to a call."""
+        self._restarts.answered()
+        opened = call.method == "reset" and "value" in answer
+        worker.episodes += opened
+        if call.answer.done():  # its caller has left
+            if opened:
+                self._forget(worker, call.arguments["episode"], call.task_id, closed=False)
+        elif "raised" in answer:
+            text = f"{call.name} raised {_text(answer['raised'])}"
+            call.answer.set_exception(EnvironmentFailedError(Reason.RAISED, text, call.task_id))
+        elif "hung" in answer:
+            text = f"{call.name} did not end within {call.limit_s:g} s ({call.setting}) and was cancelled"
+            call.answer.set_exception(EnvironmentFailedError(Reason.HUNG, text, call.task_id))
+        else:
+            call.answer.set_result(answer["value"])
+        self._pump()
+
+    def _forget(self, worker: Worker, episode: str, task_id: str, *, closed: bool) -> None:
+        """Count an episode no more, and let its process forget it unless the episode has ended; nobody waits for that."""
+        worker.episodes -= 1
+        if not (closed or worker.ended.is_set() or self._closing):
+            call = self._submit("close", task_id, {"episode": episode}, self._call_limit, worker)
+            discard_outcome(call.answer)
+            self._pump()
+
+    def _lost(self, worker: Worker, problem: str, how: str) -> None:
+        """Fail the call that ended a process, make others again, and decide about another process."""
+        if self._closing:
+            return
+        if not self._described.done():  # the first start
+            self._described.set_exception(ConfigError(problem or f"the environment's process {how}"))
+            return
+        end = worker.end or End(Reason.DIED, problem or how)
+        running = list(worker.running.values())
+        if worker.end is None or worker.end.culprit is None:
+            end = End(end.reason, end.text, running[0] if len(running) == 1 else None)
+        worker.end = end
+        task = end.culprit.task_id if end.culprit is not None else ""
+        log.warning(
+            "a process of the environment ended",
+            process=worker.number,
+            reason=end.reason,
+            problem=end.text,
+            task=task,
+            calls=len(running),
+            episodes=worker.episodes,
+        )
+        delay = self._restarts.died()
+        if delay is None:
+            self._give_up(
+                f"the processes of environment {self.name} died {self._config.max_restarts + 1} times in a row, the last one"
+                f" {end.text}: repair the environment, or raise {_SECTION}.max_restarts"
+            )
+        else:
+            self._start_at = self._loop.time() + delay
+        for call in [*running, *worker.waiting]:
+            self._again(call, end, ran=call.number in worker.running)
+        self._pump()
+
+    def _again(self, call: Call, end: End, *, ran: bool) -> None:
+        """Submit a call again that lost its process, or let it fail."""
+        if call.answer.done():
+            return
+        if call is end.culprit:
+            text = f"the environment's process {end.text}"
+            if call.name not in text:
+                text += f" in {call.name}"
+            call.answer.set_exception(EnvironmentFailedError(end.reason, text, call.task_id))
+            return
+        call.losses += 1
+        call.alone |= ran and end.culprit is None
+        if self._given_up:
+            call.answer.set_exception(
+                EnvironmentFailedError(Reason.GIVEN_UP, self._given_up, call.task_id, culprit=False)
+            )
+        elif call.method in _PINNED or call.losses > _MOST_LOSSES:
+            call.answer.set_exception(self._lost_error(call, end))
+        else:
+            self._waiting.appendleft(call)
+
+    def _lost_error(self, call: Call, end: End | None) -> EnvironmentFailedError:
+        text = end.text if end is not None else "ended"
+        reason = end.reason if end is not None else Reason.DIED
+        problem = f"{call.name} was lost with its process, which {text}"
+        return EnvironmentFailedError(reason, problem, call.task_id, culprit=False, suspect=call.alone)
+
+    def _give_up(self, why: str) -> None:
+        """Let all calls fail, from now on."""
+        self._given_up = why
+        for call in (*self._waiting, *(call for worker in self._workers for call in worker.waiting)):
+            if not call.answer.done():
+                call.answer.set_exception(EnvironmentFailedError(Reason.GIVEN_UP, why, call.task_id, culprit=False))
+        self._waiting.clear()
+
+    async def _watch_memory(self) -> None:
+        """End processes that need too much memory."""
+        most = self._config.memory_mib
+        while most:
+            await asyncio.sleep(_MEMORY_POLL_S)
+            for worker in self._workers:
+                used = worker.memory_mib()
+                if used > most:
+                    text = f"was killed: it had {used:.0f} MiB of memory, more than {most} ({_SECTION}.memory_mib)"
+                    worker.end_because(End(Reason.MEMORY, text))
+
+
+_PINNED = {"step", "close", "tasks"}
+"""Methods whose calls only the process that holds their state can run."""
+
+
+class OpenEpisode:
+    """An episode of a multi-turn environment. If its process ends because of another one, it is replayed in a further process.
+
+    Attributes:
+        name: Names it in its process.
+        messages: Messages to begin with.
+        worker: Its process.
+        done: Whether the environment has ended it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Awaitable[tuple[Any, Worker]]],
+        limit: tuple[float, str],
+        task: Task,
+        seed: int,
+    ) -> None:
+        self.name = name
+        self.messages: list[Message] = []
+        self.worker: Worker | None = None
+        self.done = False
+        self._call, self._limit, self._task, self._seed = call, limit, task, seed
+        self._answers: list[tuple[str, bytes]] = []
+
+    async def begin(self) -> None:
+        """Open it, and make the steps again that were made before.
+
+        Raises:
+            EnvironmentFailedError: if the environment fails, or answers otherwise than before.
+        """
+        self.worker = None
+        arguments = {"episode": self.name, "task": _fields(self._task), "seed": self._seed}
+        messages, self.worker = await self._call("reset", self._task.task_id, arguments, self._limit)
+        if self._answers and messages != self.messages:
+            raise self._differs("reset")
+        self.messages = messages
+        for number, (completion, before) in enumerate(self._answers):
+            if _digest(await self._step(completion, alone=False)) != before:
+                raise self._differs(f"step {number + 1}")
+
+    async def step(self, completion: str) -> Turn:
+        """Take the assistant's turn.
+
+        Raises:
+            EnvironmentFailedError: if the environment fails.
+        """
+        losses, alone = 0, False
+        while True:
+            try:
+                if losses:
+                    await self.begin()
+                answer = await self._step(completion, alone=alone)
+                break
+            except EnvironmentFailedError as error:
+                if error.culprit or error.reason == Reason.GIVEN_UP or losses == _MOST_LOSSES:
+                    raise
+                losses, alone = losses + 1, error.suspect
+                log.info(
+                    "an episode is replayed", task=self._task.task_id, turns=len(self._answers), problem=error.message
+                )
+        self._answers.append((completion, _digest(answer)))
+        self.done = answer["done"]
+        return Turn(**answer)
+
+    async def _step(self, completion: str, *, alone: bool) -> dict[str, Any]:
+        arguments = {"episode": self.name, "completion": completion}
+        answer, _ = await self._call("step", self._task.task_id, arguments, self._limit, self.worker, alone=alone)
+        found: dict[str, Any] = answer
+        return found
+
+    def _differs(self, what: str) -> EnvironmentFailedError:
+        text = (
+            f"the episode's process ended, and {what} answered otherwise when the episode was replayed in another one:"
+            " an episode can only be continued if its seed and the completions determine it"
+        )
+        return EnvironmentFailedError(Reason.DIED, text, self._task.task_id, culprit=False)
+
+
+def _digest(answer: Mapping[str, Any]) -> bytes:
+    return hashlib.blake2b(encode(answer), digest_size=16).digest()
+
+
+def _fields(task: Task) -> dict[str, Any]:
+    return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}
+
+
+def _text(raised: Mapping[str, str]) -> str:
+    """Return what was raised, with the environment's own lines of the traceback."""
+    return f"{raised['type']}: {raised['message']}\n{raised['trace']}".rstrip()

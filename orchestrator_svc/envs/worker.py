@@ -1,0 +1,328 @@
+"""One process of the environment, seen from the orchestrator: its start, its calls, its output, its memory and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from orchestrator_svc.envs.framing import BrokenFrameError, FrameReader, encode
+from orchestrator_svc.envs.output import BoundedLines
+from sluice.config import ConfigError
+from sluice.config.secrets import is_secret_name
+from sluice.rpc import SluiceError
+from sluice.supervise.supervisor import Watchdog
+from sluice.tasks import settle
+
+log = structlog.get_logger(__name__)
+
+_PROGRAM = (sys.executable, "-P", "-m", "orchestrator_svc.envs.child")
+_READ_BYTES = 1 << 18
+_NO_SECRETS = {"PWD", "OLDPWD"}
+"""Variables whose names look like those of passwords."""
+
+_KILL_S = 5.0
+"""Seconds that the kernel gets to end a killed process; one that waits for a dead disk may need longer."""
+
+_LAST_LINES_S = 0.5
+"""Seconds to read what an ended process printed; a process that left its group may still hold the pipe."""
+
+_MOST_PROCESSES = 1000
+"""Most processes of a tree whose memory is added up."""
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Reason(StrEnum):
+    """Why a call of the environment failed."""
+
+    RAISED = "ENVIRONMENT_RAISED"
+    HUNG = "ENVIRONMENT_HUNG"
+    DIED = "ENVIRONMENT_DIED"
+    MEMORY = "ENVIRONMENT_MEMORY"
+    GIVEN_UP = "ENVIRONMENT_GIVEN_UP"
+    """Its processes died so often, one after the other, that no further one is started."""
+
+
+class EnvironmentFailedError(SluiceError):
+    """A call of the environment failed.
+
+    Attributes:
+        reason: One of `Reason`.
+        task_id: Task that the call was about.
+        culprit: Whether this call is what failed; if not, its process ended because of another one.
+        suspect: Whether it is one of several calls of which one ended the process.
+    """
+
+    def __init__(
+        self, reason: Reason, message: str, task_id: str, *, culprit: bool = True, suspect: bool = False
+    ) -> None:
+        super().__init__(grpc.StatusCode.ABORTED, reason, message, metadata={"task_id": task_id})
+        self.task_id, self.culprit, self.suspect = task_id, culprit, suspect
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of the environment, from its submission to its answer.
+
+    Attributes:
+        limit_s: Seconds that it may run; `setting` says so.
+        answer: Takes what the method returned, or an `EnvironmentFailedError`; cancelled once nobody waits for it.
+        since: When it was submitted, on the loop's clock.
+        worker: Process that runs it, or ran it last.
+        alone: Whether nothing else may run beside it: it may have ended a process.
+        losses: Processes that ended under it.
+    """
+
+    number: int
+    method: str
+    task_id: str
+    arguments: Mapping[str, Any]
+    limit_s: float
+    setting: str
+    answer: asyncio.Future[Any]
+    since: float
+    worker: Worker | None = None
+    alone: bool = False
+    losses: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"{self.method} of task {self.task_id}" if self.task_id else self.method
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why a process ended: a clause that follows "the environment's process", and the call at fault if it is known."""
+
+    reason: Reason
+    text: str
+    culprit: Call | None = None
+
+
+class Worker(asyncio.Protocol):
+    """A process of the environment and the calls that it runs.
+
+    Args:
+        number: Names the process in the log.
+        watchdog: Ends the process if the orchestrator is killed.
+        on_answer: Called with each call that is answered, when there is room for another one.
+
+    Attributes:
+        room: Calls that it may run at a time.
+        running: Its calls by number.
+        waiting: Calls for the episodes that it holds.
+        episodes: Episodes that it holds.
+        ended: Set when it has ended, or must end because of `end`.
+    """
+
+    def __init__(
+        self, number: int, watchdog: Watchdog, on_answer: Callable[[Worker, Call, dict[str, Any]], None]
+    ) -> None:
+        self.number, self.room, self.episodes = number, 0, 0
+        self.running: dict[int, Call] = {}
+        self.waiting: deque[Call] = deque()
+        self.ended = asyncio.Event()
+        self.end: End | None = None
+        self._watchdog, self._on_answer = watchdog, on_answer
+        self._reader = FrameReader()
+        self._started = asyncio.Event()
+        self._description: dict[str, Any] = {}
+        self._transport: asyncio.Transport | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._following: list[asyncio.Task[None]] = []
+
+    async def start(
+        self, settings: Mapping[str, Any], variables: Mapping[str, str], log_lines_per_minute: int
+    ) -> dict[str, Any]:
+        """Start the process and let it construct the environment; the caller sets the deadline.
+
+        Returns:
+            What the environment is: name, single_turn, multi_turn, coroutines.
+
+        Raises:
+            ConfigError: if the environment cannot be constructed.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = self._process = await self._watchdog.start_child(
+                    _PROGRAM,
+                    stdin=theirs.fileno(),
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    environment=variables,
+                )
+            loop = asyncio.get_running_loop()
+            self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        self._following = [
+            asyncio.create_task(self._follow_output(process, BoundedLines(log_lines_per_minute, loop.time()))),
+            asyncio.create_task(self._follow_exit(process)),
+        ]
+        self._transport.write(encode(settings))
+        await self._started.wait()
+        if not self._description:
+            raise ConfigError(
+                f"environment {settings['environment']} ended its process while it was imported or constructed"
+                f" (it {await self.kill()}): its last lines are in the log"
+            )
+        if "refused" in self._description:
+            raise ConfigError(self._description["refused"])
+        return self._description
+
+    def has_room(self) -> bool:
+        """Return whether it can run one more call now."""
+        if self.ended.is_set() or len(self.running) >= self.room:
+            return False
+        alone = any(call.alone for call in self.running.values()) or (self.waiting and self.waiting[0].alone)
+        return not alone
+
+    def run(self, call: Call, extra_s: float) -> None:
+        """Send a call. After its time limit and `extra_s` the process ends."""
+        if self._transport is None:
+            raise RuntimeError("the process is not started")
+        call.worker = self
+        self.running[call.number] = call
+        frame = {"id": call.number, "method": call.method, "arguments": call.arguments, "limit_s": call.limit_s}
+        call.timer = asyncio.get_running_loop().call_later(call.limit_s + extra_s, self._late, call)
+        self._transport.write(encode(frame))
+
+    def end_because(self, end: End) -> None:
+        """Let the process end; the first reason stays."""
+        if not self.ended.is_set():
+            self.end = end
+            self.ended.set()
+
+    def _late(self, call: Call) -> None:
+        text = f"was killed: {call.name} did not end within {call.limit_s:g} s ({call.setting})"
+        self.end_because(End(Reason.HUNG, text, call))
+
+    def data_received(self, data: bytes) -> None:
+        """Take answers."""
+        try:
+            messages = self._reader.feed(data)
+            for message in messages:
+                self._take(message)
+        except (BrokenFrameError, KeyError) as error:
+            self.end_because(
+                End(Reason.DIED, f"was killed: it wrote to the orchestrator's connection ({error!r:.200})")
+            )
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if self.ended.is_set():
+            return
+        if not self._started.is_set():
+            self._description = message
+            self._started.set()
+            return
+        call = self.running.pop(message["id"])
+        if call.timer is not None:
+            call.timer.cancel()
+        self._on_answer(self, call, message)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """Note that the process closed its end, as it does when it dies."""
+        self.ended.set()
+        self._started.set()
+
+    async def kill(self, grace_s: float = 0.0) -> str:
+        """End the process and all of its group; calls that run are left without an answer.
+
+        Args:
+            grace_s: Seconds in which it may end by itself, now that its connection is closed.
+
+        Returns:
+            How it ended, as a clause that follows "the environment's process".
+        """
+        self.ended.set()
+        for call in self.running.values():
+            if call.timer is not None:
+                call.timer.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        process, self._process = self._process, None
+        if process is None:
+            return "was not started"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        _, alive = await asyncio.wait(self._following, timeout=_LAST_LINES_S)
+        for task in alive:
+            task.cancel()
+        await settle(*self._following)
+        try:
+            async with asyncio.timeout(_KILL_S):
+                code = await process.wait()
+        except TimeoutError:
+            log.error("a killed process does not end: is a disk hanging?", process=self.number, pid=process.pid)  # noqa: TRY400 - says all
+            return "was killed, and has not ended yet"
+        self._watchdog.note("-", process.pid)
+        return _exit_text(code)
+
+    async def _follow_exit(self, process: asyncio.subprocess.Process) -> None:
+        """Note its end also where something that it started keeps the connection open."""
+        await process.wait()
+        self.connection_lost(None)
+
+    async def _follow_output(self, process: asyncio.subprocess.Process, lines: BoundedLines) -> None:
+        clock = asyncio.get_running_loop().time
+        data = b"-"
+        while data and process.stdout is not None:
+            data = await process.stdout.read(_READ_BYTES)
+            for line in lines.feed(data, clock()):
+                log.info("environment prints", process=self.number, text=line)
+
+    def memory_mib(self) -> float:
+        """Return the memory of the process and of what it started, without what is shared with files, in MiB; 0 if not Linux."""
+        found = 0
+        left = [] if self._process is None else [self._process.pid]
+        for _ in range(_MOST_PROCESSES):
+            if not left:
+                break
+            directory = Path(f"/proc/{left.pop()}")
+            with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
+                _, resident, shared, *_ = (directory / "statm").read_text().split()
+                found += int(resident) - int(shared)
+                for thread in (directory / "task").iterdir():
+                    left += map(int, (thread / "children").read_text().split())
+        return found * _PAGE_BYTES / (1 << 20)
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = ": by the kernel, perhaps, for want of memory" if -code == signal.SIGKILL else ""
+    return f"was killed by signal {-code} ({signal.Signals(-code).name}){hint}"
+
+
+def passed_variables(variables: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a process of the environment gets: all but ours and those whose names are of secrets.
+
+    Args:
+        variables: Those of the orchestrator.
+        named: Names of those that it gets in any case.
+    """
+    return {
+        name: value
+        for name, value in variables.items()
+        if name in _NO_SECRETS or name in named or not (name.startswith("SLUICE_") or is_secret_name(name))
+    }

@@ -1,0 +1,7 @@
+"""Errors that processes without the settings' libraries raise as well. Imports nothing."""
+
+from __future__ import annotations
+
+
+class ConfigError(Exception):
+    """A setting is unknown, malformed or out of range. The message names the setting, its source and the remedy."""

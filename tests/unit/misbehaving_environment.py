@@ -1,0 +1,212 @@
+"""Environments that fail in every way that the tests of their processes need. What an answer says is what they do."""
+
+import asyncio
+import ctypes
+import decimal
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from orchestrator_svc.envs.base import Task, Turn
+
+
+def loop():
+    while True:
+        pass
+
+
+def hog():
+    kept = []
+    while True:
+        kept.append(bytearray(1 << 22))
+
+
+def flood():
+    for _ in range(100_000):
+        print("x" * 80)
+
+
+def raise_key_error():
+    raise KeyError("no such key")
+
+
+def fork_bomb():
+    for _ in range(5):  # 32 processes
+        os.fork()
+    time.sleep(3600)
+
+
+def spawn():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    time.sleep(3600)
+
+
+def has_secrets():
+    return float("JUDGE_API_KEY" in os.environ) + 2.0 * ("ANOTHER_TOKEN" in os.environ)
+
+
+DEEDS = {
+    "loop": loop,
+    "regex": lambda: re.match(r"(a+)+$", "a" * 64 + "b"),
+    "hold the GIL": lambda: ctypes.PyDLL(None).sleep(3600),
+    "sleep": lambda: time.sleep(3600),
+    "segfault": lambda: ctypes.string_at(0),
+    "exit": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hog": hog,
+    "flood": flood,
+    "raise": raise_key_error,
+    "sys.exit": lambda: sys.exit(4),
+    "fork bomb": fork_bomb,
+    "fork and return": lambda: float(bool(os.fork()) or True),
+    "spawn": spawn,
+    "nan": lambda: float("nan"),
+    "object": object,
+    "pid": lambda: float(os.getpid()),
+    "thread": lambda: float(threading.get_ident() == threading.main_thread().ident),
+    "secret": has_secrets,
+}
+
+
+def act(word):
+    """Do what a word says; return a number that tells what was found, else the length of the word."""
+    found = DEEDS[word]() if word in DEEDS else None
+    return float(len(word)) if found is None else found
+
+
+class Single:
+    """Acts in `score` on what is completed, in `messages` on what the task says, and in `tasks` on the name of the split."""
+
+    name = "single"
+
+    def tasks(self, split, seed):
+        act(split)
+        if split == "wrong id":
+            return [Task(7)]
+        if split == "wrong data":
+            return [Task("t", {"when": {1: 2}})]
+        return [Task(f"{split}-{seed + number}", {"number": number, "pair": (1, 2)}) for number in range(2500)]
+
+    def messages(self, task):
+        word = task.data.get("do", "")
+        if word == "decimal":
+            return [{"role": "user", "content": [decimal.Decimal(1)]}]
+        if word == "large":
+            return [{"role": "user", "content": "x" * (65 << 20)}]
+        if word == "itself":
+            circle = []
+            circle.append(circle)
+            return circle
+        return [{"role": "user", "content": f"\ud800 {act(word)}"}]
+
+    def score(self, task, completion):
+        return float(task.max_tokens) if completion == "limit" else act(completion)
+
+
+class Several:
+    """Acts in `reset` on what the task says, and in `step` on what is completed; adds up the letters of an episode."""
+
+    name = "several"
+
+    def __init__(self, forgetful=False):
+        self.forgetful = forgetful
+
+    def tasks(self, split, seed):
+        return [Task("t")]
+
+    def reset(self, task, seed):
+        act(task.data.get("do", ""))
+        return Letters(seed if not self.forgetful else os.getpid())
+
+
+class Letters:
+    open = 0
+
+    def __init__(self, count):
+        self.count = count
+        self.messages = [{"role": "user", "content": "go"}]
+        Letters.open += 1
+
+    def step(self, completion):
+        if completion == "wrong reward":
+            return Turn(reward="much")
+        if completion == "open":
+            return Turn(reward=float(Letters.open))
+        self.count += act(completion)
+        messages = [{"role": "user", "content": f"{self.count:.0f}"}]
+        return Turn(messages=messages, reward=1.0, done=completion == "end", metrics={"n": 1})
+
+    def close(self):
+        Letters.open -= 1
+
+
+class Coroutines:
+    """Both kinds at once, as coroutines: `score` waits until two calls are under way, or for ever."""
+
+    name = "coroutines"
+
+    def __init__(self):
+        self.both = None
+        self.waiting = 0
+
+    def tasks(self, split, seed):
+        return [Task("t")]
+
+    async def messages(self, task):
+        return [{"role": "user", "content": await asyncio.to_thread(str, os.getpid())}]
+
+    async def score(self, task, completion):
+        if completion == "hang":
+            await asyncio.Event().wait()
+        if completion == "loop":
+            act("loop")
+        if self.both is None:
+            self.both = asyncio.Event()
+        self.waiting += 1
+        if self.waiting == 2:
+            self.both.set()
+        await self.both.wait()
+        return float(os.getpid())
+
+
+class HalfCoroutine(Several):
+    """Only the step is a coroutine."""
+
+    def reset(self, task, seed):
+        return HalfStep()
+
+
+class HalfStep:
+    messages = ()
+
+    async def step(self, completion):
+        return Turn()
+
+
+class RaisesAtStart(Single):
+    def __init__(self, key):
+        raise LookupError(f"no server takes {key}")
+
+
+class ExitsAtStart(Single):
+    def __init__(self):
+        os._exit(7)
+
+
+class HangsAtStart(Single):
+    def __init__(self):
+        time.sleep(3600)
+
+
+class DiesAgain(Single):
+    """Is constructed once; further processes end at once. `first` names a file that tells them."""
+
+    def __init__(self, first):
+        if Path(first).exists():
+            os._exit(5)
+        Path(first).touch()
