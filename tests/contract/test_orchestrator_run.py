@@ -276,7 +276,8 @@ async def test_a_group_that_is_drawn_again_gets_request_ids_of_its_own(scene) ->
     # The replica remembers what it was asked; the second process asks under a newer version.
     for request_id in begun:
         with contextlib.suppress(SluiceError):
-            await replica.repeats.once(request_id, b"asked before", _nothing)
+            async for _ in replica.repeats.once("Generate", request_id, b"asked before", _nothing):
+                pass
     trainer.run_freely()
     async with asyncio.timeout(DEADLINE_S):
         await scene.start(common={"max_staleness": 1})
@@ -285,8 +286,8 @@ async def test_a_group_that_is_drawn_again_gets_request_ids_of_its_own(scene) ->
     assert report["trajectories_trained"] == 16
 
 
-async def _nothing() -> rollout_pb2.GenerateResponse:
-    return rollout_pb2.GenerateResponse()
+async def _nothing():
+    yield rollout_pb2.GenerateResponse()
 
 
 @pytest.mark.parametrize("keeps_record", [True, False])
