@@ -6,7 +6,7 @@ import random
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator_svc.config import EnvironmentConfig
@@ -93,6 +93,7 @@ class Group(NamedTuple):
 ratios = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
 
+@settings(deadline=None, max_examples=60)
 @given(ratios, st.integers(1, 200))
 def test_every_prefix_of_places_is_within_one_of_the_wanted_shares(weights, places) -> None:
     shares = Shares({str(index): float(weight) for index, weight in enumerate(weights)})
@@ -104,6 +105,7 @@ def test_every_prefix_of_places_is_within_one_of_the_wanted_shares(weights, plac
         assert all(abs(shares.share(each) * place - given_to[each]) < 1 + 1e-6 for each in names)
 
 
+@settings(deadline=None, max_examples=60)
 @given(ratios, st.data())
 def test_a_name_that_cannot_take_its_place_loses_the_share_and_claims_nothing_later(weights, data) -> None:
     shares = Shares({str(index): float(weight) for index, weight in enumerate(weights)})
@@ -324,6 +326,7 @@ def end(world: World, group: Group, fate: float, rewards: tuple[float, ...]) -> 
         world.draw_again(group)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32), st.booleans(), st.integers(1, 120))
 def test_a_start_that_reads_the_facts_draws_on_as_if_nothing_had_happened(seed, pools, steps) -> None:
     settings = (
