@@ -232,6 +232,10 @@ class EpisodeConfig(Section):
     environment_processes: EnvironmentProcessesConfig = Field(
         default_factory=EnvironmentProcessesConfig, description="Processes that run the environment's code."
     )
+    objective: str = Field(
+        "",
+        description="Name of the objective of `trainer.objectives` that trains the episodes. Empty: `trainer.objective`.",
+    )
     filter: FilterConfig = Field(default_factory=FilterConfig, description="Which scored groups are trained.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="Episodes that were cut off.")
     pools: PoolsConfig = Field(default_factory=PoolsConfig, description="Tasks by how often they are solved.")

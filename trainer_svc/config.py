@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -22,7 +23,7 @@ from trainer_svc.compute_config import (
     on_device,
 )
 from trainer_svc.memory import BFLOAT16, FLOAT32, Decoder, estimate
-from trainer_svc.objectives.config import ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
 from trainer_svc.objectives.presets import PRESETS
 
 BASE = "base"
@@ -137,6 +138,10 @@ class TrainerConfig(ComputeConfig):
         description="The trainer's part of `allocation_mode`, such as `fsdp:d4t2`. Sets `parallel`. none: leave `parallel` as it is.",
     )
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="The loss to minimise.")
+    objectives: dict[str, ObjectiveConfig] = Field(
+        default_factory=dict,
+        description="Further objectives by name, for the trajectories of environments whose `objective` names one. Each has its own divisor, and the losses add up.",
+    )
     epochs: int = Field(1, ge=1, description="Passes over each batch.")
     minibatches: int = Field(
         1,
@@ -178,21 +183,9 @@ class TrainerConfig(ComputeConfig):
 
     @model_validator(mode="after")
     def _has_what_the_objective_reads(self) -> Self:
+        for each in self.all_objectives.values():
+            self._check_models_of(each)
         objective = self.objective.resolved
-        if not objective.needs_behaviour and not objective.needs_teacher:
-            raise ValueError(
-                f"objective {self.objective.preset} needs demonstrations: use `sluice sft`, or one of {', '.join(RL_PRESETS)}"
-            )
-        if objective.needs_reference and not self.reference.model:
-            raise ValueError(
-                f"objective {objective.name} has a KL term of weight {objective.kl_coef:g} but there is no reference policy: set"
-                " reference.model to base (or to batch, if every trajectory brings ref_logprobs), or objective.kl_coef to 0"
-            )
-        if objective.needs_teacher and not self.teacher.model:
-            raise ValueError(
-                f"objective {objective.name} needs a teacher: set teacher.model to its directory, or to batch if every"
-                " trajectory brings teacher_logprobs"
-            )
         if objective.needs_critic and not self.critic.shared and not self.critic.model:
             raise ValueError(
                 "advantage gae needs the values of a critic: set critic.model to base or a directory, set critic.shared to true,"
@@ -206,15 +199,52 @@ class TrainerConfig(ComputeConfig):
             )
         return self
 
+    def _check_models_of(self, objective: ResolvedObjective) -> None:
+        if not objective.needs_behaviour and not objective.needs_teacher:
+            raise ValueError(
+                f"objective {objective.name} needs demonstrations: use `sluice sft`, or one of {', '.join(RL_PRESETS)}"
+            )
+        if objective.needs_reference and not self.reference.model:
+            raise ValueError(
+                f"objective {objective.name} has a KL term of weight {objective.kl_coef:g} but there is no reference policy: set"
+                " reference.model to base (or to batch, if every trajectory brings ref_logprobs), or objective.kl_coef to 0"
+            )
+        if objective.needs_teacher and not self.teacher.model:
+            raise ValueError(
+                f"objective {objective.name} needs a teacher: set teacher.model to its directory, or to batch if every"
+                " trajectory brings teacher_logprobs"
+            )
+
+    @model_validator(mode="after")
+    def _mixes_only_losses(self) -> Self:
+        """Refuse several objectives where one of them estimates advantages over the whole batch."""
+        estimating = [f"objectives.{name}" for name, each in self.objectives.items() if each.resolved.runs_estimator]
+        if self.objectives and self.objective.resolved.runs_estimator:
+            estimating = ["objective", *estimating]
+        if estimating:
+            raise ValueError(
+                f"{estimating[0]} lets the trainer estimate advantages, which it does for a whole batch: use it without the table"
+                " objectives, or choose objectives whose advantages come from rewards alone"
+            )
+        for name in self.objectives:
+            if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+                raise ValueError(f"objective name {name!r}: use lower-case letters, digits, `_` and `-`")
+        return self
+
+    @property
+    def all_objectives(self) -> dict[str, ResolvedObjective]:
+        """All objectives by the name that trajectories give; "" is that of trajectories which name none."""
+        return {"": self.objective.resolved} | {name: each.resolved for name, each in self.objectives.items()}
+
     @model_validator(mode="after")
     def _has_nothing_that_the_objective_does_not_read(self) -> Self:
-        objective = self.objective.resolved
-        if not objective.needs_reference and self.reference != ReferenceConfig():
+        objective, others = self.objective.resolved, self.all_objectives.values()
+        if not any(each.needs_reference for each in others) and self.reference != ReferenceConfig():
             raise ValueError(
                 f"the reference policy is read by a KL term, and objective {objective.name} has none: remove the table reference,"
                 " or set objective.kl_coef above 0"
             )
-        if not objective.needs_teacher and self.teacher != TeacherConfig():
+        if not any(each.needs_teacher for each in others) and self.teacher != TeacherConfig():
             raise ValueError(
                 f"the teacher is read by the objective distill, and this one is {objective.name}: remove the table teacher,"
                 " or set objective.preset to distill"
@@ -250,11 +280,13 @@ class TrainerConfig(ComputeConfig):
         for setting, model in models.items():
             check_files(model, setting, tokenizer=setting == "model")
         self.check_compiler()
-        module, separator, _ = self.objective.preset.partition(":")
-        if separator and not importable(module):
-            raise ConfigError(
-                f"trainer.objective.preset: there is no module {module!r}: install it, or add its directory to PYTHONPATH"
-            )
+        for setting, objective in {"objective": self.objective, **self.objectives}.items():
+            module, separator, _ = objective.preset.partition(":")
+            if separator and not importable(module):
+                where = setting if setting == "objective" else f"objectives.{setting}"
+                raise ConfigError(
+                    f"trainer.{where}.preset: there is no module {module!r}: install it, or add its directory to PYTHONPATH"
+                )
         return self._check_memory(run.model)
 
     def _check_memory(self, base: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ A service may come from another package, with settings of its own. A setting tha
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -249,19 +249,22 @@ def _check_adapters(run: CommonConfig) -> None:
 
 def _check_estimators(run: CommonConfig) -> None:
     """Refuse settings that estimate advantages on both sides, or on neither."""
-    objective = _objective(run)
-    advantage = getattr(_section(run, "orchestrator"), "advantage", None)
-    if objective is None or advantage is None:
+    objectives = getattr(_section(run, "trainer"), "all_objectives", None)
+    environments = getattr(_section(run, "orchestrator"), "mix", None)
+    if objectives is None or environments is None:
         return
-    try:
-        check_sides(advantage, objective.advantage if objective.runs_estimator else "")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if advantage == "none" and objective.advantage:
-        raise ConfigError(
-            f"orchestrator.advantage is none, but objective {objective.name} reads advantages: set it to {objective.advantage}, or"
-            " choose another trainer.objective"
-        )
+    for each in environments:
+        try:
+            check_objective(each.name, each.objective, objectives)
+            objective = objectives[each.objective]
+            check_sides(each.advantage, objective.advantage if objective.runs_estimator else "")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if each.advantage == "none" and objective.advantage:
+            raise ConfigError(
+                f"orchestrator.advantage is none, but objective {objective.name} reads advantages: set it to {objective.advantage},"
+                " or choose another trainer.objective"
+            )
 
 
 def _check_deadlines(run: CommonConfig) -> None:
@@ -278,6 +281,20 @@ def _check_deadlines(run: CommonConfig) -> None:
             f"orchestrator.deadlines.step_s = {own.step_s:g} would give the trainer up before its own deadlines act, which allow"
             f" {longest:g} s from one report to the next (twice trainer.deadlines.step_s, push_s and save_s): set it to"
             f" {longest:g} or more, or lower those"
+        )
+
+
+def check_objective(environment: str, objective: str, known: Iterable[str]) -> None:
+    """Check that the trainer has the objective that an environment names; an empty name is the trainer's own.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if objective and objective not in known:
+        named = ", ".join(name for name in known if name) or "none"
+        raise ValueError(
+            f"environment {environment} names the objective {objective!r}, but trainer.objectives has {named}: add the table"
+            f" trainer.objectives.{objective}, or correct the name"
         )
 
 
@@ -303,7 +320,8 @@ def check_sides(advantage: str, own: str) -> None:
 def _check_columns(run: CommonConfig) -> None:
     """Refuse a trainer that expects log-probabilities which the orchestrator's workflows do not provide."""
     trainer = _section(run, "trainer")
-    if getattr(_section(run, "orchestrator"), "workflow", None) not in OWN_WORKFLOWS:
+    environments = getattr(_section(run, "orchestrator"), "mix", ())
+    if all(each.workflow not in OWN_WORKFLOWS for each in environments):
         return
     for name in ("reference", "teacher"):
         if getattr(getattr(trainer, name, None), "model", "") == IN_BATCH:
@@ -311,11 +329,6 @@ def _check_columns(run: CommonConfig) -> None:
                 f"trainer.{name}.model is {IN_BATCH}, but trajectories of this run's workflow bring no log-probabilities of a {name}: set"
                 f" it to a model, or orchestrator.workflow to one of your own that brings them"
             )
-
-
-def _objective(run: CommonConfig) -> Any:  # noqa: ANN401 - a property of a package that this one does not import
-    """Return the trainer's resolved objective; None if its package has none."""
-    return getattr(getattr(_section(run, "trainer"), "objective", None), "resolved", None)
 
 
 class _MemoryInfo(ctypes.Structure):

@@ -360,6 +360,7 @@ class GetTrainerStateResponse(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     ADVANTAGE_ESTIMATOR_FIELD_NUMBER: _builtins.int
     OLDEST_REPORTED_NUMBER_FIELD_NUMBER: _builtins.int
+    OBJECTIVES_FIELD_NUMBER: _builtins.int
     phase: Global___TrainerPhase.ValueType
     """What it is doing."""
     queued_batches: _builtins.int
@@ -390,6 +391,10 @@ class GetTrainerStateResponse(_message.Message):
     def newest_checkpoint(self) -> Global___Checkpoint:
         """Newest complete checkpoint, if any."""
 
+    @_builtins.property
+    def objectives(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the objectives that trajectories may name, beside the trainer's own, which has none."""
+
     def __init__(
         self,
         *,
@@ -404,10 +409,11 @@ class GetTrainerStateResponse(_message.Message):
         last_error: _builtins.str = ...,
         advantage_estimator: _builtins.str = ...,
         oldest_reported_number: _builtins.int = ...,
+        objectives: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest_checkpoint", b"newest_checkpoint", "policy_version", b"policy_version", "published_version", b"published_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "last_error", b"last_error", "newest_checkpoint", b"newest_checkpoint", "next_sequence_no", b"next_sequence_no", "oldest_reported_number", b"oldest_reported_number", "optimizer_steps", b"optimizer_steps", "phase", b"phase", "policy_version", b"policy_version", "published_version", b"published_version", "queued_batches", b"queued_batches", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "last_error", b"last_error", "newest_checkpoint", b"newest_checkpoint", "next_sequence_no", b"next_sequence_no", "objectives", b"objectives", "oldest_reported_number", b"oldest_reported_number", "optimizer_steps", b"optimizer_steps", "phase", b"phase", "policy_version", b"policy_version", "published_version", b"published_version", "queued_batches", b"queued_batches", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,7 @@ class Sequence:
         group_id: Identifies the group of episodes of one task; "" means no group.
         episode_id: The attempt that this sequence belongs to.
         trajectory_id: Identifies the sequence in reports and errors.
+        objective: Name of the objective that trains it; "" is the trainer's own.
     """
 
     input_ids: IdsOfSequence
@@ -93,6 +94,7 @@ class Sequence:
     group_id: str = ""
     episode_id: str = ""
     trajectory_id: str = ""
+    objective: str = ""
 
     def __post_init__(self) -> None:
         length = len(self.input_ids)

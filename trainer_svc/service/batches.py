@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from sluice.versions import Lineage, Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.objective import keep_trainable, with_batch_facts
+from trainer_svc.objectives.several import among
 
 MAX_TOKENS = 262_144
 """Most tokens of a trajectory; the limit is the contract's."""
@@ -157,8 +159,17 @@ class Expectations:
     needs_teacher: bool = False
 
 
-def convert(trajectories: Rows[tokens_pb2.Trajectory], expected: Expectations) -> tuple[list[Sample], dict[str, str]]:
+def convert(
+    trajectories: Rows[tokens_pb2.Trajectory],
+    expected: Expectations,
+    named: Mapping[str, Expectations] = MappingProxyType({}),
+) -> tuple[list[Sample], dict[str, str]]:
     """Check and convert the trajectories of a batch.
+
+    Args:
+        trajectories: The batch.
+        expected: What trajectories need that name no objective.
+        named: What those need that name one, by its name.
 
     Returns:
         The samples in order, and what is wrong by field, such as ``trajectories[3].mask_runs``. Samples are complete
@@ -168,7 +179,12 @@ def convert(trajectories: Rows[tokens_pb2.Trajectory], expected: Expectations) -
     samples: list[Sample] = []
     for index, trajectory in enumerate(trajectories):
         mask = _trained(trajectory)
-        faults = dict(_faults(trajectory, mask, expected))
+        needed = named.get(trajectory.objective) if trajectory.objective else expected
+        if needed is None:
+            known = ", ".join(named) or "none"
+            faults = {"objective": f"is {trajectory.objective!r}, but trainer.objectives has {known}; add it there"}
+        else:
+            faults = dict(_faults(trajectory, mask, needed))
         if faults:
             violations |= {f"trajectories[{index}].{field}": fault for field, fault in faults.items()}
         else:
@@ -347,6 +363,7 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
         group_id=trajectory.group_id,
         episode_id=trajectory.episode_id,
         trajectory_id=trajectory.trajectory_id,
+        objective=trajectory.objective,
     )
     return Sample(
         sequence=sequence, spans=spans, trained_tokens=len(places), has_advantages=len(trajectory.advantages) > 0
@@ -398,6 +415,8 @@ def judge(
     lineage: Lineage,
     objective: ResolvedObjective,
     digests: Rows[bytes],
+    *,
+    named: Mapping[str, ResolvedObjective] = MappingProxyType({}),
 ) -> Batch:
     """Decide which tokens of a batch are trained, and estimate the advantages that are missing.
 
@@ -407,12 +426,14 @@ def judge(
         lineage: The epochs of the run.
         objective: What the trainer minimizes.
         digests: Digest of each trajectory as it arrived.
+        named: What it minimizes for trajectories that name an objective, by its name.
 
     Raises:
         ValueError: if the estimator cannot take these rewards.
     """
     now = applied_to(header)
-    decisions = [_judge(sample, header, now, lineage, objective) for sample in samples]
+    objectives = {"": objective, **named}
+    decisions = [_judge(each, header, now, lineage, objectives[each.sequence.objective]) for each in samples]
     metrics = _batch_metrics(samples)
     if objective.runs_estimator:
         decisions = [_without_reward(each) if _lacks_reward(each.sequence) else each for each in decisions]
@@ -424,10 +445,16 @@ def judge(
             by_episode = estimate(header.advantage_estimator, _episodes(fresh))
             decisions = [_with_advantages(each, by_episode, shrunk) for each in decisions]
     rows = [decision.sequence for decision in decisions if decision.sequence is not None]
+    facts = {
+        name: partial(with_batch_facts, objective=each, staleness=partial(lineage.staleness, now=now))
+        for name, each in objectives.items()
+    }
+    for name, work in facts.items():
+        rows = among(rows, [name], work)
     return Batch(
         header=header,
         digests=tuple(digests),
-        sequences=tuple(with_batch_facts(rows, objective, partial(lineage.staleness, now=now))),
+        sequences=tuple(rows),
         decisions=tuple(decisions),
         metrics=metrics | _staleness_metrics(decisions) | _drop_metrics(decisions),
     )

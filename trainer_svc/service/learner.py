@@ -462,12 +462,13 @@ class Learner:
         self._update = update
         self._make_abandonable(update.engines.values())
         # Rows without an advantage are not forwarded in the steps, but are in the passes before them.
-        left_out = not (update.objective.resolved.runs_estimator or update.objective.resolved.needs_proximal)
+        objectives = [each.resolved for each in update.objectives.values()]
+        left_out = not any(each.runs_estimator or each.needs_proximal for each in objectives)
         self._balance = partial(
             balance,
             cost=Cost.of(self.engine.network.model.config.get_text_config()),
             fold=self.config.fold_prompts,
-            contributes=update.objective.contributes if left_out else None,
+            contributes=update.contributes if left_out else None,
         )
         self._is_base = True
 

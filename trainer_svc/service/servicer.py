@@ -20,6 +20,7 @@ from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import BASE, Version
 from trainer_svc.config import IN_BATCH, TrainerConfig
+from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.service.admission import RefusedError, Ticket
 from trainer_svc.service.batches import MAX_NAME, Batch, Expectations, applied_to, convert, judge
 from trainer_svc.service.trainer import Trainer
@@ -127,12 +128,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             SluiceError: INVALID_ARGUMENT with what is wrong, by field.
         """
         config, learner = self._trainer.config, self._trainer.learner
-        expected = _expectations(header, config, learner.engine.network.vocabulary)
-        samples, violations = convert(trajectories, expected)
+        objectives = config.all_objectives
+        expected = {
+            name: _expectations(header, config, each, learner.engine.network.vocabulary)
+            for name, each in objectives.items()
+        }
+        own = objectives.pop("")
+        samples, violations = convert(trajectories, expected.pop(""), expected)
         violations = violations or _oversize(trajectories)
         if not violations:
             try:
-                return judge(samples, header, learner.checkpoints.lineage, config.objective.resolved, digests)
+                return judge(samples, header, learner.checkpoints.lineage, own, digests, named=objectives)
             except ValueError as error:
                 violations = {"header.advantage_estimator": str(error)}
         first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
@@ -164,6 +170,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             newest_checkpoint=trainer.learner.newest_checkpoint,
             last_error=trainer.last_error,
             advantage_estimator=_own_estimator(trainer.config),
+            objectives=sorted(trainer.config.objectives),
             oldest_reported_number=0 if trainer.steps is None else trainer.steps.first_number,
         )
 
@@ -240,13 +247,14 @@ def _own_estimator(config: TrainerConfig) -> str:
     return objective.advantage if objective.runs_estimator else ""
 
 
-def _expectations(header: trainer_pb2.BatchHeader, config: TrainerConfig, vocabulary: int) -> Expectations:
-    objective = config.objective.resolved
+def _expectations(
+    header: trainer_pb2.BatchHeader, config: TrainerConfig, objective: ResolvedObjective, vocabulary: int
+) -> Expectations:
     return Expectations(
         vocabulary=vocabulary,
         newest=applied_to(header),
         has_estimator=bool(header.advantage_estimator) or not objective.advantage,
-        estimates=_own_estimator(config),
+        estimates=objective.advantage if objective.runs_estimator else "",
         needs_reference=objective.needs_reference and config.reference.model == IN_BATCH,
         needs_teacher=objective.needs_teacher and config.teacher.model == IN_BATCH,
     )

@@ -22,12 +22,14 @@ from typing import Literal, Self
 import structlog
 import torch
 
-from trainer_svc.batch.rows import LossFn, Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import ComputeConfig, LoraConfig, OptimizerConfig
 from trainer_svc.config import BASE, IN_BATCH, ReferenceConfig, TeacherConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.logprob import Entropy
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.advantages import with_advantages
+from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.objective import (
     CAUSES,
     Objective,
@@ -37,6 +39,7 @@ from trainer_svc.objectives.objective import (
     with_group_tokens,
     with_selection,
 )
+from trainer_svc.objectives.several import among, mixed, with_common_columns
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
 from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values
@@ -84,6 +87,7 @@ class PolicyUpdate:
 
     Attributes:
         engine: The policy in training; with a second head for values if the critic shares its network.
+        named: Objectives of the rows that name one; `objective` is that of the others.
         critic: Computes the values that gae reads, and learns.
         reference: The frozen policy of a KL term, for rows that bring no log-probabilities of it; only its forward runs.
         teacher: The model that distillation follows; only its forward runs.
@@ -95,6 +99,7 @@ class PolicyUpdate:
     critic: Critic | None = None
     reference: TrainEngine | None = None
     teacher: TrainEngine | None = None
+    named: Mapping[str, Objective] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.objective.resolved.needs_critic and self.critic is None:
@@ -138,7 +143,17 @@ class PolicyUpdate:
             clip = objective.resolved.other_parameters.get("value_clip")
             critic = Critic(own or policy, clip, settings.shared_coef, settings.freeze_policy_steps)
         passes = Passes(config.epochs, config.minibatches, seed)
-        return cls(policy, objective, passes, critic, **(frozen or {}))
+        named = {name: Objective.of(each) for name, each in config.objectives.items()}
+        return cls(policy, objective, passes, critic, **(frozen or {}), named=named)
+
+    @property
+    def objectives(self) -> dict[str, Objective]:
+        """All objectives by the name that rows have; "" is that of rows which name none."""
+        return {"": self.objective, **self.named}
+
+    def contributes(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can have a gradient under its objective."""
+        return self.objectives[sequence.objective].contributes(sequence)
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
@@ -181,30 +196,49 @@ class PolicyUpdate:
     def _with_frozen(self, sequences: Rows[Sequence]) -> list[Sequence]:
         """Add the log-probabilities of the models that never change."""
         rows = list(sequences)
-        if self.objective.resolved.needs_reference and self.reference is not None:
-            rows = with_logprobs(rows, "reference_logprobs", self.reference)
-        if self.objective.resolved.needs_teacher and self.teacher is not None:
-            rows = with_logprobs(rows, "teacher_logprobs", self.teacher)
+        readers = self._readers(lambda each: each.needs_reference)
+        if readers and self.reference is not None:
+            rows = among(rows, readers, partial(with_logprobs, column="reference_logprobs", engine=self.reference))
+        readers = self._readers(lambda each: each.needs_teacher)
+        if readers and self.teacher is not None:
+            rows = among(rows, readers, partial(with_logprobs, column="teacher_logprobs", engine=self.teacher))
         return rows
 
+    def _readers(self, reads: Callable[[ResolvedObjective], bool]) -> list[str]:
+        """Return the names of the objectives that read something."""
+        return [name for name, each in self.objectives.items() if reads(each.resolved)]
+
     def _trainable(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], dict[str, int]]:
-        check_columns(sequences, self.objective.resolved)
-        return keep_trainable(sequences, self.objective.resolved)
+        dropped: Counter[str] = Counter()
+
+        def kept(rows: list[Sequence], objective: ResolvedObjective) -> list[Sequence]:
+            check_columns(rows, objective)
+            trainable, lost = keep_trainable(rows, objective)
+            dropped.update(lost)
+            return trainable
+
+        rows = list(sequences)
+        for name, each in self.objectives.items():
+            rows = among(rows, [name], partial(kept, objective=each.resolved))
+        return rows, dict(dropped)
 
     def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
         """Add what the present weights compute (proximal log-probabilities, values), then advantages and selections."""
         objective, ranks = self.objective.resolved, self.engine.ranks
         after = None
-        if objective.needs_proximal:
+        if readers := self._readers(lambda each: each.needs_proximal):
             with _timed(seconds, "proximal"):
-                rows = with_logprobs(rows, "proximal_logprobs", self.engine)
+                rows = among(rows, readers, partial(with_logprobs, column="proximal_logprobs", engine=self.engine))
         if self.critic is not None:
             with _timed(seconds, "values"):
                 rows, after = with_values(rows, self.critic.engine)
         with _timed(seconds, "prepare"):
             if objective.runs_estimator:
                 rows = with_advantages(rows, objective, bootstraps=after, ranks=ranks)
-            return with_selection(rows, objective, ranks) if objective.selects_tokens else rows
+            for name in self._readers(lambda each: each.selects_tokens):
+                reader = self.objectives[name].resolved
+                rows = among(rows, [name], partial(with_selection, objective=reader, ranks=ranks))
+            return with_common_columns(rows) if self.named else rows
 
     def _train(self, rows: list[Sequence]) -> Updated:
         """Train the policy for all epochs, then a critic with its own network.
@@ -249,7 +283,11 @@ class PolicyUpdate:
 
     def _policy_step(self, part: Rows[Sequence]) -> StepMetrics:
         objective = self.objective
-        loss: LossFn = objective.loss
+        if self.named:
+            entropy: Entropy = "train" if self._readers(lambda each: each.entropy_coef > 0) else "measure"
+            loss, weight = mixed(self.objectives, part, self.engine.ranks)
+            return self.engine.train_batch(part, loss, weight, contributes=self.contributes, entropy=entropy)
+        loss = objective.loss
         contributes: Callable[[Sequence], bool] | None = objective.contributes
         if self.critic is not None and self.critic.shared:
             # With a shared trunk every sequence trains the value head.
@@ -265,11 +303,11 @@ def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE
     Raises:
         ValueError: if a model cannot compute packed rows.
     """
-    objective = config.objective.resolved
+    objectives = config.all_objectives.values()
     tables: dict[str, ReferenceConfig | TeacherConfig] = {}
-    if objective.needs_reference:
+    if any(each.needs_reference for each in objectives):
         tables["reference"] = config.reference
-    if objective.needs_teacher:
+    if any(each.needs_teacher for each in objectives):
         tables["teacher"] = config.teacher
     # An optimizer that is never stepped holds nothing; the other kinds set memory aside.
     settings = config.model_copy(update={"optimizer": "adamw", "optimizer_offload": False, "lora": LoraConfig()})
