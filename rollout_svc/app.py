@@ -36,6 +36,7 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
         common.security,
         features=[f"engine.{config.engine}", *(["lora"] if config.lora.enabled else [])],
         run=common.run,
+        call_log=common.run_dir / f"calls/{config.replica}.jsonl",
     )
     package: EnginePackage = importlib.import_module(ENGINES[config.engine].package)
     engine = package.build(common.model, config, common.max_staleness)

@@ -13,6 +13,7 @@ import grpc
 import psutil
 import pytest
 
+from sluice.rpc.principals import add_token
 from sluice.v1 import common_pb2, common_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
@@ -151,3 +152,39 @@ def test_a_wrong_setting_of_one_service_is_reported_before_anything_starts(start
     assert run.end() == 2
     assert "trainer.lr" in run.seen[-1]
     assert not run.directory.exists()
+
+
+def test_each_service_is_a_principal_of_its_own_with_the_least_role(started, tmp_path: Path) -> None:
+    file = tmp_path / "principals.toml"
+    roles = {
+        "orchestrator": "admin",
+        "trainer": "trainer",
+        "rollout": "replica",
+        "operator": "admin",
+        "stranger": "agent",
+    }
+    for name, role in roles.items():
+        (tmp_path / name).write_text(add_token(file, name, role))
+    tokens = {name: str(tmp_path / name) for name in ("orchestrator", "trainer", "rollout")}
+    run = started(
+        *("--orchestrator.max-steps", "3", "--orchestrator.checkpoint.every-steps", "2"),
+        *("--orchestrator.evaluation.every-steps", "2", "--orchestrator.evaluation.prompts", "2"),
+        *("--security.principals-file", str(file), "--security.token-file", str(tmp_path / "operator")),
+        *("--security.service-token-files", json.dumps(tokens)),
+    )
+    assert run.end() == 0, "\n".join(run.seen)
+    assert json.loads((run.directory / "report.json").read_text())["steps"] == 3
+    calls = [
+        json.loads(line)
+        for path in sorted((run.directory / "calls").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    assert {(each["principal"], each["method"]) for each in calls} >= {
+        ("orchestrator", "TrainerService/BeginEpoch"),
+        ("orchestrator", "TrainerService/SaveCheckpoint"),
+        ("orchestrator", "RolloutAdminService/SetWeightPolicy"),
+        ("trainer", "WeightSyncService/CommitVersion"),
+    }
+    assert {each["code"] for each in calls} == {"OK"}
+    assert not any(token in run.logs() for token in ((tmp_path / name).read_text() for name in roles))
+    assert "PERMISSION_DENIED" not in run.logs()
