@@ -1,0 +1,189 @@
+"""The settings of a run that may change while it lives: which they are, and whether a new value is good.
+
+The settings objects of the process hold the present values, and whoever uses one reads it there. A change is a fact of the
+journal; a start takes the changed values back from there, over those of the settings file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+import tomli_w
+from pydantic import Field, ValidationError
+
+from orchestrator_svc.config import OrchestratorConfig
+from sluice.config import CommonConfig, Section
+from sluice.rpc import SluiceError
+
+Value: TypeAlias = Any
+"""A value as TOML has it; the field of the setting decides whether it is good."""
+
+LEARNING_RATE = "trainer.lr"
+"""The trainer gets it in the header of each batch that is made after the change."""
+
+MAX_STALENESS = "max_staleness"
+
+_MOST_CHARACTERS = 1000
+
+log = structlog.get_logger(__name__)
+
+
+class _Trainer(Section):
+    """What is known of the trainer's settings where its package is not installed."""
+
+    lr: float | None = Field(None, ge=0, description="Peak learning rate.")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that gets another value; both values as TOML, the old one empty if it is not known."""
+
+    key: str
+    old: str
+    new: str
+
+
+class LiveSettings:
+    """Reads, checks and changes the settings that may change.
+
+    Args:
+        common: The run's settings; with a table `trainer` if that package is installed. Changes are written into it.
+        config: The orchestrator's, likewise.
+    """
+
+    def __init__(self, common: CommonConfig, config: OrchestratorConfig) -> None:
+        trainer = getattr(common, "trainer", None)
+        self._places: dict[str, tuple[Section, str]] = {
+            LEARNING_RATE: (trainer if isinstance(trainer, Section) and hasattr(trainer, "lr") else _Trainer(), "lr"),
+            MAX_STALENESS: (common, "max_staleness"),
+            "orchestrator.max_concurrent": (config, "max_concurrent"),
+            "orchestrator.max_running": (config, "max_running"),
+            "orchestrator.checkpoint.every_steps": (config.checkpoint, "every_steps"),
+        }
+        if config.evaluation.every_steps:  # otherwise the run has not loaded what it would evaluate
+            self._places["orchestrator.evaluation.every_steps"] = (config.evaluation, "every_steps")
+        if len(config.mix) > 1:
+            for each in config.mix:
+                self._places[ratio_key(each.name)] = (each, "ratio")
+
+    def plan(self, values: Mapping[str, str]) -> list[Change]:
+        """Return what would change: settings that have this value already are left out. Nothing changes yet.
+
+        Args:
+            values: New values by setting, as TOML.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT with every key that cannot be changed and every value that is not good.
+        """
+        if not values:
+            raise SluiceError.invalid_argument("values", f"give at least one of {', '.join(self._places)}")
+        changes: list[Change] = []
+        faults: dict[str, str] = {}
+        for key, text in values.items():
+            try:
+                new = self._checked(key, _parsed(text))
+            except ValueError as error:
+                faults[f"values[{key[:_MOST_CHARACTERS]}]"] = str(error)
+                continue
+            owner, name = self._places[key]
+            old = getattr(owner, name)
+            if new != old:
+                changes.append(Change(key, "" if old is None else as_toml(old), as_toml(new)))
+        if faults:
+            listed = "; ".join(f"{field.removeprefix('values')}: {fault}" for field, fault in faults.items())
+            raise SluiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "BAD_SETTING",
+                f"nothing was changed: {listed}. Settings of a live run: {', '.join(self._places)}",
+                violations=faults,
+            )
+        return changes
+
+    def apply(self, change: Change) -> None:
+        """Write a planned change into the settings."""
+        owner, name = self._places[change.key]
+        setattr(owner, name, _parsed(change.new))
+
+    def restore(self, changed: Mapping[str, str]) -> None:
+        """Take back what was changed before this start; these values win over those of the settings file.
+
+        Args:
+            changed: Values by setting, as TOML. One that this process has no use for is left out with a warning.
+        """
+        for key, text in changed.items():
+            try:
+                changes = self.plan({key: text})
+            except SluiceError as error:
+                log.warning("a setting that was changed while the run lived is left out", key=key, error=error.message)
+                continue
+            for change in changes:
+                self.apply(change)
+                log.info(
+                    "a setting has the value that it was given while the run lived, not that of the settings file",
+                    key=key,
+                    value=change.new,
+                    of_the_file=change.old,
+                )
+
+    def _checked(self, key: str, value: Value) -> Value:
+        """Validate a value as the settings file would have it.
+
+        Raises:
+            ValueError: if the key cannot be changed, or the value is not good.
+        """
+        if key not in self._places:
+            near = difflib.get_close_matches(key, self._places, n=1, cutoff=0.5)
+            same = [each for each in self._places if each.rpartition(".")[2] == key]
+            guess = (same or near)[:1]
+            hint = f"; did you mean {guess[0]}?" if guess else ""
+            raise ValueError(f"cannot be changed while the run lives{hint}")
+        owner, name = self._places[key]
+        if isinstance(value, bool):
+            raise ValueError("must be a number")  # noqa: TRY004 - a fault of the caller's, as the others
+        # The rest of a run's settings is not looked at again.
+        others = {} if isinstance(owner, CommonConfig) else owner.model_dump(exclude_unset=True)
+        kind = CommonConfig if isinstance(owner, CommonConfig) else type(owner)
+        try:
+            return getattr(kind.model_validate(others | {name: value}), name)
+        except ValidationError as error:
+            reasons = (each["msg"].removeprefix("Value error, ") for each in error.errors())
+            raise ValueError(f"{'; '.join(reasons)} (got {as_toml(value)})") from None
+
+
+def ratio_key(environment: str) -> str:
+    """Return the setting that is the weight of an environment in the mix."""
+    return f"orchestrator.environments.{environment}.ratio"
+
+
+def environment_of(key: str) -> str:
+    """Return the environment whose weight a setting is; empty for another setting."""
+    name = key.removeprefix("orchestrator.environments.")
+    return name.removesuffix(".ratio") if name != key and key.endswith(".ratio") else ""
+
+
+def as_toml(value: Value) -> str:
+    """Return a value as TOML writes it."""
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+
+
+def _parsed(text: str) -> Value:
+    """Parse one TOML value.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"the value has more than {_MOST_CHARACTERS} characters")
+    try:
+        table = tomllib.loads(f"value = {text}\n")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        table = {}
+    if table.keys() != {"value"} or "\n" in text:
+        raise ValueError(f"{text[:100]!r} is not a value of TOML, such as 3 or 1e-5")
+    return table["value"]
