@@ -3,8 +3,8 @@
 isort:skip_file
 What an orchestrator writes to the journal of its run: facts, in the order in which they became true. A file format, no port.
 
-Table `facts` of `journal.sqlite` holds one Fact a row: `seq` (from 1, never reused, never skipped by a restart), and its
-bytes. Facts are only appended. Tokens, messages and rewards of an episode are payloads: they lie in the segment files of
+Table `facts` of `journal.sqlite` holds one Fact a row: `seq` (from 1, never reused, never skipped by a restart; a journal
+that was migrated begins higher, above every position that an older checkpoint names), and its bytes. Facts are only appended. Tokens, messages and rewards of an episode are payloads: they lie in the segment files of
 `journal/`, a fact names their place, and they are deleted once a checkpoint covers them. The facts stay.
 
 What is done to an episode is named by environment, task, draw (how often the task was drawn before), group, episode and
@@ -57,6 +57,7 @@ class Fact(_message.Message):
     TASK_QUARANTINED_FIELD_NUMBER: _builtins.int
     WEIGHT_POLICY_NOTED_FIELD_NUMBER: _builtins.int
     COUNTS_NOTED_FIELD_NUMBER: _builtins.int
+    HISTORY_IMPORTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was recorded; for people to read. Order comes from `seq`."""
@@ -141,6 +142,10 @@ class Fact(_message.Message):
     def counts_noted(self) -> Global___CountsNoted:
         """Counters of the process grew."""
 
+    @_builtins.property
+    def history_imported(self) -> Global___HistoryImported:
+        """A journal of an older format was taken over."""
+
     def __init__(
         self,
         *,
@@ -165,12 +170,13 @@ class Fact(_message.Message):
         task_quarantined: Global___TaskQuarantined | None = ...,
         weight_policy_noted: Global___WeightPolicyNoted | None = ...,
         counts_noted: Global___CountsNoted | None = ...,
+        history_imported: Global___HistoryImported | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "kind", b"kind", "process_started", b"process_started", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "process_started", b"process_started", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "kind", b"kind", "process_started", b"process_started", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "process_started", b"process_started", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -276,6 +282,7 @@ class TaskDrawn(_message.Message):
     EPISODES_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REDRAW_REASON_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PASSED_OVER_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
     """Name of the environment within the run."""
@@ -298,6 +305,10 @@ class TaskDrawn(_message.Message):
     as "STALE", the same task. Empty if the mix of environments chose.
     """
     @_builtins.property
+    def policy_version(self) -> _common_pb2.PolicyVersion:
+        """Oldest version that may sample it. Requests carry it, so that a start can repeat them word for word."""
+
+    @_builtins.property
     def passed_over(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Environments that could not deliver then, so that their share of this draw went to the others."""
 
@@ -312,11 +323,12 @@ class TaskDrawn(_message.Message):
         episodes: _builtins.int = ...,
         attempt: _builtins.int = ...,
         redraw_reason: _builtins.str = ...,
+        policy_version: _common_pb2.PolicyVersion | None = ...,
         passed_over: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "draw", b"draw", "environment", b"environment", "episodes", b"episodes", "group", b"group", "passed_over", b"passed_over", "position", b"position", "redraw_reason", b"redraw_reason", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "draw", b"draw", "environment", b"environment", "episodes", b"episodes", "group", b"group", "passed_over", b"passed_over", "policy_version", b"policy_version", "position", b"position", "redraw_reason", b"redraw_reason", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,7 +349,7 @@ class GenerationRecorded(_message.Message):
     group: _builtins.int
     """The group."""
     attempt: _builtins.int
-    """Its attempt."""
+    """Attempt of the episodes: the group's, or a later one if they began again because a replay differed."""
     turn: _builtins.int
     """Turn of the episodes, from 0."""
     request_id: _builtins.str
@@ -383,7 +395,7 @@ class TurnEnded(_message.Message):
     group: _builtins.int
     """The group."""
     attempt: _builtins.int
-    """Its attempt."""
+    """Attempt of the episode, as in GenerationRecorded."""
     episode: _builtins.int
     """The episode within the group, from 0."""
     turn: _builtins.int
@@ -422,15 +434,20 @@ class EndedEpisode(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    UNTRAINABLE_FIELD_NUMBER: _builtins.int
     episode: _builtins.int
     """The episode within the group, from 0."""
     reward: _builtins.float
     """Reward; unset if it is missing."""
     reason: _builtins.str
-    """Why it has none, as a reason of GetRun; empty if it has some."""
+    """Why it has none, or why `untrainable` are not trained, as a reason of GetRun; empty if all may be trained."""
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcceptedTrajectory]:
         """Trajectories that may be trained."""
+
+    @_builtins.property
+    def untrainable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Trajectories that it brought and that may not be trained. They count as accepted, and as dropped for `reason`."""
 
     def __init__(
         self,
@@ -439,10 +456,11 @@ class EndedEpisode(_message.Message):
         reward: _builtins.float | None = ...,
         trajectories: _abc.Iterable[Global___AcceptedTrajectory] | None = ...,
         reason: _builtins.str = ...,
+        untrainable: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "episode", b"episode", "reason", b"reason", "reward", b"reward", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "episode", b"episode", "reason", b"reason", "reward", b"reward", "trajectories", b"trajectories", "untrainable", b"untrainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -678,6 +696,7 @@ class BatchApplied(_message.Message):
     TRAINED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     ELAPSED_S_FIELD_NUMBER: _builtins.int
+    REDRAWN_FIELD_NUMBER: _builtins.int
     sequence_no: _builtins.int
     """The batch."""
     elapsed_s: _builtins.float
@@ -694,6 +713,10 @@ class BatchApplied(_message.Message):
     def dropped(self) -> _containers.MessageMap[_builtins.str, Global___DroppedTrajectories]:
         """Those that were not, by reason."""
 
+    @_builtins.property
+    def redrawn(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Groups with a trajectory that was too old, whose task is drawn again."""
+
     def __init__(
         self,
         *,
@@ -702,10 +725,11 @@ class BatchApplied(_message.Message):
         trained: _abc.Iterable[_builtins.str] | None = ...,
         dropped: _abc.Mapping[_builtins.str, Global___DroppedTrajectories] | None = ...,
         elapsed_s: _builtins.float = ...,
+        redrawn: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "elapsed_s", b"elapsed_s", "policy_version", b"policy_version", "sequence_no", b"sequence_no", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "elapsed_s", b"elapsed_s", "policy_version", b"policy_version", "redrawn", b"redrawn", "sequence_no", b"sequence_no", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1153,3 +1177,151 @@ class CountsNoted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CountsNoted: _TypeAlias = CountsNoted  # noqa: Y015
+
+@_typing.final
+class HistoryImported(_message.Message):
+    """What a journal of format 1 knew without names: it counted trajectories and kept no fact of them. An audit cannot check this."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class FailedGroupsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    FAILED_GROUPS_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
+    NEXT_GROUP_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    NEXT_POSITION_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.int
+    """Trajectories that were accepted, those of groups whose facts follow or precede excluded."""
+    next_group: _builtins.int
+    """Number of the next group."""
+    environment: _builtins.str
+    """Name of the only environment."""
+    next_position: _builtins.int
+    """Next place in its stream of tasks."""
+    elapsed_s: _builtins.float
+    """Seconds that the run had lasted."""
+    @_builtins.property
+    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Trajectories that were dropped before they were in a batch, by reason."""
+
+    @_builtins.property
+    def failed_groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Groups that ended without a trajectory, by reason."""
+
+    @_builtins.property
+    def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImportedBatch]:
+        """Batches that were applied, in order. The facts before tell the groups of those that a rollback can still reach."""
+
+    def __init__(
+        self,
+        *,
+        accepted: _builtins.int = ...,
+        dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        failed_groups: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        batches: _abc.Iterable[Global___ImportedBatch] | None = ...,
+        next_group: _builtins.int = ...,
+        environment: _builtins.str = ...,
+        next_position: _builtins.int = ...,
+        elapsed_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batches", b"batches", "dropped", b"dropped", "elapsed_s", b"elapsed_s", "environment", b"environment", "failed_groups", b"failed_groups", "next_group", b"next_group", "next_position", b"next_position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HistoryImported: _TypeAlias = HistoryImported  # noqa: Y015
+
+@_typing.final
+class ImportedBatch(_message.Message):
+    """A batch that was applied before the journal kept facts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SEQUENCE_NO_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    sequence_no: _builtins.int
+    """Its place in the order of batches, from 1."""
+    trained: _builtins.int
+    """Trajectories that were trained."""
+    @_builtins.property
+    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Trajectories that were not, by reason."""
+
+    def __init__(
+        self,
+        *,
+        sequence_no: _builtins.int = ...,
+        trained: _builtins.int = ...,
+        dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "sequence_no", b"sequence_no", "trained", b"trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportedBatch: _TypeAlias = ImportedBatch  # noqa: Y015

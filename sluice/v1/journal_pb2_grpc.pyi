@@ -3,8 +3,8 @@
 isort:skip_file
 What an orchestrator writes to the journal of its run: facts, in the order in which they became true. A file format, no port.
 
-Table `facts` of `journal.sqlite` holds one Fact a row: `seq` (from 1, never reused, never skipped by a restart), and its
-bytes. Facts are only appended. Tokens, messages and rewards of an episode are payloads: they lie in the segment files of
+Table `facts` of `journal.sqlite` holds one Fact a row: `seq` (from 1, never reused, never skipped by a restart; a journal
+that was migrated begins higher, above every position that an older checkpoint names), and its bytes. Facts are only appended. Tokens, messages and rewards of an episode are payloads: they lie in the segment files of
 `journal/`, a fact names their place, and they are deleted once a checkpoint covers them. The facts stay.
 
 What is done to an episode is named by environment, task, draw (how often the task was drawn before), group, episode and
