@@ -15,9 +15,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 from orchestrator_svc.envs.base import Message, Task
-from orchestrator_svc.scheduler import Batch, OnStale, Scheduler, Stage, StalenessBound
+from orchestrator_svc.journal.ledger import Batch, Ledger
+from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from sluice.v1 import journal_pb2
 from sluice.versions import BASE, Version
 
 QUESTION = "go on"
@@ -44,7 +47,7 @@ class LongTail:
 
         del split
         count = len(self._answer_tokens)
-        places = TaskStream([Task(str(number)) for number in range(count)], seed)
+        places = TaskStream(self.name, [Task(str(number)) for number in range(count)], seed)
         tasks: dict[int, Task] = {}
         for position, tokens in enumerate(self._answer_tokens):
             tasks[int(places.at(position).task_id)] = Task(f"{position:05d}", max_tokens=tokens)
@@ -128,33 +131,42 @@ class _Simulation:
             self._start_what_may()
             if self._advance():
                 batch = self.queue.popleft()
-                self.scheduler.apply(batch.sequence_no, trained=0, dropped={})
+                self._note(batch_applied=journal_pb2.BatchApplied(sequence_no=batch.sequence_no))
                 self.trained_at = math.inf
                 applied.append(self.now)
         return applied
 
     def _scheduler(self) -> Scheduler:
         batches = len(self.work.train_s)
+        self.ledger = Ledger()
         scheduler = Scheduler(
+            self.ledger,
             StalenessBound(self.max_staleness, self.work.batch_groups, max_concurrent=len(self.work.answer_tokens)),
             window_fraction=self.work.window_fraction,
             on_stale=OnStale.DROP,
             max_steps=batches,
             max_running=len(self.work.answer_tokens),
         )
-        scheduler.open_epoch(EPOCH, BASE, [])
+        self._note(epoch_begun=journal_pb2.EpochBegun(epoch=EPOCH, origin=BASE.to_proto()))
+        scheduler.is_open = True
         return scheduler
 
+    def _note(self, **kind: Any) -> None:  # noqa: ANN401 - one of the kinds of a fact
+        self.ledger.apply(self.ledger.last_seq + 1, journal_pb2.Fact(**kind))
+
     def _start_what_may(self) -> None:
-        scheduler = self.scheduler
-        present = Version(EPOCH, scheduler.applied)
+        scheduler, ledger = self.scheduler, self.ledger
+        present = Version(EPOCH, ledger.applied)
         while (wanted := scheduler.wanted_version()) is not None and wanted <= present:
-            number = scheduler.applied * self.work.batch_groups + len(scheduler.groups)
-            scheduler.start(number, number, present)
+            number = ledger.next_group - 1
+            drawn = journal_pb2.TaskDrawn(group=ledger.next_group, policy_version=present.to_proto())
+            self._note(task_drawn=drawn)
             self.left[number] = self.work.answer_tokens[number]
             self.began[number] = present.number
-        while len(self.queue) < QUEUED and (batch := scheduler.make_batch()) is not None:
-            self.queue.append(batch)
+        while len(self.queue) < QUEUED and (groups := scheduler.choose_batch()) is not None:
+            made = journal_pb2.BatchMade(sequence_no=ledger.next_batch, groups=[each.number for each in groups])
+            self._note(batch_made=made)
+            self.queue.append(ledger.batches[made.sequence_no])
         if self.queue and self.trained_at == math.inf:
             self.trained_at = self.now + self.work.train_s[self.queue[0].sequence_no - 1]
 
@@ -176,7 +188,6 @@ class _Simulation:
 
     def _finish(self, number: int) -> None:
         del self.left[number]
-        versions = range(self.began.pop(number), self.scheduler.applied + 1)
-        self.scheduler.finish(number, [Version(EPOCH, each) for each in versions], self.work.group_size)
-        if self.scheduler.groups[number].stage is not Stage.READY:
-            raise RuntimeError(f"group {number} is finished but not ready")
+        versions = [Version(EPOCH, each) for each in range(self.began.pop(number), self.ledger.applied + 1)]
+        accepted = journal_pb2.GroupAccepted(group=number + 1, policy_versions=[each.to_proto() for each in versions])
+        self._note(group_accepted=accepted)

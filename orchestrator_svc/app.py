@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,8 +18,8 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import Dispatcher, TaskStream
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.evaluation import Evaluations
-from orchestrator_svc.journal import Journal
-from orchestrator_svc.recovery import JournalError
+from orchestrator_svc.journal.segments import JournalError
+from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
 from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
@@ -137,15 +139,15 @@ async def _built(
             EnvironmentProcesses(config.environment, config.environment_args, config.environment_processes, start_limit)
         )
         workflow = choose_workflow(config, environment)
-        journal = _journal(common, config)
+        journal = _journal(common, config, environment.name)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
         try:
-            tasks = TaskStream(await environment.tasks(config.split, common.seed), common.seed)
+            tasks = TaskStream(environment.name, await environment.tasks(config.split, common.seed), common.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-        changed, events = asyncio.Event(), EventLog(journal.start)
+        changed, events = asyncio.Event(), EventLog(journal.ledger.start)
 
         def on_replica(replica: Replica) -> None:
             events.append(replica_event(replica))
@@ -153,9 +155,10 @@ async def _built(
 
         pool = ReplicaPool(common.peers.rollout, common.security, config.replicas, on_replica)
         engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
-        runner = GroupRunner(workflow, engine, common.seed, request_prefix=f"{common.run}/{journal.start}")
+        runner = GroupRunner(workflow, engine, common.seed, request_prefix=common.run)
         bound = StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent)
         scheduler = Scheduler(
+            journal.ledger,
             bound,
             window_fraction=config.window_fraction,
             on_stale=OnStale(config.on_stale),
@@ -163,15 +166,17 @@ async def _built(
             max_running=config.max_running,
         )
         status = RunStatus(common.run, config, scheduler, pool, events)
-        reporter = RunReporter(common, config, scheduler, status, recorder, engine=engine, environment=environment)
+        reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environment=environment)
         evaluations = None
         if config.evaluation.every_steps:
             held_out = await environment.tasks(config.evaluation.split, common.seed)
-            evaluations = Evaluations(config, pool, runner, held_out, reporter)
+            # An evaluation is not continued, so a later process must not get the answers of this one.
+            evaluating = replace(runner, request_prefix=f"{common.run}/{journal.ledger.start}")
+            evaluations = Evaluations(config, pool, evaluating, held_out, reporter)
         client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
         trainer = TrainerLink(client, common.run, config.deadlines)
         dispatcher = Dispatcher(config, scheduler, journal, status, tasks, runner=runner, changed=changed)
-        training = Training(config, scheduler, journal, status, tasks, trainer=trainer, pool=pool, changed=changed)
+        training = Training(config, scheduler, journal, status, trainer=trainer, pool=pool, changed=changed)
         run = Run(
             config,
             journal,
@@ -193,8 +198,8 @@ async def _close_files(journal: Journal, recorder: Recorder) -> None:
             raise outcome
 
 
-def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:
-    """Open the run's journal.
+def _journal(common: CommonConfig, config: OrchestratorConfig, environment: str) -> Journal:
+    """Open the run's journal; `environment` is the name of its environment.
 
     Raises:
         ConfigError: if there is one and it does not belong to this run, or the run is not to be resumed.
@@ -203,6 +208,8 @@ def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:
         journal = Journal(
             common.run_dir,
             {"run": common.run, "seed": str(common.seed), "environment": config.environment, "split": config.split},
+            environment=environment,
+            software_version=version("sluice"),
             fsync_interval_s=config.journal.fsync_interval_ms / 1000,
             segment_bytes=config.journal.segment_mb << 20,
             queue_records=config.journal.queue_records,

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
 from orchestrator_svc.config import FilterConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.journal import Journal
-from orchestrator_svc.recovery import GroupDamagedError, Recovery
-from orchestrator_svc.scheduler import Accounting, DrawnTask, Group, Reason, Scheduler, Stage, group_name
+from orchestrator_svc.journal.episodes import JournaledEpisodes
+from orchestrator_svc.journal.ledger import Group, Ledger, Reason, Stage
+from orchestrator_svc.journal.segments import JournalError
+from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.rpc import SluiceError
-from sluice.v1 import orchestrator_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2
 from sluice.versions import Version, sampled_tokens, versions_of
 
 log = structlog.get_logger(__name__)
@@ -33,21 +36,21 @@ _LOOK_AGAIN_S = 0.5
 
 
 class TaskStream:
-    """The endless stream of tasks: every task once per pass, each pass in another order.
+    """The endless stream of an environment's tasks: every task once per pass, each pass in another order.
 
-    The same seed gives the same task at the same position, so that a restart finds it again. Tasks to draw again come first.
+    The same seed gives the same task at the same position, so that a restart finds it again.
+
+    Args:
+        environment: Name of the environment within the run.
 
     Raises:
         ValueError: if there are no tasks.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+    def __init__(self, environment: str, tasks: Sequence[Task], seed: int) -> None:
         if not tasks:
             raise ValueError("the split has no tasks: check orchestrator.split and environment_args")
-        self.next_position = 0
-        self._tasks, self._seed = tasks, seed
-        self._next_group = 1
-        self._again: deque[DrawnTask] = deque()
+        self._environment, self._tasks, self._seed = environment, tasks, seed
         self._pass = -1
         self._order: list[int] = []
 
@@ -60,48 +63,26 @@ class TaskStream:
             self._pass = number
         return self._tasks[self._order[place]]
 
-    def draw(self) -> DrawnTask:
-        """Return the position of the next task and the number of its group."""
-        again = self._again.popleft() if self._again else None
-        if again is not None and again.number:
-            return again
-        number = self._next_group
-        self._next_group += 1
-        if again is not None:
-            return DrawnTask(number, again.position)
-        self.next_position += 1
-        return DrawnTask(number, self.next_position - 1)
+    def draw(self, ledger: Ledger) -> journal_pb2.TaskDrawn:
+        """Return what is drawn next: a task that has to be drawn again, else the one whose turn has come."""
+        position, reason = ledger.next_positions.get(self._environment, 0), ""
+        if ledger.redraws:
+            position, reason = ledger.redraws[0].position, ledger.redraws[0].reason
+        task_id = self.at(position).task_id
+        return journal_pb2.TaskDrawn(
+            environment=self._environment,
+            task_id=task_id,
+            draw=ledger.draws.get((self._environment, task_id), 0),
+            group=ledger.next_group,
+            position=position,
+            redraw_reason=reason,
+        )
 
-    def draw_again(self, position: int) -> None:
-        """Put the task at a position in front, for a new group."""
-        self._again.append(DrawnTask(0, position))
-
-    def continue_from(self, recovery: Recovery) -> None:
-        """Continue where an earlier process stopped; tasks that it drew and did not finish come first."""
-        self._again.extend(recovery.drawn)
-        self._next_group, self.next_position = recovery.next_group, recovery.next_position
-
-
-async def readable_groups(
-    groups: Iterable[Group], journal: Journal, accounting: Accounting, tasks: TaskStream
-) -> list[Group]:
-    """Return the groups whose trajectories the journal can read; count the others and draw their tasks again.
-
-    Raises:
-        JournalError: if the journal as a whole cannot be read now; no group is dropped for that.
-    """
-    kept = []
-    for group in groups:
-        try:
-            await journal.trajectories(group.number)
-        except GroupDamagedError as error:
-            log.warning("a damaged group is dropped; its task is drawn again", group=group.number, error=str(error))
-            accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
-            journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
-            tasks.draw_again(group.position)
-        else:
-            kept.append(group)
-    return kept
+    def task_of(self, group: Group) -> Task | None:
+        """Return the task of a group; None if the environment has another one in its place now."""
+        task = self.at(group.position)
+        # A journal of format 1 did not keep the task's name.
+        return task if group.task_id in ("", task.task_id) else None
 
 
 class Dispatcher:
@@ -124,18 +105,15 @@ class Dispatcher:
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._runner, self._tasks, self._changed = runner, tasks, changed
+        self._ledger = journal.ledger
         self._pool = runner.engine.pool
         self._sampling = Sampling(**config.sampling.model_dump())
         self.paused = False
         self._fruitless: Counter[str] = Counter()
         self._lost_since: float | None = None
-        self._journaled: Counter[str] = Counter()
-
-    async def recover(self, recovery: Recovery) -> None:
-        """Take over what an earlier process left."""
-        self._tasks.continue_from(recovery)
-        ready = await readable_groups(recovery.ready, self._journal, recovery.accounting, self._tasks)
-        self._scheduler.recover(recovery.epochs, ready, recovery.accounting)
+        self._counted: Counter[str] = Counter()
+        groups = sorted(self._ledger.groups.values(), key=lambda each: each.number)
+        self._unfinished = deque(each for each in groups if each.stage is Stage.RUNNING)
 
     def pause(self) -> None:
         """Start no more groups; those under way end."""
@@ -154,24 +132,72 @@ class Dispatcher:
         """
         async with asyncio.TaskGroup() as groups:
             while True:
-                while (version := self._version_to_start_on()) is not None:
-                    self._start(groups, version)
+                while self._start_next(groups):
+                    pass
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_AGAIN_S):
                         await self._changed.wait()
 
-    def _version_to_start_on(self) -> Version | None:
-        """Return the version that one more group would start on; None while none may start."""
+    def _start_next(self, groups: asyncio.TaskGroup) -> bool:
+        """Start a group if one may start now: first those that an earlier process left unfinished."""
+        unfinished = self._unfinished[0] if self._unfinished else None
+        wanted = None if self.paused else self._wanted_version(unfinished)
+        version = self._version_to_start_on(wanted)
+        if version is None:
+            return False
+        if unfinished is None:
+            group = self._draw(self._tasks.draw(self._ledger), version)
+        else:
+            self._unfinished.popleft()
+            group = self._continue(unfinished, version)
+        groups.create_task(self._run_group(group), name=group.name)
+        return True
+
+    def _draw(self, drawn: journal_pb2.TaskDrawn, version: Version) -> Group:
+        """Record a draw, and return its group, which this version and newer ones may sample."""
+        drawn.episodes = self._config.group_size
+        drawn.policy_version.CopyFrom(version.to_proto())
+        self._journal.record(journal_pb2.Fact(task_drawn=drawn))
+        return self._ledger.groups[drawn.group]
+
+    def _continue(self, group: Group, version: Version) -> Group:
+        """Return an unfinished group as it goes on: where it stopped, or as its next attempt if its version is too old by now."""
+        wanted = self._scheduler.wanted_version_of(group)
+        if wanted is None or self._goes_on(group, wanted):
+            return group
+        again = journal_pb2.TaskDrawn(
+            environment=group.environment,
+            task_id=group.task_id,
+            draw=group.draw,
+            group=group.number,
+            position=group.position,
+            attempt=group.attempt + 1,
+        )
+        return self._draw(again, version)
+
+    def _wanted_version(self, unfinished: Group | None) -> Version | None:
+        """Return the oldest version that may sample the next group; None while none may start."""
+        if unfinished is None:
+            return self._scheduler.wanted_version()
+        wanted = self._scheduler.wanted_version_of(unfinished)
+        return unfinished.floor if wanted is not None and self._goes_on(unfinished, wanted) else wanted
+
+    @staticmethod
+    def _goes_on(group: Group, wanted: Version) -> bool:
+        """Whether an unfinished group is continued, with the very requests that it began with."""
+        return bool(group.generations) or (group.floor >= wanted and group.episodes > 0)
+
+    def _version_to_start_on(self, wanted: Version | None) -> Version | None:
+        """Return the version of a replica that may sample one more group; None while none may."""
         now = time.monotonic()
-        wanted = None if self.paused else self._scheduler.wanted_version()
         replica = self._pool.pick(wanted) if wanted is not None else None
         waits_for_version = wanted is not None and replica is None
         self._pool.wait_for(wanted if waits_for_version else None)
         blocked = not self.paused and (self._scheduler.at_capacity or waits_for_version)
         self._status.dispatch_blocked.set(blocked, now)
         # At the bound, replicas may still be busy with earlier groups: then neither side waits for the other.
-        self._status.rollout_idle.set(blocked and not self._scheduler.count(Stage.RUNNING), now)
+        self._status.rollout_idle.set(blocked and not self._ledger.count(Stage.RUNNING), now)
         self._check_lost(lost=waits_for_version and all(each.why_not() for each in self._pool.replicas), now=now)
         return replica.version if replica is not None else None
 
@@ -185,20 +211,22 @@ class Dispatcher:
         if now - self._lost_since > limit:
             raise self._pool.none_for(limit, "lost_s")
 
-    def _start(self, groups: asyncio.TaskGroup, version: Version) -> None:
-        drawn = self._tasks.draw()
-        self._scheduler.start(drawn.number, drawn.position, version)
-        self._journal.draw(drawn.number, drawn.position, self._tasks.next_position)
-        groups.create_task(self._run_group(drawn, version), name=group_name(drawn.number))
-
-    async def _run_group(self, drawn: DrawnTask, version: Version) -> None:
+    async def _run_group(self, group: Group) -> None:
         """Run one group to its end: accepted, or dropped and counted."""
-        task, name = self._tasks.at(drawn.position), group_name(drawn.number)
+        task = self._tasks.task_of(group)
+        if task is None:
+            problem = f"the environment lists other tasks than before; {group.task_id} is no longer at its place"
+            self._drop(group, Reason.TASK_CHANGED, problem)
+            self._changed.set()
+            return
         reason, problem = "", ""
         scored = ScoredGroup()
         try:
             async with asyncio.timeout(self._config.deadlines.episode_s) as deadline:
-                records = await self._runner.run(task, name, self._config.group_size, self._sampling, version)
+                episodes = JournaledEpisodes(self._journal, group)
+                records = await self._runner.run(
+                    task, group.name, group.episodes, self._sampling, group.floor, episode_log=episodes
+                )
                 scored = _sift(records, self._config.filter)
         except TimeoutError as error:
             if deadline.expired():
@@ -207,35 +235,43 @@ class Dispatcher:
                 reason, problem = Reason.EPISODE_FAILED, str(error)
         except SluiceError as error:
             reason, problem = Reason.EPISODE_FAILED, str(error)
+        except JournalError:
+            raise
         except Exception as error:  # an environment or a workflow may raise anything
             reason, problem = Reason.EPISODE_FAILED, repr(error)
-            log.exception("group failed unexpectedly", group=name, task=task.task_id)
+            log.exception("group failed unexpectedly", group=group.name, task=group.task_id)
         if reason:
-            log.warning("group failed", group=name, reason=reason, problem=problem)
-            self._drop(drawn.number, reason, problem)
+            self._drop(group, reason, problem)
         else:
-            self._accept(drawn.number, task.task_id, scored)
-        self._journal_counts()
+            self._end(group, scored)
+        self._note_counts()
         self._changed.set()
 
-    def _accept(self, number: int, task_id: str, scored: ScoredGroup) -> None:
-        self._status.group_scored(group_name(number), task_id, scored.rewards)
-        for reason, count in scored.dropped.items():
-            self._scheduler.drop_trajectories(reason, count)
-            self._journal.drop_trajectories(reason, count)
+    def _end(self, group: Group, scored: ScoredGroup) -> None:
+        """Record what the episodes of a group brought, and accept it unless they brought nothing to train."""
+        self._status.group_scored(group.name, group.task_id, scored.rewards)
+        places = self._journal.keep_trajectories(group.number, scored.records)
+        ended = journal_pb2.EpisodesEnded(
+            group=group.number, attempt=group.attempt, episodes=_ended_episodes(group, scored, places)
+        )
+        self._journal.record(journal_pb2.Fact(episodes_ended=ended))
         if not scored.records:
-            reason = next(iter(scored.dropped), Reason.EPISODE_FAILED)
-            self._drop(number, reason, f"{reason} of all episodes of task {task_id}; see the warnings above")
+            reason = next(iter(scored.untrainable.values()), Reason.EPISODE_FAILED)
+            self._drop(group, reason, f"{reason} of all episodes of task {group.task_id}; see the warnings above")
             return
         self._fruitless.clear()
         versions = {version for record in scored.records for version in versions_of(record.trajectory)}
-        self._scheduler.finish(number, versions, len(scored.records))
-        self._journal.accept(number, self._scheduler.groups[number].versions, scored.records)
+        accepted = journal_pb2.GroupAccepted(
+            group=group.number, policy_versions=[each.to_proto() for each in sorted(versions)]
+        )
+        self._journal.record(journal_pb2.Fact(group_accepted=accepted))
 
-    def _drop(self, number: int, reason: str, problem: str) -> None:
+    def _drop(self, group: Group, reason: str, problem: str) -> None:
         """Drop a group, and give the run up when group after group brings nothing to train: it would never end."""
-        self._scheduler.drop(number, reason)
-        self._journal.drop(number, reason, was_accepted=0)
+        log.warning("a group brings nothing to train", group=group.name, reason=reason, problem=problem)
+        self._journal.record(
+            journal_pb2.Fact(group_dropped=journal_pb2.GroupDropped(group=group.number, reason=reason))
+        )
         if reason == Reason.FILTERED:
             setting, limit = "max_refills", self._config.max_refills
         else:
@@ -248,10 +284,11 @@ class Dispatcher:
                 " Correct the environment, the filter or the deadline at fault, then start the run again: it continues",
             )
 
-    def _journal_counts(self) -> None:
-        generated = self._runner.engine.counts.copy()
-        self._journal.generated(generated - self._journaled)
-        self._journaled = generated
+    def _note_counts(self) -> None:
+        counts = self._runner.engine.counts.copy()
+        more, self._counted = counts - self._counted, counts
+        if more:
+            self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=more)))
 
 
 @dataclass
@@ -259,33 +296,67 @@ class ScoredGroup:
     """The outcome of a group's episodes.
 
     Attributes:
-        records: Trajectories that may be trained; empty if none may.
-        rewards: Rewards of all episodes; NaN marks a missing one.
-        dropped: Trajectories that may not be trained, by reason.
+        everyone: All records, in order.
+        records: Those that may be trained; empty if none may.
+        untrainable: Reason of each that may not, by trajectory.
     """
 
+    everyone: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
     records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
+    untrainable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of all records; NaN marks a missing one."""
+        return [each.trajectory.reward if each.trajectory.HasField("reward") else math.nan for each in self.everyone]
 
 
 def _sift(records: list[orchestrator_pb2.TrajectoryRecord], rules: FilterConfig) -> ScoredGroup:
     """Separate what may be trained from what may not."""
-    group = ScoredGroup(
-        rewards=[each.trajectory.reward if each.trajectory.HasField("reward") else float("nan") for each in records]
-    )
+    group = ScoredGroup(records)
     for record in records:
         if not record.trajectory.HasField("reward"):
-            group.dropped[Reason.MISSING_REWARD] += 1
+            group.untrainable[record.trajectory.trajectory_id] = Reason.MISSING_REWARD
         elif not sampled_tokens(record.trajectory):
-            group.dropped[Reason.NO_TOKENS] += 1
+            group.untrainable[record.trajectory.trajectory_id] = Reason.NO_TOKENS
         else:
             group.records.append(record)
     rewards = [each.trajectory.reward for each in group.records]
     if rewards and _filtered(rewards, rules):
-        group.dropped[Reason.FILTERED] += len(group.records)
+        group.untrainable |= {each.trajectory.trajectory_id: Reason.FILTERED for each in group.records}
         group.records = []
     return group
+
+
+def _ended_episodes(
+    group: Group, scored: ScoredGroup, places: Sequence[journal_pb2.PayloadPlace]
+) -> list[journal_pb2.EndedEpisode]:
+    """Return what became of each episode of a group; `places` are those of the records that may be trained.
+
+    An episode whose trajectories may not be trained for several reasons is split by them.
+    """
+    ended: dict[tuple[str, str], journal_pb2.EndedEpisode] = {}
+    kept = {id(record): place for record, place in zip(scored.records, places, strict=True)}
+    for record in scored.everyone:
+        trajectory = record.trajectory
+        reason = scored.untrainable.get(trajectory.trajectory_id, "")
+        episode = ended.setdefault(
+            (trajectory.episode_id, reason),
+            journal_pb2.EndedEpisode(episode=_episode_number(group, trajectory.episode_id, len(ended)), reason=reason),
+        )
+        if trajectory.HasField("reward"):
+            episode.reward = trajectory.reward
+        if reason:
+            episode.untrainable.append(trajectory.trajectory_id)
+        else:
+            episode.trajectories.add(trajectory_id=trajectory.trajectory_id, place=kept[id(record)])
+    return list(ended.values())
+
+
+def _episode_number(group: Group, episode_id: str, otherwise: int) -> int:
+    """Return the number of an episode within its group, which our workflows put behind the group's name."""
+    number = episode_id.removeprefix(f"{group.name}-")
+    return int(number) if number.isdecimal() else otherwise
 
 
 def _filtered(rewards: list[float], rules: FilterConfig) -> bool:

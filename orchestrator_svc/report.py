@@ -22,16 +22,15 @@ import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
-from orchestrator_svc.recovery import Recovery
+from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
 from orchestrator_svc.replicas import PolicyEngine
-from orchestrator_svc.scheduler import Reason, Scheduler, Stage
 from orchestrator_svc.status import RunStatus
 from sluice.config import CommonConfig
 from sluice.host_files import write_whole
 from sluice.tasks import discard_outcome
 from sluice.telemetry import MetricsWriter
 from sluice.threads import SerialThread
-from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, sampled_tokens
 
 log = structlog.get_logger(__name__)
@@ -53,7 +52,6 @@ class AppliedStep:
         version: The version that resulted.
         trained: Trajectories that took part.
         dropped: Those that did not, by reason.
-        stale_groups: Groups with a trajectory that was too old.
         records: Its trajectories, marked with their outcome.
         past: Whether it was applied while no orchestrator was there to see it.
     """
@@ -61,7 +59,6 @@ class AppliedStep:
     version: Version
     trained: int
     dropped: Mapping[str, int]
-    stale_groups: frozenset[str]
     metrics: Mapping[str, float]
     records: list[orchestrator_pb2.TrajectoryRecord]
     past: bool
@@ -69,31 +66,26 @@ class AppliedStep:
 
 def summarise(
     step: trainer_pb2.StepReport,
+    applied: journal_pb2.BatchApplied,
     records: list[orchestrator_pb2.TrajectoryRecord],
     lineage: Lineage,
     max_staleness: int,
     *,
     past: bool = False,
 ) -> AppliedStep:
-    """Count what the trainer reports, and set outcome, reason and step of each record that can still be read.
+    """Return what an applied batch says of data and staleness; set outcome, reason and step of each record that can still be read.
 
     Tokens of a trained trajectory that are older than `max_staleness` were cut from the loss and are not counted.
     """
     results = {result.trajectory_id: result for result in step.results}
-    refused = [result for result in step.results if result.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED]
-    dropped = Counter(result.reason for result in refused)
     ages: Counter[int] = Counter()
     number_of = cache(lineage.number)  # many tokens, few versions
-    stale_groups: set[str] = set()
     for record in records:
         result = results.get(record.trajectory.trajectory_id)
         record.step = step.sequence_no
         record.outcome = result.outcome if result else tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
-        record.reason = result.reason if result else "NOT_REPORTED"
+        record.reason = result.reason if result else Reason.NOT_REPORTED
         if record.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
-            dropped[record.reason] += result is None
-            if record.reason in {"STALE", "RETIRED_EPOCH"}:
-                stale_groups.add(record.trajectory.group_id)
             continue
         for age, tokens in _token_ages(record.trajectory, number_of, step.sequence_no - 1):
             if age <= max_staleness:
@@ -102,8 +94,8 @@ def summarise(
     metrics["tokens/trained"] = float(sum(result.trained_tokens for result in step.results))
     for name, value in step.metrics.items():  # `weights/` names are shared with the replicas
         metrics[name if name.startswith("weights/") else f"trainer/{name}"] = value
-    version, trained = Version.from_proto(step.policy_version), len(step.results) - len(refused)
-    return AppliedStep(version, trained, dict(+dropped), frozenset(stale_groups), metrics, records, past)
+    dropped = {reason: len(each.trajectory_ids) for reason, each in applied.dropped.items()}
+    return AppliedStep(Version.from_proto(step.policy_version), len(applied.trained), dropped, metrics, records, past)
 
 
 def _token_ages(
@@ -169,24 +161,19 @@ class RunReporter:
         self,
         common: CommonConfig,
         config: OrchestratorConfig,
-        scheduler: Scheduler,
+        ledger: Ledger,
         status: RunStatus,
         recorder: Recorder,
         *,
         engine: PolicyEngine,
         environment: EnvironmentProcesses,
     ) -> None:
-        self._common, self._config, self._scheduler, self._status = common, config, scheduler, status
+        self._common, self._config, self._ledger, self._status = common, config, ledger, status
         self._recorder, self._engine, self._environment = recorder, engine, environment
-        self._generated_before: Counter[str] = Counter()
+        self._generated_before = ledger.generated.copy()
         self._last_step = time.monotonic()
         self._counted: Counter[str] = Counter()
         self._shares = status.shares()
-
-    def continue_from(self, recovery: Recovery) -> None:
-        """Add what earlier processes of the run generated, and how long they lasted."""
-        self._generated_before = recovery.generated
-        self._status.elapsed_before_s = recovery.elapsed_s
 
     async def step(self, step: AppliedStep) -> None:
         """Show and record an applied batch."""
@@ -195,7 +182,7 @@ class RunReporter:
             metrics |= self._since_last_step() | self._engine.pool.update_metrics(version)
         self._status.history.add(step.records)
         self._status.step_finished(version, metrics)
-        await self._recorder.step(version.number, metrics, step.records, self._scheduler.lineage)
+        await self._recorder.step(version.number, metrics, step.records, self._ledger.lineage)
         shown = {name: round(metrics[name], 4) for name in ("reward/mean", "staleness/mean") if name in metrics}
         log.info("step", version=str(version), trained=step.trained, dropped=dict(step.dropped), **shown)
 
@@ -230,12 +217,12 @@ class RunReporter:
             state: "succeeded", "stopped" or "failed".
             facts: What neither the metrics nor the counts of this class hold.
         """
-        scheduler, accounting = self._scheduler, self._scheduler.accounting
-        dropped = accounting.dropped
+        ledger = self._ledger
+        dropped = ledger.dropped
         generated = self._generated_before + self._engine.counts
         if state == "succeeded":
             # Nothing will train them; a continued run would.
-            left = sum(each.trajectories for each in scheduler.groups.values() if each.stage is not Stage.RUNNING)
+            left = sum(len(each.trajectories) for each in ledger.groups.values() if each.stage is not Stage.RUNNING)
             dropped[Reason.RUN_ENDED] += left
         report = await self._recorder.report(
             {
@@ -245,14 +232,14 @@ class RunReporter:
                 "seed": self._common.seed,
                 "model": self._common.model,
                 "environment": self._config.environment,
-                "steps": scheduler.applied,
-                "epochs": scheduler.epoch,
+                "steps": ledger.applied,
+                "epochs": ledger.epoch,
                 "wall_s": round(self._status.elapsed_s, 3),
                 "max_staleness": self._common.max_staleness,
-                "trajectories_accepted": accounting.accepted,
-                "trajectories_trained": accounting.trained,
+                "trajectories_accepted": ledger.accepted,
+                "trajectories_trained": ledger.trained,
                 "trajectories_dropped": {reason: count for reason, count in dropped.items() if count},
-                "groups_failed": dict(accounting.failed_groups),
+                "groups_failed": dict(ledger.failed_groups),
                 "tokens_generated": generated["tokens"],
                 "requests": generated["requests"],
                 "requests_spanning_versions": generated["spanning"],

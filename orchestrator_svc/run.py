@@ -15,7 +15,8 @@ import structlog
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.evaluation import Evaluations
-from orchestrator_svc.journal import Journal
+from orchestrator_svc.journal.ledger import Stage
+from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import AppliedStep, RunReporter
 from orchestrator_svc.status import RunStatus
@@ -103,12 +104,11 @@ class Run:
             self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
 
     async def _begin(self) -> None:
-        """Take over what an earlier process left, and wait until trainer and replicas are there."""
-        recovery = await self._journal.recover()
-        await self._dispatcher.recover(recovery)
-        self._reporter.continue_from(recovery)
+        """Wait until trainer and replicas are there."""
         if self._journal.resumes:
-            log.info("resuming", drawn=len(recovery.drawn), ready=len(recovery.ready), batches=len(recovery.batches))
+            ledger = self._journal.ledger
+            stages = {stage.value: ledger.count(stage) for stage in Stage}
+            log.info("resuming", facts=ledger.last_seq, applied=ledger.applied, **stages)
         await self._training.check_trainer()
         deadline_s = self._config.deadlines.start_s
         try:

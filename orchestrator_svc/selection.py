@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A live group that is in no batch yet.
 
@@ -55,11 +55,15 @@ class Selection:
         self._ready_by_deadline: dict[int, list[int]] = {}
         self._running_by_deadline: Counter[int] = Counter()
 
-    def put(self, group: int, *, ready: bool, last_batch: int) -> None:
+    def put(self, candidate: Candidate) -> None:
         """Add a group, or change what is known of it."""
+        group, ready, last_batch = candidate.group, candidate.ready, candidate.last_batch
         before = self._candidates.get(group)
+        if before is not None and (before.ready, before.last_batch) == (ready, last_batch):
+            self._candidates[group] = candidate
+            return
         self.discard(group)
-        self._candidates[group] = Candidate(group, ready, last_batch, before.passed if before else 0)
+        self._candidates[group] = candidate
         self._due[last_batch] += 1
         bisect.insort(self._ready if ready else self._running, group)
         if ready:
@@ -86,23 +90,13 @@ class Selection:
         """Return the ready groups that neither this batch nor a later one may train."""
         return sorted(chain.from_iterable(groups for last, groups in self._ready_by_deadline.items() if last < batch))
 
-    def take(self, batch: int) -> tuple[int, ...] | None:
-        """Choose the groups of batch number `batch` and remove them, or wait.
+    def choose(self, batch: int) -> list[int] | None:
+        """Choose the groups of batch number `batch`, or wait.
 
         Returns:
             Numbers of the groups in order of dispatch; None to wait for groups under way. It never waits unless one is under
             way whose finish (or end by its deadline) changes the answer.
         """
-        chosen = self._choose(batch)
-        if chosen is None:
-            return None
-        for group in chosen:
-            self.discard(group)
-        for older in islice(self._running, bisect.bisect(self._running, chosen[-1])):
-            self._candidates[older].passed += len(chosen) - bisect.bisect(chosen, older)
-        return tuple(chosen)
-
-    def _choose(self, batch: int) -> list[int] | None:
         if len(self._ready) < self._size:
             return None
         first_in = self._ready[: self._size]

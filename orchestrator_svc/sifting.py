@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import EpisodeConfig, FilterConfig, OverlongConfig
-from orchestrator_svc.scheduler import Reason
+from orchestrator_svc.journal.ledger import Reason
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import sampled_tokens
 

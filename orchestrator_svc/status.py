@@ -12,8 +12,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
+from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.replicas import Replica, ReplicaPool
-from orchestrator_svc.scheduler import Scheduler, Stage
+from orchestrator_svc.scheduler import Scheduler
 from sluice.rpc import SluiceError
 from sluice.telemetry import LoopLag
 from sluice.v1 import orchestrator_pb2
@@ -44,7 +45,6 @@ class RunStatus:
 
     Attributes:
         history: The last trajectories whose outcome is known.
-        elapsed_before_s: Seconds that earlier processes of the run lasted.
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, or a version that no replica serves yet, stopped dispatch.
         rollout_idle: The part of it in which no group was running either.
@@ -62,9 +62,10 @@ class RunStatus:
         now = time.monotonic()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
         self.loop_lag = LoopLag()
-        self._began, self.elapsed_before_s = now, 0.0
+        self._began, self._elapsed_before_s = now, scheduler.ledger.elapsed_s
         self._load_shares = self.shares()
         self._run, self._config, self._scheduler, self._pool = run, config, scheduler, pool
+        self._ledger = scheduler.ledger
         self._started = Timestamp()
         self._started.GetCurrentTime()
         self._bottleneck = ""
@@ -73,7 +74,7 @@ class RunStatus:
     @property
     def elapsed_s(self) -> float:
         """Seconds that the run has lasted, earlier processes included."""
-        return self.elapsed_before_s + time.monotonic() - self._began
+        return self._elapsed_before_s + time.monotonic() - self._began
 
     def shares(self) -> tuple[ShareSince, ShareSince, ShareSince]:
         """Return the shares of time since each was taken last: trainer idle, dispatch blocked, rollout idle."""
@@ -126,14 +127,14 @@ class RunStatus:
         self._last_load = (now, tokens)
         idle, blocked, rollout_idle = (share.take(now) for share in self._load_shares)
         self._bottleneck = bottleneck(idle, rollout_idle)
-        scheduler = self._scheduler
+        scheduler, ledger = self._scheduler, self._ledger
         load = orchestrator_pb2.LoadReport(
             # A replica that restarts counts from 0 again.
             generated_tokens_per_s=max(0, tokens - before) / (now - then) if now > then and before else 0.0,
-            live_groups=len(scheduler.groups),
+            live_groups=len(ledger.groups),
             max_live_groups=scheduler.bound.capacity,
-            ready_groups=scheduler.count(Stage.READY),
-            queued_batches=len(scheduler.batches),
+            ready_groups=ledger.count(Stage.READY),
+            queued_batches=len(ledger.to_send),
             trainer_idle=idle,
             dispatch_blocked=blocked,
             bottleneck=self._bottleneck,
@@ -142,21 +143,21 @@ class RunStatus:
 
     def describe(self) -> orchestrator_pb2.Run:
         """Describe the run as it stands."""
-        scheduler, accounting = self._scheduler, self._scheduler.accounting
+        scheduler, ledger = self._scheduler, self._ledger
         return orchestrator_pb2.Run(
             name=f"runs/{self._run}",
             state=self.state,
-            step=scheduler.applied,
+            step=ledger.applied,
             max_steps=self._config.max_steps,
-            policy_version=Version(scheduler.epoch, scheduler.applied).to_proto(),
-            live_groups=len(scheduler.groups),
+            policy_version=Version(ledger.epoch, ledger.applied).to_proto(),
+            live_groups=len(ledger.groups),
             max_live_groups=scheduler.bound.capacity,
-            running_episodes=scheduler.count(Stage.RUNNING) * self._config.group_size,
+            running_episodes=ledger.count(Stage.RUNNING) * self._config.group_size,
             max_staleness=scheduler.bound.max_staleness,
             max_staleness_seen=self.max_staleness_seen,
-            trajectories_accepted=accounting.accepted,
-            trajectories_trained=accounting.trained,
-            trajectories_dropped=dict(accounting.dropped),
+            trajectories_accepted=ledger.accepted,
+            trajectories_trained=ledger.trained,
+            trajectories_dropped=dict(ledger.dropped),
             replicas=[each.describe() for each in self._pool.replicas],
             error=self.error,
             start_time=self._started,

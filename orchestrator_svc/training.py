@@ -10,26 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import grpc
 import structlog
 
 from orchestrator_svc.config import NO_ADVANTAGE, DeadlinesConfig, OrchestratorConfig
-from orchestrator_svc.dispatch import TaskStream, readable_groups
-from orchestrator_svc.journal import Journal
-from orchestrator_svc.recovery import GroupDamagedError, Recovery
+from orchestrator_svc.journal.ledger import Batch, Group, LedgerError, Reason, Stage
+from orchestrator_svc.journal.segments import JournalError
+from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import AppliedStep, summarise
-from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason, Scheduler, group_name
+from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.status import RunStatus
 from sluice.advantages import TRAINER_ESTIMATORS, Episode, estimate
 from sluice.client import TrainerClient
 from sluice.config.decide import check_sides
+from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
-from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens
 
 log = structlog.get_logger(__name__)
@@ -44,6 +46,9 @@ _RETRY_S = 0.5
 
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED}
 
+_UNUSABLE = {grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND}
+"""Answers of a trainer that cannot read a checkpoint, where an older one may do."""
+
 _ENDED_PHASES = {trainer_pb2.TRAINER_PHASE_STARTING, trainer_pb2.TRAINER_PHASE_READY, trainer_pb2.TRAINER_PHASE_FAILED}
 
 _STALE_POLICIES: Mapping[str, trainer_pb2.StalePolicy.ValueType] = {
@@ -51,6 +56,9 @@ _STALE_POLICIES: Mapping[str, trainer_pb2.StalePolicy.ValueType] = {
     OnStale.TRUNCATE.value: trainer_pb2.STALE_POLICY_TRUNCATE,
     OnStale.REQUEUE.value: trainer_pb2.STALE_POLICY_REQUEUE,
 }
+
+_TOO_OLD = {"STALE", "RETIRED_EPOCH"}
+"""Reasons of the trainer for which a task is drawn again where `on_stale` says so."""
 
 OnStep = Callable[[AppliedStep], Awaitable[None]]
 
@@ -60,7 +68,6 @@ class Training:
 
     Args:
         pool: Knows the tokenizer and the precision of the replicas.
-        tasks: Where tasks are put that have to be drawn again.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -70,14 +77,14 @@ class Training:
         scheduler: Scheduler,
         journal: Journal,
         status: RunStatus,
-        tasks: TaskStream,
         *,
         trainer: TrainerLink,
         pool: ReplicaPool,
         changed: asyncio.Event,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
-        self._trainer, self._pool, self._tasks, self._changed = trainer, pool, tasks, changed
+        self._trainer, self._pool, self._changed = trainer, pool, changed
+        self._ledger = journal.ledger
         self._at_trainer: set[int] = set()
         self._submitting = False
         self._step_began: float | None = None  # when the trainer had to begin the step that is due; None if none is due
@@ -98,7 +105,7 @@ class Training:
     @property
     def applied(self) -> int:
         """Batches that the trainer has applied."""
-        return self._scheduler.applied
+        return self._ledger.applied
 
     async def save_checkpoint(self) -> None:
         """Let the trainer write a checkpoint, and release what the journal need no longer keep.
@@ -106,18 +113,21 @@ class Training:
         Raises:
             SluiceError: if it cannot be written.
         """
-        await self._journal.durable()
+        position = await self._journal.durable()
         answer = await self._trainer.client.save_checkpoint(
-            self._trainer.run, self._journal.position, timeout_s=self._config.checkpoint.deadline_s
+            self._trainer.run, position, timeout_s=self._config.checkpoint.deadline_s
         )
         saved, version = answer.checkpoint, Version.from_proto(answer.checkpoint.policy_version)
-        self._journal.cover(version.number)
+        covered = journal_pb2.CheckpointCovered(
+            name=saved.name, policy_version=saved.policy_version, position=saved.journal_position
+        )
+        self._journal.record(journal_pb2.Fact(checkpoint_covered=covered))
         self._status.checkpoint_written(saved.name, version)
         log.info("checkpoint", name=saved.name, version=str(version))
 
     def stop(self) -> None:
         """End after the batches that are made."""
-        self._scheduler.max_steps = min(self._scheduler.max_steps, self._scheduler.next_batch - 1)
+        self._scheduler.max_steps = min(self._scheduler.max_steps, self._ledger.next_batch - 1)
         self._changed.set()
 
     async def run(self, on_step: OnStep) -> None:
@@ -128,17 +138,17 @@ class Training:
         """
         lost = 0
         while True:
-            before = self._scheduler.applied
+            before = self._ledger.applied
             try:
                 epoch = await self._open_epoch(on_step)
-                before = self._scheduler.applied
+                before = self._ledger.applied
                 await self._train(epoch, on_step)
             except* EpochLostError as group:
                 reason = str(group.exceptions[0])
             else:
                 return
-            self._scheduler.close_epoch()
-            lost = lost + 1 if self._scheduler.applied == before else 1
+            self._scheduler.is_open = False
+            lost = lost + 1 if self._ledger.applied == before else 1
             if lost > self._config.max_lost_epochs:
                 raise SluiceError.unavailable(
                     "TRAINER_LOST",
@@ -146,29 +156,35 @@ class Training:
                     f" (orchestrator.max_lost_epochs), at last because: {reason}. See the trainer's log; once it is"
                     " repaired start the run again: it continues",
                 )
-            log.warning("the trainer lost its epoch; opening another", epoch=self._scheduler.epoch, reason=reason)
+            log.warning("the trainer lost its epoch; opening another", epoch=self._ledger.epoch, reason=reason)
 
     # Epochs: agree with the trainer on what its weights hold.
 
     async def _open_epoch(self, on_step: OnStep) -> int:
         self._at_trainer.clear()
-        recovery = await self._journal.recover()
-        accepted = await self._trainer.last_batch_in(recovery.present_epoch, recovery.applied)
+        ledger = self._ledger
+        accepted = await self._trainer.last_batch_in(ledger.epoch, ledger.applied)
         if accepted is None:
-            await self._begin_epoch(await self._journal.allot_epoch(), recovery)
-        else:
-            await self._rejoin_epoch(recovery, accepted)
-        await self._account_for_past(recovery, on_step)
-        scheduler = self._scheduler
-        version = Version(scheduler.epoch, scheduler.applied)
-        log.info("training from", version=str(version), batches_to_send=len(scheduler.batches) - len(self._at_trainer))
+            await self._begin_epoch()
+            accepted = ledger.applied
+        # A trainer that lived on has the batches up to `accepted`, whether the journal can still read them or not.
+        self._at_trainer.update(batch.sequence_no for batch in ledger.to_send if batch.sequence_no <= accepted)
+        await self._unmake_unfit()
+        await self._journal.durable()
+        await self._account_for_past(on_step)
+        version = Version(ledger.epoch, ledger.applied)
+        log.info("training from", version=str(version), batches_to_send=len(ledger.to_send) - len(self._at_trainer))
         self._submitting, self._step_began = False, None
+        self._scheduler.is_open = True
         self._note_load()
-        return scheduler.epoch
+        return ledger.epoch
 
-    async def _begin_epoch(self, epoch: int, recovery: Recovery) -> None:
-        """Begin an epoch: the trainer restores its checkpoint and gets the batches after it again."""
-        answer = await self._trainer.begin_epoch(epoch)
+    async def _begin_epoch(self) -> None:
+        """Begin an epoch: the trainer restores a checkpoint; the batches after it have to be sent (again)."""
+        epoch = self._ledger.allotted + 1
+        self._record(epoch_allotted=journal_pb2.EpochAllotted(epoch=epoch))
+        await self._journal.durable()
+        answer = await self._trainer.begin_epoch(epoch, self._ledger.last_seq)
         origin = Version.from_proto(answer.restored_version)
         if answer.next_sequence_no != origin.number + 1:
             raise SluiceError.failed_precondition(
@@ -176,47 +192,73 @@ class Training:
                 f"the trainer restored version {origin} but expects batch {answer.next_sequence_no}, not"
                 f" {origin.number + 1}: its checkpoint was made by another release; use that one, or begin a new run (--run NAME)",
             )
-        lost = await self._readable(recovery.after(origin.number))
-        self._scheduler.open_epoch(epoch, origin, lost)
-        self._journal.open_epoch(epoch, origin, self._scheduler.batches)
-        await self._journal.durable()
+        try:
+            self._ledger.check_reach(origin.number)
+        except LedgerError as error:
+            raise JournalError(str(error)) from error
+        self._record(epoch_begun=journal_pb2.EpochBegun(epoch=epoch, origin=answer.restored_version))
 
-    async def _rejoin_epoch(self, recovery: Recovery, accepted: int) -> None:
-        """Continue the epoch of a trainer that lived on: it has the batches up to `accepted`, damaged here or not."""
-        lacking = recovery.after(recovery.applied)
-        held = [pair for pair in lacking if pair[0].sequence_no <= accepted]
-        lost = await self._readable([pair for pair in lacking if pair[0].sequence_no > accepted])
-        self._scheduler.rejoin_epoch(recovery.present_epoch, recovery.applied, lost, held)
-        self._journal.keep_batches(recovery.applied, self._scheduler.batches)
-        await self._journal.durable()
-        self._at_trainer.update(batch.sequence_no for batch, _ in held)
+    async def _unmake_unfit(self) -> None:
+        """Take the batches apart that the trainer lacks and that cannot be sent as they are; drop what the disk damaged."""
+        to_send = [batch for batch in self._ledger.to_send if batch.sequence_no not in self._at_trainer]
+        for place, batch in enumerate(to_send):
+            if reason := await self._why_unfit(batch):
+                log.warning("a batch is made again", batch=batch.batch_id, reason=reason)
+                for each in reversed(to_send[place:]):  # the order of batches has no gaps
+                    self._record(batch_unmade=journal_pb2.BatchUnmade(sequence_no=each.sequence_no, reason=reason))
+                break
+        for group in list(self._ledger.groups.values()):
+            if group.stage is Stage.READY:
+                await self._readable(group)
 
-    async def _readable(self, batches: Iterable[tuple[Batch, list[Group]]]) -> list[tuple[Batch, list[Group]]]:
-        """Return batches without the groups that the journal cannot read; those are counted, and their tasks drawn again."""
-        accounting = self._scheduler.accounting
-        return [
-            (batch, await readable_groups(groups, self._journal, accounting, self._tasks)) for batch, groups in batches
-        ]
+    async def _why_unfit(self, batch: Batch) -> str:
+        """Return why a batch cannot be sent as it was made; empty if it can."""
+        if not self._scheduler.is_fresh(batch):
+            return "its tokens are too old by now"
+        try:
+            records = [record for group in batch.groups for record in await self._journal.trajectories(group)]
+        except GroupDamagedError as error:
+            return str(error)
+        _give_advantages(self._config.advantage, records)
+        if batch.digests and batch.digests != tuple(trajectory_digest(each.trajectory) for each in records):
+            return "its trajectories are not the same bytes as when it was made: orchestrator.advantage was changed"
+        return ""
 
-    async def _account_for_past(self, recovery: Recovery, on_step: OnStep) -> None:
-        """Count the batches that the weights already hold although no process lived to note their outcome."""
-        scheduler = self._scheduler
-        batches = recovery.unreported(scheduler.applied)
+    async def _readable(self, group: Group) -> list[orchestrator_pb2.TrajectoryRecord] | None:
+        """Return the trajectories of a group in no batch; drop it and draw its task again if the disk damaged them.
+
+        Raises:
+            JournalError: if the journal as a whole cannot be read now; no group is dropped for that.
+        """
+        try:
+            return await self._journal.trajectories(group)
+        except GroupDamagedError as error:
+            log.warning("a damaged group is dropped; its task is drawn again", group=group.name, error=str(error))
+            self._drop(group, Reason.JOURNAL_DAMAGED, redraw=True)
+            return None
+
+    async def _account_for_past(self, on_step: OnStep) -> None:
+        """Note the outcome of batches that the weights already hold although no process lived to note it."""
+        batches = self._ledger.unreported
         if not batches:
             return
         steps = await self._trainer.past_steps(batches[0].sequence_no, batches[-1].sequence_no)
         for batch in batches:
-            records = await self._readable_records(batch)
             step = steps.get(batch.sequence_no)
             if step is not None:
-                applied = summarise(step, records, scheduler.lineage, scheduler.bound.max_staleness, past=True)
-                trained, dropped = applied.trained, applied.dropped
-                await on_step(applied)
-            else:
-                trained, dropped = 0, {Reason.REPORT_LOST: len(records)}
-                log.warning("the trainer no longer knows the outcome of a batch that it applied", batch=batch.batch_id)
-            scheduler.accounting.apply(batch.sequence_no, trained, dropped)
-            self._journal.apply_batch(batch, trained, dropped, self._status.elapsed_s)
+                await self._note_applied(batch, step, on_step, past=True)
+                continue
+            log.warning("the trainer no longer knows the outcome of a batch that it applied", batch=batch.batch_id)
+            lost = journal_pb2.DroppedTrajectories(trajectory_ids=batch.trajectory_ids)
+            version = Version(self._ledger.epoch, batch.sequence_no).to_proto()
+            self._record(
+                batch_applied=journal_pb2.BatchApplied(
+                    sequence_no=batch.sequence_no,
+                    policy_version=version,
+                    dropped={Reason.REPORT_LOST: lost},
+                    elapsed_s=self._status.elapsed_s,
+                )
+            )
 
     # Out: batches.
 
@@ -250,7 +292,7 @@ class Training:
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 "STEP_HANGS",
                 f"the trainer has reported no step for {limit:g} s (orchestrator.deadlines.step_s) although batch"
-                f" {self._scheduler.applied + 1} is due: look for the reason in its log, restart it, or raise the deadline if its"
+                f" {self._ledger.applied + 1} is due: look for the reason in its log, restart it, or raise the deadline if its"
                 " steps take that long; then start the run again: it continues",
             )
         return left
@@ -271,17 +313,16 @@ class Training:
     @property
     def _done(self) -> bool:
         # The last batch is done only when it is reported, because `_train` cancels the report once the run is done.
-        return self._scheduler.applied >= self._scheduler.max_steps and not self._reporting
+        return self._ledger.applied >= self._scheduler.max_steps and not self._reporting
 
     async def _submit(self, epoch: int) -> None:
         try:
-            for batch in sorted(self._scheduler.batches.values(), key=lambda each: each.sequence_no):
+            for batch in self._ledger.to_send:
                 if batch.sequence_no not in self._at_trainer:
-                    await self._send(batch, epoch)
+                    records = [record for group in batch.groups for record in await self._journal.trajectories(group)]
+                    await self._send(batch, epoch, records)
             while True:
-                batch = await self._next_batch()
-                self._journal.make_batch(batch)
-                await self._send(batch, epoch)
+                await self._send(*await self._make_batch(epoch))
         except EpochLostError:
             # What this raises cancels `_follow`, and would cut off the report of a step that is under way.
             while self._reporting:
@@ -289,33 +330,65 @@ class Training:
                 await self._changed.wait()
             raise
 
-    async def _next_batch(self) -> Batch:
+    async def _make_batch(self, epoch: int) -> tuple[Batch, int, list[orchestrator_pb2.TrajectoryRecord]]:
         """Make the next batch as soon as the trainer has room for it and its groups are complete."""
         while True:
             if len(self._at_trainer) < _MOST_AT_TRAINER:
-                if stale := self._scheduler.drop_stale():
-                    self._drop_stale(stale)
-                if (batch := self._scheduler.make_batch()) is not None:
-                    return batch
+                self._drop_stale()
+                groups = self._scheduler.choose_batch()
+                if groups is not None and (made := await self._made_of(groups)) is not None:
+                    return made[0], epoch, made[1]
+                if groups is not None:
+                    continue  # one of them was damaged
             self._changed.clear()
             await self._changed.wait()
 
-    def _drop_stale(self, groups: Sequence[Group]) -> None:
-        """Forget groups that no batch may train any more."""
+    async def _made_of(self, groups: Sequence[Group]) -> tuple[Batch, list[orchestrator_pb2.TrajectoryRecord]] | None:
+        """Make the next batch of these groups; None if the disk damaged one of them."""
+        found = [await self._readable(group) for group in groups]
+        records = [record for each in found if each is not None for record in each]
+        if any(each is None for each in found):
+            return None
+        _give_advantages(self._config.advantage, records)
+        number, digests = self._ledger.next_batch, [trajectory_digest(each.trajectory) for each in records]
+        self._record(
+            batch_made=journal_pb2.BatchMade(
+                sequence_no=number,
+                batch_id=f"batch-{number}-{self._ledger.batches_made + 1}",
+                groups=[each.number for each in groups],
+                trajectory_ids=[each.trajectory.trajectory_id for each in records],
+                trajectory_digests=digests,
+                content_digest=batch_digest(digests),
+            )
+        )
+        return self._ledger.batches[number], records
+
+    def _drop_stale(self) -> None:
+        """Drop the groups that no batch may train any more."""
+        groups = self._scheduler.stale_groups()
+        if not groups:
+            return
         versions = sorted({version for group in groups for version in group.versions})
         log.warning("groups are too old to be trained", groups=len(groups), versions=[str(each) for each in versions])
         for group in groups:
-            self._journal.drop(group.number, Reason.STALE, was_accepted=group.trajectories)
-            if self._config.on_stale == OnStale.REQUEUE.value:
-                self._tasks.draw_again(group.position)
+            self._drop(group, Reason.STALE, redraw=self._scheduler.on_stale is OnStale.REQUEUE)
         self._changed.set()
 
-    async def _send(self, batch: Batch, epoch: int) -> None:
+    def _drop(self, group: Group, reason: str, *, redraw: bool) -> None:
+        """Drop a group that was accepted and is in no batch."""
+        self._record(
+            group_dropped=journal_pb2.GroupDropped(
+                group=group.number, reason=reason, trajectories=len(group.trajectories), redraw=redraw
+            )
+        )
+
+    def _record(self, **kind: Any) -> None:  # noqa: ANN401 - one of the kinds of a fact
+        self._journal.record(journal_pb2.Fact(**kind))
+
+    async def _send(self, batch: Batch, epoch: int, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
         while len(self._at_trainer) >= _MOST_AT_TRAINER:
             self._changed.clear()
             await self._changed.wait()
-        records = [record for group in batch.groups for record in await self._journal.trajectories(group)]
-        _give_advantages(self._config.advantage, records)
         try:
             async with asyncio.timeout(self._config.deadlines.lost_s):
                 while not (digest := self._pool.tokenizer_digest()):
@@ -341,42 +414,54 @@ class Training:
         self._note_load()
         await self._trainer.submit(header, [record.trajectory for record in records])
         self._submitting = False
+        self._record(batch_sent=journal_pb2.BatchSent(sequence_no=batch.sequence_no, epoch=epoch))
         # The report may have come before the answer.
-        if batch.sequence_no > self._scheduler.applied:
+        if batch.sequence_no > self._ledger.applied:
             self._at_trainer.add(batch.sequence_no)
         self._note_load()
 
     # Back: reports.
 
     async def _follow(self, epoch: int, on_step: OnStep) -> None:
-        async for step in self._trainer.steps(epoch, self._scheduler.applied + 1):
+        async for step in self._trainer.steps(epoch, self._ledger.applied + 1):
             await self._take_in(step, on_step)
             if self._done:
                 return
 
     async def _take_in(self, step: trainer_pb2.StepReport, on_step: OnStep) -> None:
-        """Count an applied batch, forget its groups, and report it."""
-        scheduler = self._scheduler
-        batch = scheduler.batches.get(step.sequence_no)
+        """Note an applied batch, which ends its groups, and report it."""
+        batch = self._ledger.batches.get(step.sequence_no)
         if batch is None:
             raise EpochLostError(f"the trainer applied batch {step.sequence_no}, which this run has not made")
-        records = await self._readable_records(batch)
-        applied = summarise(step, records, scheduler.lineage, scheduler.bound.max_staleness)
-        positions = {group_name(number): scheduler.groups[number].position for number in batch.groups}
-        scheduler.apply(step.sequence_no, applied.trained, applied.dropped)
-        self._journal.apply_batch(batch, applied.trained, applied.dropped, self._status.elapsed_s)
-        if self._config.on_stale == OnStale.REQUEUE.value:
-            for name in sorted(applied.stale_groups):
-                self._tasks.draw_again(positions[name])
-        self._at_trainer.discard(step.sequence_no)
-        self._note_load()
+        if batch.content_digest and step.content_digest not in ("", batch.content_digest):
+            log.error("the trainer got other bytes than were made", batch=batch.batch_id, digest=step.content_digest)
         self._reporting = True
         try:
-            await on_step(applied)
+            await self._note_applied(batch, step, on_step)
         finally:
             self._reporting = False
             self._step_began = None
             self._note_load()
+
+    async def _note_applied(
+        self, batch: Batch, step: trainer_pb2.StepReport, on_step: OnStep, *, past: bool = False
+    ) -> None:
+        records = await self._readable_records(batch)
+        applied = _applied_fact(batch, step)
+        applied.elapsed_s = self._status.elapsed_s
+        if self._scheduler.on_stale is OnStale.REQUEUE:
+            dropped = [each.trajectory_ids for reason, each in applied.dropped.items() if reason in _TOO_OLD]
+            late = set(chain.from_iterable(dropped))
+            applied.redrawn.extend(
+                group.number
+                for group in batch.groups
+                if not group.redrawn and any(each.trajectory_id in late for each in group.trajectories)
+            )
+        self._record(batch_applied=applied)
+        self._at_trainer.discard(step.sequence_no)
+        self._note_load()
+        ledger, bound = self._ledger, self._scheduler.bound
+        await on_step(summarise(step, applied, records, ledger.lineage, bound.max_staleness, past=past))
 
     async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Return the trajectories of a batch without those that are damaged in the journal; the trainer has them all.
@@ -389,8 +474,23 @@ class Training:
             try:
                 records += await self._journal.trajectories(group)
             except GroupDamagedError as error:
-                log.warning("a trained group cannot be shown", group=group, error=str(error))
+                log.warning("a trained group cannot be shown", group=group.name, error=str(error))
+        _give_advantages(self._config.advantage, records)
         return records
+
+
+def _applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.BatchApplied:
+    """Return what became of every trajectory of a batch, each once, also of one that the trainer does not report."""
+    results = {result.trajectory_id: result for result in step.results}
+    fact = journal_pb2.BatchApplied(sequence_no=step.sequence_no, policy_version=step.policy_version)
+    for trajectory_id in batch.trajectory_ids:
+        result = results.get(trajectory_id)
+        if result is not None and result.outcome == tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
+            fact.trained.append(trajectory_id)
+        else:
+            reason = result.reason if result is not None else Reason.NOT_REPORTED
+            fact.dropped[reason].trajectory_ids.append(trajectory_id)
+    return fact
 
 
 def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
@@ -471,15 +571,42 @@ class TrainerLink:
             return None
         return max(present.number, state.next_sequence_no - 1)
 
-    async def begin_epoch(self, epoch: int) -> trainer_pb2.BeginEpochResponse:
-        """Open an epoch, waiting for a trainer that is not there yet.
+    async def begin_epoch(self, epoch: int, position: int) -> trainer_pb2.BeginEpochResponse:
+        """Open an epoch from the newest checkpoint that the journal has reached, waiting for a trainer that is not there yet.
+
+        Args:
+            epoch: The epoch.
+            position: Number of the last fact of the journal.
 
         Raises:
-            SluiceError: if it refuses, or cannot be reached in time.
+            SluiceError: if it refuses, cannot be reached in time, or has no checkpoint that fits although it has some.
         """
-        limit = self._deadlines.begin_epoch_s
-        ask = partial(self.client.begin_epoch, self.run, epoch, timeout_s=limit)
-        return await self._persist(ask, limit, f"the trainer does not begin epoch {epoch}")
+        limit, what = self._deadlines.begin_epoch_s, f"the trainer does not begin epoch {epoch}"
+        checkpoints = await self._persist(partial(self.client.checkpoints, self.run), limit, what)
+        names = [each.name for each in checkpoints if each.journal_position <= position]
+        for each in checkpoints:
+            if each.journal_position > position:
+                log.warning(
+                    "a checkpoint is skipped: it belongs to facts that the journal does not have",
+                    checkpoint=each.name,
+                    its_position=each.journal_position,
+                    last_fact=position,
+                )
+        if checkpoints and not names:
+            raise SluiceError.failed_precondition(
+                "CHECKPOINTS_AHEAD",
+                f"all checkpoints of the trainer ({', '.join(each.name for each in checkpoints)}) belong to facts behind fact"
+                f" {position}, the last one of the journal: put the run's journal back, or begin a new run (--run NAME)",
+            )
+        for name in names or [""]:
+            ask = partial(self.client.begin_epoch, self.run, epoch, checkpoint=name, timeout_s=limit)
+            try:
+                return await self._persist(ask, limit, what)
+            except SluiceError as error:
+                if error.code not in _UNUSABLE or name == names[-1]:
+                    raise
+                log.warning("a checkpoint is skipped: it cannot be read", checkpoint=name, error=str(error))
+        raise AssertionError("a trainer answers or refuses")
 
     async def submit(
         self, header: trainer_pb2.BatchHeader, trajectories: Sequence[tokens_pb2.Trajectory]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
+import grpc
 import structlog
+import xxhash
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.envs.base import Message, Task
+from orchestrator_svc.envs.base import Message, Task, Turn
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.processes import EnvironmentProcesses, OpenEpisode
 from orchestrator_svc.replicas import PolicyEngine, derived_seed
@@ -25,6 +28,8 @@ from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version, append_spans
 
 log = structlog.get_logger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,28 @@ class Sampling:
     seeded: bool = False
 
 
+class EpisodeLog(Protocol):
+    """What is kept of a group's episodes while they run, so that a start continues them where a killed process stopped."""
+
+    def attempt(self, episode: int) -> int:
+        """Return the attempt that an episode is at, from 0."""
+        ...
+
+    async def generation(self, attempt: int, turn: int, episodes: Sequence[int]) -> rollout_pb2.GenerateResponse | None:
+        """Return the answer that was kept for a turn of these episodes; None if there is none."""
+        ...
+
+    def keep_generation(
+        self, attempt: int, turn: int, episodes: Sequence[int], request_id: str, response: rollout_pb2.GenerateResponse
+    ) -> None:
+        """Keep a replica's answer."""
+        ...
+
+    def keep_turn(self, attempt: int, turn: int, episode: int, reward: float | None, messages_digest: bytes) -> bool:
+        """Keep what the environment answered to a turn; return False if it answered otherwise before."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeData:
     """What a workflow is asked for.
@@ -53,8 +80,10 @@ class EpisodeData:
         episodes: Attempts wanted.
         sampling: How to sample.
         version: Oldest version that may sample.
-        request_prefix: Begins the ids of all requests, unique to this attempt; empty lets the server choose the ids.
+        request_prefix: Begins the ids of all requests, unique to the group; empty lets the server choose the ids. What follows
+            names attempt, episode and turn, so that a repeated request is answered once.
         seed: Seed of the group's random numbers.
+        log: Keeps what was sampled; None where nothing is continued, such as in an evaluation.
     """
 
     task: Task
@@ -64,6 +93,7 @@ class EpisodeData:
     version: Version
     request_prefix: str
     seed: int
+    log: EpisodeLog | None = None
 
 
 class RolloutWorkflow(Protocol):
@@ -111,8 +141,8 @@ class GroupRunner:
 
     Attributes:
         seed: Seed of the environments' and the requests' random numbers.
-        request_prefix: Begins the ids of all requests, unique to the run and this process; empty lets the server choose the ids,
-            so that nothing is answered from memory.
+        request_prefix: Begins the ids of all requests, unique to the run; empty lets the server choose the ids, so that nothing
+            is answered from memory.
     """
 
     workflow: RolloutWorkflow
@@ -121,7 +151,14 @@ class GroupRunner:
     request_prefix: str
 
     async def run(
-        self, task: Task, group_id: str, episodes: int, sampling: Sampling, version: Version
+        self,
+        task: Task,
+        group_id: str,
+        episodes: int,
+        sampling: Sampling,
+        version: Version,
+        *,
+        episode_log: EpisodeLog | None = None,
     ) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run so many attempts at a task, sampled by `version` or newer ones; the caller sets the deadline.
 
@@ -129,7 +166,7 @@ class GroupRunner:
             SluiceError: if the group as a whole cannot be run.
         """
         prefix = f"{self.request_prefix}/{group_id}" if self.request_prefix else ""
-        data = EpisodeData(task, group_id, episodes, sampling, version, prefix, self.seed)
+        data = EpisodeData(task, group_id, episodes, sampling, version, prefix, self.seed, episode_log)
         return await self.workflow.arun_episode(self.engine, data)
 
 
@@ -163,16 +200,19 @@ class SingleTurn:
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Sample all episodes at once."""
         messages = chat_messages(await self._environment.messages(data.task))
-        response = await engine.agenerate(
-            rollout_pb2.GenerateRequest(
-                request_id=data.request_prefix,
+
+        async def sample(attempt: int) -> rollout_pb2.GenerateResponse:
+            request = rollout_pb2.GenerateRequest(
+                request_id=f"{data.request_prefix}/{attempt}" if data.request_prefix else "",
                 conversation=tokens_pb2.Conversation(messages=messages),
                 sampling=sampling_params(data, turn=0),
                 n=data.episodes,
                 min_policy_version=data.version.to_proto(),
                 return_text=True,
             )
-        )
+            return await _generate(engine, data, request, (attempt, 0, range(data.episodes)))
+
+        response = await _until_it_fits(data, 0, sample)
         prompt = response.prompt_token_ids
         return [
             _record(
@@ -204,7 +244,11 @@ class MultiTurn:
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run all episodes; those that fail are left out."""
         outcomes = await asyncio.gather(
-            *(self._attempt(engine, data, index) for index in range(data.episodes)), return_exceptions=True
+            *(
+                _until_it_fits(data, index, partial(self._attempt, engine, data, index))
+                for index in range(data.episodes)
+            ),
+            return_exceptions=True,
         )
         records = []
         for index, outcome in enumerate(outcomes):
@@ -218,9 +262,12 @@ class MultiTurn:
             raise SluiceError.aborted("EPISODES_FAILED", f"every episode of group {data.group_id} failed; see the log")
         return records
 
-    async def _attempt(self, engine: PolicyEngine, data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRecord:
+    async def _attempt(
+        self, engine: PolicyEngine, data: EpisodeData, index: int, attempt: int
+    ) -> orchestrator_pb2.TrajectoryRecord:
+        """Run one episode; turns that were sampled before are replayed."""
         async with self._environment.episode(data.task, data.seed + index) as episode:
-            transcript = _Transcript(data, index)
+            transcript = _Transcript(data, index, attempt)
             await transcript.append_messages(engine, episode.messages)
             for turn in range(self._max_turns):
                 text = await transcript.sample_turn(engine, turn)
@@ -233,6 +280,7 @@ class MultiTurn:
     ) -> bool:
         """Let the environment answer a turn; return whether the episode has ended."""
         answer = await episode.step(text)
+        transcript.keep_turn(turn, answer)
         if answer.reward is not None:
             transcript.rewards.append(tokens_pb2.TurnReward(turn=turn, reward=answer.reward))
         cut_off = transcript.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
@@ -250,6 +298,7 @@ class _Transcript:
 
     data: EpisodeData
     index: int
+    attempt: int
     ids: list[int] = field(default_factory=list)
     mask_runs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -279,16 +328,20 @@ class _Transcript:
 
     async def sample_turn(self, engine: PolicyEngine, turn: int) -> str:
         """Sample one turn of the assistant and append it; return its text."""
-        response = await engine.agenerate(
-            rollout_pb2.GenerateRequest(
-                request_id=f"{self.data.request_prefix}/{self.index}.{turn}" if self.data.request_prefix else "",
-                token_ids=tokens_pb2.TokenIds(ids=self.ids),
-                sampling=sampling_params(self.data, turn, self.index),
-                n=1,
-                min_policy_version=self.data.version.to_proto(),
-                return_text=True,
-            )
+        prefix = self.data.request_prefix
+        request = rollout_pb2.GenerateRequest(
+            request_id=f"{prefix}/{self.attempt}/{self.index}.{turn}" if prefix else "",
+            token_ids=tokens_pb2.TokenIds(ids=self.ids),
+            sampling=sampling_params(self.data, turn, self.index),
+            n=1,
+            min_policy_version=self.data.version.to_proto(),
+            return_text=True,
         )
+        response = await _generate(engine, self.data, request, (self.attempt, turn, (self.index,)))
+        if list(response.prompt_token_ids) != self.ids:
+            raise ReplayDiffersError(
+                f"turn {turn} of episode {self.index} has another prompt than the one that was sampled"
+            )
         sample = response.samples[0]
         append_spans(self.spans, sample.version_spans, len(self.logprobs))
         self.ids.extend(sample.token_ids)
@@ -298,6 +351,21 @@ class _Transcript:
         self.finish_reason = sample.finish_reason
         self.messages.append(tokens_pb2.ChatMessage(role="assistant", content=sample.text))
         return sample.text
+
+    def keep_turn(self, turn: int, answer: Turn) -> None:
+        """Keep what the environment answered.
+
+        Raises:
+            ReplayDiffersError: if it answered otherwise when the turn was sampled.
+        """
+        if self.data.log is None:
+            return
+        content = tokens_pb2.Conversation(messages=chat_messages(answer.messages)).SerializeToString(deterministic=True)
+        digest = xxhash.xxh3_128_digest(content)
+        if not self.data.log.keep_turn(self.attempt, turn, self.index, answer.reward, digest):
+            raise ReplayDiffersError(
+                f"the environment answers turn {turn} of episode {self.index} otherwise than before"
+            )
 
     def record(self) -> orchestrator_pb2.TrajectoryRecord:
         """Return the trajectory; its reward is the sum of its turns' rewards, missing if no turn had one."""
@@ -314,6 +382,55 @@ class _Transcript:
             turn_rewards=self.rewards,
             turn_runs=self.turn_runs,
         )
+
+
+class ReplayDiffersError(Exception):
+    """An episode that an earlier process began cannot be continued: it has to begin again."""
+
+
+_ATTEMPTS = 4
+"""Attempts at an episode in one process; the second one has nothing to replay and can only fail if names of requests collide."""
+
+
+async def _until_it_fits(data: EpisodeData, episode: int, attempt: Callable[[int], Awaitable[_Answer]]) -> _Answer:
+    """Continue an episode at the attempt that it is at; begin again as the next one where the replay differs.
+
+    Raises:
+        SluiceError: if it differs again and again.
+    """
+    first = data.log.attempt(episode) if data.log else 0
+    for number in range(first, first + _ATTEMPTS):
+        try:
+            return await attempt(number)
+        except ReplayDiffersError as difference:
+            log.warning("an episode begins again", group=data.group_id, attempt=number + 1, reason=str(difference))
+    raise SluiceError.aborted(
+        "REPLAY_DIFFERS",
+        f"group {data.group_id} began {_ATTEMPTS} times and differed each time from what was kept of it: two runs may have"
+        " the same name, or the environment changes its answers",
+    )
+
+
+async def _generate(
+    engine: PolicyEngine, data: EpisodeData, request: rollout_pb2.GenerateRequest, place: tuple[int, int, Sequence[int]]
+) -> rollout_pb2.GenerateResponse:
+    """Return the answer that was kept for this attempt, turn and episodes; if there is none, sample and keep it.
+
+    Raises:
+        ReplayDiffersError: if a replica answered another request under this name before.
+        SluiceError: as `PolicyEngine.agenerate`.
+    """
+    if data.log is not None and (kept := await data.log.generation(*place)) is not None:
+        return kept
+    try:
+        response = await engine.agenerate(request)
+    except SluiceError as error:
+        if error.code is not grpc.StatusCode.ALREADY_EXISTS:
+            raise
+        raise ReplayDiffersError(error.message) from error
+    if data.log is not None:
+        data.log.keep_generation(*place, request.request_id, response)
+    return response
 
 
 def _record(

@@ -224,6 +224,17 @@ class TrainerClient(_Client):
         request = trainer_pb2.SaveCheckpointRequest(run=_run_name(run), journal_position=journal_position)
         return await _typed(self._stub.SaveCheckpoint(request, timeout=timeout_s))
 
+    async def checkpoints(self, run: str) -> list[trainer_pb2.Checkpoint]:
+        """Return the complete checkpoints, newest first."""
+        found: list[trainer_pb2.Checkpoint] = []
+        request = trainer_pb2.ListCheckpointsRequest(run=_run_name(run))
+        while True:
+            page = await _typed(self._stub.ListCheckpoints(request))
+            found.extend(page.checkpoints)
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
+
 
 class OrchestratorClient(_Client):
     """Watches and steers a run."""

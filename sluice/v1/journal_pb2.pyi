@@ -1224,16 +1224,37 @@ class HistoryImported(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class GeneratedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ACCEPTED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     FAILED_GROUPS_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
     NEXT_GROUP_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     NEXT_POSITION_FIELD_NUMBER: _builtins.int
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     accepted: _builtins.int
-    """Trajectories that were accepted, those of groups whose facts follow or precede excluded."""
+    """Trajectories that were accepted, without those of the groups whose facts precede this one."""
     next_group: _builtins.int
     """Number of the next group."""
     environment: _builtins.str
@@ -1251,8 +1272,12 @@ class HistoryImported(_message.Message):
         """Groups that ended without a trajectory, by reason."""
 
     @_builtins.property
+    def generated(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What was generated, by name of the counter."""
+
+    @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImportedBatch]:
-        """Batches that were applied, in order. The facts before tell the groups of those that a rollback can still reach."""
+        """Batches that were made, in order."""
 
     def __init__(
         self,
@@ -1260,6 +1285,7 @@ class HistoryImported(_message.Message):
         accepted: _builtins.int = ...,
         dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         failed_groups: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        generated: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         batches: _abc.Iterable[Global___ImportedBatch] | None = ...,
         next_group: _builtins.int = ...,
         environment: _builtins.str = ...,
@@ -1268,7 +1294,7 @@ class HistoryImported(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batches", b"batches", "dropped", b"dropped", "elapsed_s", b"elapsed_s", "environment", b"environment", "failed_groups", b"failed_groups", "next_group", b"next_group", "next_position", b"next_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "batches", b"batches", "dropped", b"dropped", "elapsed_s", b"elapsed_s", "environment", b"environment", "failed_groups", b"failed_groups", "generated", b"generated", "next_group", b"next_group", "next_position", b"next_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1276,7 +1302,7 @@ Global___HistoryImported: _TypeAlias = HistoryImported  # noqa: Y015
 
 @_typing.final
 class ImportedBatch(_message.Message):
-    """A batch that was applied before the journal kept facts."""
+    """A batch that was made before the journal kept facts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1301,12 +1327,28 @@ class ImportedBatch(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     SEQUENCE_NO_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
     TRAINED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     sequence_no: _builtins.int
     """Its place in the order of batches, from 1."""
+    batch_id: _builtins.str
+    """Its name."""
+    applied: _builtins.bool
+    """Whether it was applied."""
     trained: _builtins.int
     """Trajectories that were trained."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its groups; empty if a checkpoint covers it."""
+
+    @_builtins.property
+    def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Their trajectories."""
+
     @_builtins.property
     def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Trajectories that were not, by reason."""
@@ -1315,12 +1357,16 @@ class ImportedBatch(_message.Message):
         self,
         *,
         sequence_no: _builtins.int = ...,
+        batch_id: _builtins.str = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+        trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+        applied: _builtins.bool = ...,
         trained: _builtins.int = ...,
         dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "sequence_no", b"sequence_no", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batch_id", b"batch_id", "dropped", b"dropped", "groups", b"groups", "sequence_no", b"sequence_no", "trained", b"trained", "trajectory_ids", b"trajectory_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from orchestrator_svc.config import OrchestratorConfig
 from rollout_svc.servicer import ResponseCache
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
+from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version
@@ -155,6 +156,8 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     history: dict[int, list[tokens_pb2.Trajectory]] = field(default_factory=dict)
     headers: list[trainer_pb2.BatchHeader] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
+    saved: list[trainer_pb2.Checkpoint] = field(default_factory=list)
+    restored: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reports: dict[int, trainer_pb2.StepReport] = field(default_factory=dict)
     last_batch_ids: dict[int, str] = field(default_factory=dict)
@@ -162,8 +165,12 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     estimator: str = ""
     verdict: Callable[[tokens_pb2.Trajectory], str] = lambda trajectory: ""
 
+    async def ListCheckpoints(self, request, context):
+        return trainer_pb2.ListCheckpointsResponse(checkpoints=self.saved[::-1])
+
     async def BeginEpoch(self, request, context):
         self.epochs.append(request.epoch)
+        self.restored.append(request.checkpoint)
         origin = self.checkpoint
         self.version = Version(request.epoch, origin.number)
         self.waiting.clear()
@@ -232,6 +239,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             sequence_no=header.sequence_no,
             metrics={"loss": 0.25, "mismatch_kl": 0.5},
             results=[self._result(each) for each in trajectories],
+            content_digest=batch_digest(map(trajectory_digest, trajectories)),
         )
         if self.publishes:
             self.publish()
@@ -245,6 +253,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             outcome=dropped if reason else trained,
             reason=reason,
             trained_tokens=0 if reason else sum(trajectory.mask_runs[1::2]),
+            digest=trajectory_digest(trajectory),
         )
 
     def publish(self) -> None:
@@ -279,9 +288,11 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         self.checkpoints.append(self.version.number)
         self.checkpoint = self.version
         name = f"step_{self.version.number}"
-        return trainer_pb2.SaveCheckpointResponse(
-            checkpoint=trainer_pb2.Checkpoint(name=name, policy_version=self.version.to_proto())
+        saved = trainer_pb2.Checkpoint(
+            name=name, policy_version=self.version.to_proto(), journal_position=request.journal_position
         )
+        self.saved.append(saved)
+        return trainer_pb2.SaveCheckpointResponse(checkpoint=saved)
 
     def _wake(self) -> None:
         self.changed.set()

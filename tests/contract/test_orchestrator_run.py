@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import sqlite3
 import threading
 
 import grpc
@@ -25,7 +24,9 @@ from orchestrator_svc.app import serve
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.journal import Journal, segment_path
+from orchestrator_svc.journal.ledger import folded
+from orchestrator_svc.journal.segments import segment_path
+from orchestrator_svc.journal.store import Journal, read_facts
 from orchestrator_svc.report import AppliedStep, Recorder, RunReporter
 from orchestrator_svc.training import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
@@ -316,12 +317,11 @@ async def test_batches_that_a_checkpoint_holds_are_accounted_for_when_both_sides
 
 def damage(scene: Scene, group: int) -> None:
     """Flip a bit in the first trajectory of a group, as a bad disk does."""
-    with contextlib.closing(sqlite3.connect(scene.run_dir / "journal.sqlite")) as journal:
-        row = "SELECT segment, offset FROM trajectories WHERE number = ? AND ordinal = 0"
-        segment, offset = journal.execute(row, (group,)).fetchone()
-    path = segment_path(scene.run_dir / "journal", segment)
+    ledger = folded(read_facts(scene.run_dir))
+    place = ledger.groups[group].trajectories[0].place
+    path = segment_path(scene.run_dir / "journal", place.segment)
     content = bytearray(path.read_bytes())
-    content[offset + 20] ^= 1
+    content[place.offset + 20] ^= 1
     path.write_bytes(content)
 
 
@@ -356,7 +356,7 @@ async def test_a_damaged_group_of_a_batch_that_was_never_sent_is_dropped_and_its
     assert report["trajectories_dropped"] == {"JOURNAL_DAMAGED": 2}
     sent = [each for batch in scene.trainer.history.values() for each in batch]
     assert "g1" not in {each.group_id for each in sent}
-    stream = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0)
+    stream = TaskStream("letters", [Task(f"train-{index}") for index in range(40)], seed=0)
     assert {each.task_id for each in sent} == {stream.at(position).task_id for position in range(8)}, "none is left out"
 
 
@@ -442,7 +442,7 @@ async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
 
 
 async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late_episode(scene) -> None:
-    first = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0).at(0)
+    first = TaskStream("letters", [Task(f"train-{index}") for index in range(40)], seed=0).at(0)
     report = await scene.run(environment_args={"slow": first.task_id}, environment_processes={"call_s": 1.0})
     assert (report["state"], report["steps"]) == ("succeeded", 4)
     assert report["groups_failed"] == {"EPISODE_FAILED": 1}

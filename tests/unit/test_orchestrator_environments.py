@@ -111,11 +111,11 @@ async def test_the_workflow_goes_by_what_the_environment_can_do(tmp_path) -> Non
 
 def test_every_pass_has_each_task_once_in_an_order_of_its_own() -> None:
     tasks = [Task(str(number)) for number in range(20)]
-    stream = TaskStream(tasks, seed=3)
+    stream = TaskStream("e", tasks, seed=3)
     passes = [[stream.at(20 * number + place).task_id for place in range(20)] for number in range(3)]
     assert all(sorted(each) == sorted(task.task_id for task in tasks) for each in passes)
     assert passes[0] != passes[1] != passes[2]
     assert stream.at(7).task_id == passes[0][7], "any place can be found again"
-    assert TaskStream(tasks, seed=3).at(47).task_id == passes[2][7]
+    assert TaskStream("e", tasks, seed=3).at(47).task_id == passes[2][7]
     with pytest.raises(ValueError, match="no tasks"):
-        TaskStream([], 0)
+        TaskStream("e", [], 0)

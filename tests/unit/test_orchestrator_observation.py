@@ -16,7 +16,7 @@ from orchestrator_svc.replicas import check_address, resolve_targets
 from orchestrator_svc.report import Recorder, build_report, read_metrics, summarise
 from orchestrator_svc.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
 from sluice.rpc import SluiceError
-from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version
 
 
@@ -144,8 +144,10 @@ def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
             trainer_pb2.TrajectoryResult(trajectory_id="g2-0", outcome=dropped, reason="STALE"),
         ],
     )
-    summary = summarise(step, records, lineage, max_staleness=2)
-    assert (summary.trained, summary.dropped, summary.stale_groups) == (2, {"STALE": 1}, {"g2"})
+    late = journal_pb2.DroppedTrajectories(trajectory_ids=["g2-0"])
+    applied = journal_pb2.BatchApplied(trained=["g1-0", "g1-1"], dropped={"STALE": late})
+    summary = summarise(step, applied, records, lineage, max_staleness=2)
+    assert (summary.trained, summary.dropped) == (2, {"STALE": 1})
     assert summary.metrics["staleness/tokens_at_0"] == 7
     assert summary.metrics["staleness/tokens_at_2"] == 1
     assert summary.metrics["staleness/share_ge_1"] == pytest.approx(1 / 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,10 +10,68 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator_svc.scheduler import Batch, OnStale, Reason, Scheduler, Stage, StalenessBound
+from orchestrator_svc.journal.ledger import Batch, Group, Ledger, LedgerError, Reason, Stage
+from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from sluice.v1 import journal_pb2 as pb
 from sluice.versions import BASE, Lineage, Version
 
 GROUP = 4
+
+
+class Facts:
+    """Facts of a run in few words; they change the ledger alone."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def record(self, **kind: object) -> None:
+        self.ledger.apply(self.ledger.last_seq + 1, pb.Fact(**kind))
+
+    def draw(self, number: int, version: Version) -> Group:
+        self.record(task_drawn=pb.TaskDrawn(group=number, position=number, policy_version=version.to_proto()))
+        return self.ledger.groups[number]
+
+    def accept(self, number: int, versions: Iterable[Version], trajectories: int) -> None:
+        accepted = [pb.AcceptedTrajectory(trajectory_id=f"g{number}-{index}") for index in range(trajectories)]
+        ended = pb.EndedEpisode(trajectories=accepted)
+        self.record(episodes_ended=pb.EpisodesEnded(group=number, episodes=[ended]))
+        sampled = [each.to_proto() for each in sorted(versions)]
+        self.record(group_accepted=pb.GroupAccepted(group=number, policy_versions=sampled))
+
+    def drop(self, number: int, reason: str) -> None:
+        self.record(group_dropped=pb.GroupDropped(group=number, reason=reason))
+
+    def filter(self, number: int, trajectories: int) -> None:
+        names = [f"g{number}-{index}" for index in range(trajectories)]
+        ended = pb.EndedEpisode(reason=Reason.FILTERED, untrainable=names)
+        self.record(episodes_ended=pb.EpisodesEnded(group=number, episodes=[ended]))
+        self.drop(number, Reason.FILTERED)
+
+    def make_batch(self, groups: Iterable[Group]) -> Batch:
+        number = self.ledger.next_batch
+        self.record(batch_made=pb.BatchMade(sequence_no=number, groups=[each.number for each in groups]))
+        return self.ledger.batches[number]
+
+    def unmake_unfit(self, scheduler: Scheduler) -> None:
+        """Take the batches apart that are too old, as `Training` does at the begin of an epoch."""
+        to_send = self.ledger.to_send
+        for place, batch in enumerate(to_send):
+            if not scheduler.is_fresh(batch):
+                for each in reversed(to_send[place:]):
+                    self.record(batch_unmade=pb.BatchUnmade(sequence_no=each.sequence_no))
+                return
+
+    def apply(self, number: int, trained: int, dropped: int = 0) -> None:
+        """Note the outcome of a batch; so many trajectories were trained, and so many too old."""
+        late = {Reason.STALE: pb.DroppedTrajectories(trajectory_ids=map(str, range(dropped)))} if dropped else {}
+        outcome = pb.BatchApplied(sequence_no=number, trained=map(str, range(trained)), dropped=late)
+        self.record(batch_applied=outcome)
+
+    def begin_epoch(self, scheduler: Scheduler, origin: Version) -> None:
+        epoch = self.ledger.epoch + 1
+        self.record(epoch_begun=pb.EpochBegun(epoch=epoch, origin=origin.to_proto()))
+        self.unmake_unfit(scheduler)
+        scheduler.is_open = True
 
 
 @dataclass
@@ -35,45 +94,40 @@ class SimulatedRun(RuleBasedStateMachine):
     )
     def begin(self, staleness, batch, replicas, window, on_stale):
         self.max_steps = 12
+        self.ledger = Ledger()
+        self.facts = Facts(self.ledger)
         self.scheduler = Scheduler(
+            self.ledger,
             StalenessBound(staleness, batch, 1000),
             window_fraction=window,
             on_stale=on_stale,
             max_steps=self.max_steps,
             max_running=1000,
         )
+        self.window = max(1, int(window * batch))
         self.replicas = [BASE] * replicas
-        self.lineage = Lineage()
         self.running: dict[int, Running] = {}
         self.tokens: dict[int, set[Version]] = {}
-        self.made: dict[int, tuple[Batch, list]] = {}
-        self.next_group = 1
-        self.trained: list[int] = []
         self.history: dict[int, list[int]] = {}
         self.checkpoint = BASE
-        self.epoch = 0
         self.open_epoch()
 
     def open_epoch(self):
-        self.epoch += 1
-        self.lineage = self.lineage.begin(self.epoch, self.checkpoint)
-        lost = [pair for number, pair in self.made.items() if number > self.checkpoint.number]
         for number in [each for each in self.history if each > self.checkpoint.number]:
             del self.history[number]
-        self.scheduler.open_epoch(self.epoch, self.checkpoint, lost)
-        self.made = {
-            n: pair for n, pair in self.made.items() if n <= self.checkpoint.number or n in self.scheduler.batches
-        }
+        self.facts.begin_epoch(self.scheduler, self.checkpoint)
 
     @property
     def trainer(self) -> Version:
-        return Version(self.scheduler.epoch, self.scheduler.applied)
+        return Version(self.ledger.epoch, self.ledger.applied)
 
     @rule(data=st.data())
     def replica_follows(self, data):
         index = data.draw(st.integers(0, len(self.replicas) - 1))
-        oldest = self.replicas[index].number if self.replicas[index].epoch == self.epoch else self.checkpoint.number
-        self.serve(index, Version(self.epoch, data.draw(st.integers(oldest, max(oldest, self.trainer.number)))))
+        same_epoch = self.replicas[index].epoch == self.ledger.epoch
+        oldest = self.replicas[index].number if same_epoch else self.checkpoint.number
+        newest = max(oldest, self.trainer.number)
+        self.serve(index, Version(self.ledger.epoch, data.draw(st.integers(oldest, newest))))
 
     def serve(self, index, version):
         self.replicas[index] = version
@@ -89,9 +143,9 @@ class SimulatedRun(RuleBasedStateMachine):
             if not fit:
                 return
             index = data.draw(st.sampled_from(fit))
-            self.scheduler.start(self.next_group, self.next_group, self.replicas[index])
-            self.running[self.next_group] = Running(index, {self.replicas[index]})
-            self.next_group += 1
+            number = self.ledger.next_group
+            self.facts.draw(number, self.replicas[index])
+            self.running[number] = Running(index, {self.replicas[index]})
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), fate=st.sampled_from(["scored", "scored", "scored", "failed", "filtered"]))
@@ -101,36 +155,35 @@ class SimulatedRun(RuleBasedStateMachine):
     def end(self, number, fate):
         group = self.running.pop(number)
         if fate == "failed":
-            self.scheduler.drop(number, Reason.EPISODE_FAILED)
+            self.facts.drop(number, Reason.EPISODE_FAILED)
         elif fate == "filtered":
-            self.scheduler.drop_trajectories(Reason.FILTERED, GROUP)
-            self.scheduler.drop(number, Reason.FILTERED)
+            self.facts.filter(number, GROUP)
         else:
             self.tokens[number] = group.versions
-            self.scheduler.finish(number, group.versions, GROUP)
+            self.facts.accept(number, group.versions, GROUP)
 
     @rule()
     def make_batch(self):
-        waiting = [g.number for g in self.scheduler.groups.values() if g.stage is Stage.RUNNING]
-        self.scheduler.drop_stale()
-        batch = self.scheduler.make_batch()
-        if batch is None:
+        for group in self.scheduler.stale_groups():
+            self.facts.drop(group.number, Reason.STALE)
+        groups = self.scheduler.choose_batch()
+        if groups is None:
             return
-        assert len(batch.groups) == self.scheduler.bound.batch_groups
-        self.made[batch.sequence_no] = (batch, [self.scheduler.groups[n] for n in batch.groups])
-        assert not set(waiting) & set(batch.groups)
+        assert len(groups) == self.scheduler.bound.batch_groups
+        assert all(group.stage is Stage.READY for group in groups)
+        self.facts.make_batch(groups)
 
-    @precondition(lambda self: self.scheduler.batches)
+    @precondition(lambda self: self.ledger.batches)
     @rule()
     def train(self):
-        number = self.scheduler.applied + 1
-        batch = self.scheduler.batches[number]
+        number = self.ledger.applied + 1
+        batch = self.ledger.batches[number]
         for group in batch.groups:
-            for version in self.tokens[group]:
-                staleness = number - 1 - self.lineage.number(version)
+            for version in self.tokens[group.number]:
+                staleness = number - 1 - self.ledger.lineage.number(version)
                 assert staleness <= self.scheduler.bound.max_staleness
-        self.scheduler.apply(number, GROUP * len(batch.groups), {})
-        self.history[number] = list(batch.groups)
+        self.facts.apply(number, GROUP * len(batch.groups))
+        self.history[number] = [group.number for group in batch.groups]
 
     @rule()
     def save_checkpoint(self):
@@ -144,109 +197,136 @@ class SimulatedRun(RuleBasedStateMachine):
     def live_groups_are_bounded(self):
         if not hasattr(self, "scheduler"):
             return
-        rolled_back = self.epoch > 1
-        assert rolled_back or len(self.scheduler.groups) <= self.scheduler.bound.capacity
+        rolled_back = self.ledger.epoch > 1
+        assert rolled_back or len(self.ledger.groups) <= self.scheduler.bound.capacity
+
+    @invariant()
+    def an_old_group_is_passed_by_few(self):
+        if hasattr(self, "scheduler") and self.ledger.epoch == 1:
+            assert all(group.passed <= self.window - 1 for group in self.ledger.groups.values())
 
     @invariant()
     def each_group_is_trained_once(self):
         if hasattr(self, "scheduler"):
             trained = [group for groups in self.history.values() for group in groups]
             assert len(trained) == len(set(trained))
-            assert self.scheduler.accounting.trained == GROUP * len(trained)
+            assert self.ledger.trained == GROUP * len(trained)
 
     @invariant()
     def every_trajectory_is_accounted_for(self):
         if hasattr(self, "scheduler"):
-            waiting = sum(g.trajectories for g in self.scheduler.groups.values() if g.stage is not Stage.RUNNING)
-            counts = self.scheduler.accounting
-            assert counts.accepted - counts.trained - sum(counts.dropped.values()) == waiting
+            ledger = self.ledger
+            waiting = sum(len(g.trajectories) for g in ledger.groups.values() if g.stage is not Stage.RUNNING)
+            assert ledger.accepted - ledger.trained - sum(ledger.dropped.values()) == waiting
 
     def teardown(self):
         """Whatever happened, a run whose parts work from now on comes to its end."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(1000):
-            if self.scheduler.applied >= self.max_steps:
+            if self.ledger.applied >= self.max_steps:
                 break
             for index in range(len(self.replicas)):
                 self.serve(index, self.trainer)
             while (version := self.scheduler.wanted_version()) is not None:
                 assert version <= self.trainer
-                self.scheduler.start(self.next_group, self.next_group, self.trainer)
-                self.running[self.next_group] = Running(0, {self.trainer})
-                self.next_group += 1
+                number = self.ledger.next_group
+                self.facts.draw(number, self.trainer)
+                self.running[number] = Running(0, {self.trainer})
             for number in sorted(self.running):
                 self.end(number, "scored")
             self.make_batch()
-            if self.scheduler.batches:
+            if self.ledger.batches:
                 self.train()
-        assert self.scheduler.applied == self.max_steps
+        assert self.ledger.applied == self.max_steps
 
 
 SimulatedRun.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestSimulatedRun = SimulatedRun.TestCase
 
 
-def scheduler(staleness: int, batch: int = 2, *, window: float = 0.3, steps: int = 10) -> Scheduler:
+def scheduler(staleness: int, batch: int = 2, *, window: float = 0.3, steps: int = 10) -> tuple[Scheduler, Facts]:
+    ledger = Ledger()
     made = Scheduler(
+        ledger,
         StalenessBound(staleness, batch, 100),
         window_fraction=window,
         on_stale=OnStale.DROP,
         max_steps=steps,
         max_running=100,
     )
-    made.open_epoch(1, BASE, [])
-    return made
+    facts = Facts(ledger)
+    facts.begin_epoch(made, BASE)
+    return made, facts
 
 
-def run_batch(each: Scheduler, first: int, version: Version) -> Batch:
+def run_batch(each: Scheduler, facts: Facts, first: int, version: Version) -> Batch:
     """Dispatch, finish and batch as many groups as a batch has."""
     numbers = range(first, first + each.bound.batch_groups)
     for number in numbers:
-        each.start(number, number, version)
+        facts.draw(number, version)
     for number in numbers:
-        each.finish(number, [version], 1)
-    batch = each.make_batch()
-    assert batch is not None
-    return batch
+        facts.accept(number, [version], 1)
+    groups = each.choose_batch()
+    assert groups is not None
+    return facts.make_batch(groups)
 
 
 def test_without_staleness_generation_waits_for_the_version_of_the_last_batch() -> None:
-    each = scheduler(0)
-    run_batch(each, 1, Version(1, 0))
+    each, facts = scheduler(0)
+    run_batch(each, facts, 1, Version(1, 0))
     assert each.wanted_version() is None, "the batch is not applied yet"
-    each.apply(1, 2, {})
+    facts.apply(1, 2)
     assert each.wanted_version() == Version(1, 1), "replicas have to serve what the batch produced"
-    with pytest.raises(ValueError, match="wanted"):
-        each.start(3, 3, Version(1, 0))
 
 
 def test_staleness_lets_generation_run_ahead_by_that_many_batches() -> None:
-    each = scheduler(2)
+    each, facts = scheduler(2)
     for first in (1, 3, 5):
-        run_batch(each, first, Version(1, 0))
+        run_batch(each, facts, first, Version(1, 0))
     assert each.wanted_version() is None
-    each.apply(1, 2, {})
+    facts.apply(1, 2)
     assert each.wanted_version() == Version(1, 1)
 
 
 def test_a_replica_that_lags_may_fill_batches_that_are_near() -> None:
-    each = scheduler(1)
-    run_batch(each, 1, Version(1, 0))
-    each.apply(1, 2, {})
+    each, facts = scheduler(1)
+    run_batch(each, facts, 1, Version(1, 0))
+    facts.apply(1, 2)
     for number in (3, 4):
         assert each.wanted_version() == Version(1, 0)
-        each.start(number, number, Version(1, 0))
+        facts.draw(number, Version(1, 0))
     assert each.wanted_version() == Version(1, 1)
 
 
+def test_an_unfinished_group_may_be_sampled_by_what_was_good_enough_when_it_was_drawn() -> None:
+    each, facts = scheduler(1)
+    for number in (1, 2, 3, 4):
+        facts.draw(number, Version(1, 0))
+    wanted = [each.wanted_version_of(facts.ledger.groups[number]) for number in (1, 2, 3, 4)]
+    assert wanted == [Version(1, 0)] * 4
+    each.is_open = False
+    assert each.wanted_version_of(facts.ledger.groups[1]) is None
+
+
+def test_a_stricter_bound_makes_ready_groups_too_old() -> None:
+    each, facts = scheduler(2)
+    run_batch(each, facts, 1, Version(1, 0))
+    facts.apply(1, 2)
+    facts.draw(3, Version(1, 0))
+    facts.accept(3, [Version(1, 0)], 1)
+    assert each.stale_groups() == []
+    each.change_bound(StalenessBound(0, 2, 100))
+    assert each.stale_groups() == [facts.ledger.groups[3]]
+
+
 def test_no_more_groups_are_started_than_the_last_batch_needs() -> None:
-    each = scheduler(5, batch=2, steps=1)
-    each.start(1, 1, Version(1, 0))
-    each.start(2, 2, Version(1, 0))
+    each, facts = scheduler(5, batch=2, steps=1)
+    facts.draw(1, Version(1, 0))
+    facts.draw(2, Version(1, 0))
     assert each.satisfied
     assert each.wanted_version() is None
-    each.drop(1, Reason.EPISODE_FAILED)
+    facts.drop(1, Reason.EPISODE_FAILED)
     assert each.wanted_version() is not None
 
 
@@ -264,33 +344,30 @@ def test_versions_that_the_weights_never_contained_count_as_older() -> None:
 
 
 def test_a_rolled_back_batch_is_sent_again_and_counted_once() -> None:
-    each = scheduler(2)
-    batch = run_batch(each, 1, Version(1, 0))
-    groups = [each.groups[number] for number in batch.groups]
-    each.apply(1, 2, {})
-    assert each.accounting.trained == 2
-    each.open_epoch(2, BASE, [(batch, groups)])
-    assert each.accounting.trained == 0
-    assert each.batches == {1: batch}
-    each.apply(1, 1, {"STALE": 1})
-    assert (each.accounting.trained, each.accounting.dropped) == (1, {"STALE": 1})
+    each, facts = scheduler(2)
+    batch = run_batch(each, facts, 1, Version(1, 0))
+    facts.apply(1, 2)
+    assert facts.ledger.trained == 2
+    facts.begin_epoch(each, BASE)
+    assert facts.ledger.trained == 0
+    assert facts.ledger.to_send == [batch]
+    facts.apply(1, 1, dropped=1)
+    assert (facts.ledger.trained, facts.ledger.dropped) == (1, {"STALE": 1})
 
 
 def test_a_batch_that_a_rollback_made_too_old_is_taken_apart() -> None:
-    each = scheduler(0)
-    run_batch(each, 1, Version(1, 0))
-    each.apply(1, 2, {})
-    batch = run_batch(each, 3, Version(1, 1))
-    groups = [each.groups[number] for number in batch.groups]
-    each.open_epoch(2, BASE, [(batch, groups)])
-    assert not each.batches
-    assert [group.number for group in each.drop_stale()] == [3, 4]
-    assert each.make_batch() is None
-    assert each.accounting.dropped == {Reason.STALE: 2}
+    each, facts = scheduler(0)
+    run_batch(each, facts, 1, Version(1, 0))
+    facts.apply(1, 2)
+    run_batch(each, facts, 3, Version(1, 1))
+    facts.begin_epoch(each, BASE)
+    assert [batch.sequence_no for batch in facts.ledger.to_send] == [1]
+    facts.apply(1, 2)
+    assert [group.number for group in each.stale_groups()] == [3, 4]
 
 
 def test_an_unexpected_report_is_refused() -> None:
-    each = scheduler(2)
-    run_batch(each, 1, Version(1, 0))
-    with pytest.raises(ValueError, match="1 is due"):
-        each.apply(2, 2, {})
+    each, facts = scheduler(2)
+    run_batch(each, facts, 1, Version(1, 0))
+    with pytest.raises(LedgerError, match="1 is due"):
+        facts.apply(2, 2)

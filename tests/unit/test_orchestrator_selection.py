@@ -14,7 +14,7 @@ from orchestrator_svc.selection import Candidate, Selection
 def selection(size: int, window: int, candidates: Sequence[Candidate], **options: bool) -> Selection:
     made = Selection(size, window, **options)
     for each in candidates:
-        made.put(each.group, ready=each.ready, last_batch=each.last_batch)
+        made.put(each)
     return made
 
 
@@ -24,29 +24,28 @@ def candidates(ready: str, last: int = 100) -> list[Candidate]:
 
 
 def test_younger_groups_pass_the_oldest_only_within_the_window() -> None:
-    assert selection(4, 5, candidates(".rrrrr")).take(1) == (1, 2, 3, 4)
-    assert selection(4, 4, candidates(".rrrrr")).take(1) is None
-    assert selection(4, 3, candidates("rr.rr")).take(1) == (0, 1, 3, 4)
+    assert selection(4, 5, candidates(".rrrrr")).choose(1) == [1, 2, 3, 4]
+    assert selection(4, 4, candidates(".rrrrr")).choose(1) is None
+    assert selection(4, 3, candidates("rr.rr")).choose(1) == [0, 1, 3, 4]
 
 
 def test_those_that_passed_a_group_before_count() -> None:
-    made = selection(3, 6, candidates(".rrrrrr"))
-    assert made.take(1) == (1, 2, 3)
-    made.put(0, ready=False, last_batch=90)
-    assert made.take(2) is None, "it would be passed by six, and five may"
-    made.put(0, ready=True, last_batch=100)
-    assert made.take(2) == (0, 4, 5)
+    passed = [Candidate(0, ready=False, last_batch=90, passed=3), *candidates(".rrr")[1:]]
+    made = selection(3, 6, passed)
+    assert made.choose(2) is None, "it would be passed by six, and five may"
+    made.put(Candidate(0, ready=True, last_batch=100, passed=3))
+    assert made.choose(2) == [0, 1, 2]
 
 
 def test_no_group_is_passed_when_that_would_make_it_too_late() -> None:
     due = [Candidate(0, ready=False, last_batch=7), *candidates(".rrrr")[1:]]
-    assert selection(4, 10, due).take(6) == (1, 2, 3, 4)
-    assert selection(4, 10, due).take(7) is None
+    assert selection(4, 10, due).choose(6) == [1, 2, 3, 4]
+    assert selection(4, 10, due).choose(7) is None
 
 
 def test_groups_that_are_due_go_before_older_ones_that_are_not() -> None:
     mixed = [Candidate(0, True, 9), Candidate(1, True, 9), Candidate(2, True, 5), Candidate(3, True, 5)]
-    assert selection(2, 1, mixed).take(5) == (2, 3)
+    assert selection(2, 1, mixed).choose(5) == [2, 3]
 
 
 def test_late_groups_are_named_once_they_can_be_in_no_batch() -> None:
@@ -65,19 +64,12 @@ class PlainRule:
     late_is_due: bool
     candidates: dict[int, Candidate] = field(default_factory=dict)
 
-    def take(self, batch: int) -> tuple[int, ...] | None:
+    def choose(self, batch: int) -> list[int] | None:
         everyone = [
             replace(each, last_batch=max(each.last_batch, batch) if self.late_is_due else each.last_batch)
             for _, each in sorted(self.candidates.items())
         ]
-        chosen = self._choose(everyone, batch)
-        if chosen is None:
-            return None
-        for group in chosen:
-            del self.candidates[group]
-        for each in self.candidates.values():
-            each.passed += 0 if each.ready else sum(group > each.group for group in chosen)
-        return tuple(chosen)
+        return self._choose(everyone, batch)
 
     def _choose(self, everyone: list[Candidate], batch: int) -> list[int] | None:
         ready = [each for each in everyone if each.ready]
@@ -130,15 +122,23 @@ def test_the_selection_is_the_plain_rule(size, window, late_is_due, first, moves
     made, plain, batch = Selection(size, window, late_is_due=late_is_due), PlainRule(size, window, late_is_due), 1
     for group, (state, last) in [*enumerate(first), *moves]:
         if state == "take":
-            chosen = made.take(batch)
-            assert chosen == plain.take(batch)
+            chosen = made.choose(batch)
+            assert chosen == plain.choose(batch)
+            for number in chosen or ():
+                made.discard(number)
+                del plain.candidates[number]
+            for each in list(plain.candidates.values()):
+                if not each.ready:
+                    by = sum(number > each.group for number in chosen or ())
+                    plain.candidates[each.group] = replace(each, passed=each.passed + by)
+                    made.put(plain.candidates[each.group])
             batch += chosen is not None
         elif state == "gone":
             made.discard(group)
             plain.candidates.pop(group, None)
         else:
             before = plain.candidates.get(group)
-            made.put(group, ready=state == "ready", last_batch=last)
             plain.candidates[group] = Candidate(group, state == "ready", last, before.passed if before else 0)
+            made.put(plain.candidates[group])
         late = sorted(each.group for each in plain.candidates.values() if each.ready and each.last_batch < batch)
         assert made.late(batch) == late

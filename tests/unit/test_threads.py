@@ -33,11 +33,23 @@ def test_a_hung_call_does_not_keep_the_process_from_ending() -> None:
 HANG_IN_THE_JOURNAL = """
 import asyncio, sys, threading
 from pathlib import Path
-from orchestrator_svc.journal import Journal
+from orchestrator_svc.journal.segments import Disk
+from orchestrator_svc.journal.store import Journal
+from sluice.v1 import journal_pb2
+
+class Dead(Disk):
+    def commit(self, connection):
+        if answers:
+            super().commit(connection)
+        else:
+            threading.Event().wait()
 
 async def main():
-    journal = Journal(Path(sys.argv[1]), {"run": "r"}, fsync_interval_s=0.0)
-    journal._record(threading.Event().wait)
+    global answers
+    answers = True
+    journal = Journal(Path(sys.argv[1]), {"run": "r"}, fsync_interval_s=0.0, disk=Dead())
+    answers = False
+    journal.record(journal_pb2.Fact(epoch_allotted=journal_pb2.EpochAllotted(epoch=1)))
     try:
         async with asyncio.timeout(0.1):
             await journal.close()

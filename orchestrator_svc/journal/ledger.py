@@ -1,0 +1,583 @@
+"""The state of a run as it follows from its facts: groups, batches, counts, epochs, draws.
+
+`Ledger.apply` takes one fact after the other and does nothing else: no clock, no I/O, no settings. The running process and
+a start use the same class, so that both have the same state. Nothing else changes it.
+
+    drawn -> RUNNING -> accepted -> READY -> in a batch -> BATCHED -> applied: no longer live
+                |                     |          ^            |
+                +------- dropped -----+          +- unmade ---+
+
+A batch that was applied is kept until a checkpoint covers it: a trainer that returns to an older checkpoint gets it again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sluice.v1 import journal_pb2 as pb
+from sluice.v1 import orchestrator_pb2
+from sluice.versions import Lineage, Version
+
+KEPT_CHECKPOINTS = 2
+"""Checkpoints that a trainer may return to: what the older one of them covers needs no payloads any more."""
+
+
+class LedgerError(Exception):
+    """A fact does not follow from those before it, or the ledger cannot go back as far as asked."""
+
+
+class Reason:
+    """Why a trajectory or a group was not trained; the trainer's reports bring further reasons."""
+
+    STALE = "STALE"
+    MISSING_REWARD = "MISSING_REWARD"
+    NO_TOKENS = "NO_TOKENS"
+    FILTERED = "FILTERED"
+    OVERLONG = "OVERLONG"
+    EPISODE_FAILED = "EPISODE_FAILED"
+    EPISODE_DEADLINE = "EPISODE_DEADLINE"
+    TASK_CHANGED = "TASK_CHANGED"
+    JOURNAL_DAMAGED = "JOURNAL_DAMAGED"
+    REPORT_LOST = "REPORT_LOST"
+    NOT_REPORTED = "NOT_REPORTED"
+    RUN_ENDED = "RUN_ENDED"
+
+
+class Stage(enum.Enum):
+    """Where a live group stands."""
+
+    RUNNING = "running"
+    READY = "ready"
+    BATCHED = "batched"
+
+
+class Place(NamedTuple):
+    """Where a payload lies: number of the segment, offset of its record in bytes, xxh3-128 (16 bytes; empty: not known)."""
+
+    segment: int
+    offset: int
+    digest: bytes
+
+    @classmethod
+    def from_proto(cls, message: pb.PayloadPlace) -> Place:
+        """Read the form that facts have."""
+        return cls(message.segment, message.offset, message.digest)
+
+    def to_proto(self) -> pb.PayloadPlace:
+        """Write the form that facts have."""
+        return pb.PayloadPlace(segment=self.segment, offset=self.offset, digest=self.digest)
+
+
+class Accepted(NamedTuple):
+    """A trajectory that may be trained."""
+
+    trajectory_id: str
+    place: Place
+
+
+class Generation(NamedTuple):
+    """A replica's answer that was kept; `episodes` are those of its samples."""
+
+    attempt: int
+    turn: int
+    episodes: tuple[int, ...]
+    place: Place
+
+
+class EndedTurn(NamedTuple):
+    """What an environment answered to a turn; `digest` is that of its messages."""
+
+    reward: float | None
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Group:
+    """A group of episodes of one task.
+
+    Attributes:
+        number: Order of dispatch; also its name.
+        draw: How often the task was drawn before in this run.
+        position: Place of the task in the stream of its environment.
+        episodes: Episodes wanted.
+        attempt: Attempt of the whole group.
+        floor: Oldest version that may sample it.
+        versions: Those of its tokens; while it runs: the floor alone.
+        oldest: Number that the oldest of `versions` counts as in the present epoch.
+        trajectories: Those that may be trained.
+        generations: Answers of replicas, while it runs.
+        turns: Answers of the environment by episode, attempt and turn, while it runs.
+        passed: Younger groups that were batched while it was running.
+        redrawn: Whether its task was drawn again after it was trained too late.
+    """
+
+    number: int
+    environment: str
+    task_id: str
+    draw: int
+    position: int
+    episodes: int
+    attempt: int
+    floor: Version
+    versions: tuple[Version, ...]
+    oldest: int
+    stage: Stage = Stage.RUNNING
+    trajectories: list[Accepted] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    turns: dict[tuple[int, int, int], EndedTurn] = field(default_factory=dict)
+    passed: int = 0
+    redrawn: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name that it has in messages."""
+        return f"g{self.number}"
+
+    @property
+    def first_segment(self) -> int | None:
+        """The first segment that holds a payload of it; None if none does."""
+        if self.generations:
+            return self.generations[0].place.segment
+        return self.trajectories[0].place.segment if self.trajectories else None
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch that was made.
+
+    Attributes:
+        sequence_no: Its place in the order of batches, from 1.
+        groups: Its groups, in the order in which the trainer gets them.
+        trajectory_ids: Its trajectories in that order.
+        digests: Digest of each as the trainer gets it; empty if they are not known.
+        content_digest: Digest of the batch; empty if it is not known.
+        sent_in: The last epoch in which the trainer took it; 0 if none did.
+    """
+
+    sequence_no: int
+    batch_id: str
+    groups: tuple[Group, ...]
+    trajectory_ids: tuple[str, ...]
+    digests: tuple[bytes, ...] = ()
+    content_digest: str = ""
+    sent_in: int = 0
+
+
+class Redraw(NamedTuple):
+    """A task that has to be drawn again."""
+
+    environment: str
+    task_id: str
+    position: int
+    reason: str
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that is complete: its name, its version, and the last fact that belongs to it."""
+
+    name: str
+    version: Version
+    position: int
+
+
+class Outcome(NamedTuple):
+    """What became of the trajectories of a batch that was applied."""
+
+    trained: int
+    dropped: Mapping[str, int]
+
+
+@dataclass
+class Ledger:
+    """The state of a run after the facts so far.
+
+    Attributes:
+        last_seq: Number of the last fact.
+        start: Number of the process that opened the journal last.
+        identity: Settings that must not change within the run.
+        groups: Live groups by number: dispatched, and neither applied nor dropped.
+        batches: Batches that were made and whose outcome is not known, ascending.
+        applied_batches: Batches that were applied and that a rollback can still reach, ascending.
+        applied: Batches that the weights hold.
+        epoch: The epoch that a trainer began last; 0 if none did.
+        allotted: The last epoch whose number was given away.
+        accepted: Trajectories that were generated and scored.
+        trained: Trajectories that took part in an optimizer step of the present weights' history.
+        failed_groups: Groups that ended without a trajectory, by reason.
+        redraws: Tasks that have to be drawn again, in order.
+        draws: Draws of each task so far, by environment and task.
+        next_positions: Next place in the stream of tasks, by environment.
+        batches_made: Batches that were made so far, those that were unmade included.
+        generated: What was generated, by name of the counter.
+        elapsed_s: Seconds that the run had lasted at its last step.
+        curriculum: Where the choice of tasks stood when it was last noted; None if never.
+        quarantined: Tasks that are not drawn any more, by environment and task.
+        settings: Settings of the live run that were changed, as TOML.
+        changed: Groups that changed since the scheduler looked last; it takes them away.
+    """
+
+    last_seq: int = 0
+    start: int = 0
+    identity: dict[str, str] = field(default_factory=dict)
+    forked_from: str = ""
+    groups: dict[int, Group] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    applied_batches: dict[int, Batch] = field(default_factory=dict)
+    applied: int = 0
+    lineage: Lineage = field(default_factory=Lineage)
+    epoch: int = 0
+    allotted: int = 0
+    accepted: int = 0
+    trained: int = 0
+    failed_groups: Counter[str] = field(default_factory=Counter)
+    redraws: list[Redraw] = field(default_factory=list)
+    draws: dict[tuple[str, str], int] = field(default_factory=dict)
+    next_group: int = 1
+    next_positions: dict[str, int] = field(default_factory=dict)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    batches_made: int = 0
+    generated: Counter[str] = field(default_factory=Counter)
+    elapsed_s: float = 0.0
+    evaluations: list[orchestrator_pb2.EvaluationFinished] = field(default_factory=list)
+    curriculum: pb.CurriculumNoted | None = None
+    quarantined: dict[tuple[str, str], pb.TaskQuarantined] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    weight_policies: dict[str, pb.WeightPolicyNoted] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set, compare=False)
+    _outcomes: dict[int, Outcome] = field(default_factory=dict)
+    _dropped: Counter[str] = field(default_factory=Counter)
+    _stages: Counter[Stage] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        """Find the method of each kind of fact."""
+        # Bound once: a start applies a million facts.
+        self._kinds: dict[str, Callable[[Any], None]] = {
+            each.name: getattr(self, f"_{each.name}") for each in pb.Fact.DESCRIPTOR.oneofs_by_name["kind"].fields
+        }
+
+    # What others read.
+
+    @property
+    def next_batch(self) -> int:
+        """Sequence number of the next batch to make."""
+        return max(self.applied, next(reversed(self.batches), 0)) + 1
+
+    @property
+    def to_send(self) -> list[Batch]:
+        """Batches that the weights lack, ascending."""
+        return [batch for number, batch in self.batches.items() if number > self.applied]
+
+    @property
+    def unreported(self) -> list[Batch]:
+        """Batches that the weights hold and whose outcome is not known, ascending."""
+        return [batch for number, batch in self.batches.items() if number <= self.applied]
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Trajectories that were accepted and not trained, by reason."""
+        return +self._dropped
+
+    def count(self, stage: Stage) -> int:
+        """Return the number of live groups in a stage."""
+        return self._stages[stage]
+
+    def first_needed_segment(self) -> int | None:
+        """Return the number of the oldest segment with a payload that is still needed; None if none is."""
+        kept = [group for batch in self.applied_batches.values() for group in batch.groups]
+        found = [group.first_segment for group in (*self.groups.values(), *kept)]
+        return min((each for each in found if each is not None), default=None)
+
+    def check_reach(self, number: int) -> None:
+        """Check that the batches after version `number` can be sent again.
+
+        Raises:
+            LedgerError: if a checkpoint has covered the first of them, and its payloads are gone.
+        """
+        last = max(self._outcomes, default=0)
+        if last > number and number + 1 not in self.applied_batches and number + 1 not in self.batches:
+            raise LedgerError(
+                f"the trainer restored version {number}, but the journal no longer holds batch {number + 1}:"
+                " put the newer checkpoint back, or begin a new run (--run NAME)"
+            )
+
+    # The fold.
+
+    def apply(self, seq: int, fact: pb.Fact) -> None:
+        """Take one fact.
+
+        Raises:
+            LedgerError: if it does not follow from the facts before it; the state stays as it was.
+        """
+        if seq <= self.last_seq:
+            raise LedgerError(f"fact {seq} comes after fact {self.last_seq}")
+        kind = fact.WhichOneof("kind")
+        if kind is None:
+            raise LedgerError(f"fact {seq} is of a kind that this release does not know: use the one that wrote it")
+        self._kinds[kind](getattr(fact, kind))
+        self.last_seq = seq
+
+    def _process_started(self, fact: pb.ProcessStarted) -> None:
+        self.start = fact.start
+        self.identity.update(fact.identity)
+        self.forked_from = fact.forked_from or self.forked_from
+
+    def _task_drawn(self, fact: pb.TaskDrawn) -> None:
+        floor = Version.from_proto(fact.policy_version)
+        group = Group(
+            fact.group,
+            fact.environment,
+            fact.task_id,
+            fact.draw,
+            fact.position,
+            fact.episodes,
+            fact.attempt,
+            floor,
+            (floor,),
+            self.lineage.number(floor),
+        )
+        before = self.groups.get(fact.group)
+        if before is not None:
+            if before.stage is not Stage.RUNNING or fact.attempt <= before.attempt:
+                raise LedgerError(f"group {fact.group} is drawn twice")
+            group.passed = before.passed
+            self._remove(before)
+        else:
+            task = (fact.environment, fact.task_id)
+            self.draws[task] = self.draws.get(task, 0) + 1
+            self.next_group = max(self.next_group, fact.group + 1)
+            if fact.redraw_reason:
+                self._redrawn(fact)
+            else:
+                place = self.next_positions.get(fact.environment, 0)
+                self.next_positions[fact.environment] = max(place, fact.position + 1)
+        self._add(group)
+
+    def _redrawn(self, fact: pb.TaskDrawn) -> None:
+        for index, each in enumerate(self.redraws):
+            if (each.environment, each.position) == (fact.environment, fact.position):
+                del self.redraws[index]
+                return
+
+    def _generation_recorded(self, fact: pb.GenerationRecorded) -> None:
+        group = self._running(fact.group)
+        place = Place.from_proto(fact.place)
+        group.generations.append(Generation(fact.attempt, fact.turn, tuple(fact.episodes), place))
+
+    def _turn_ended(self, fact: pb.TurnEnded) -> None:
+        reward = fact.reward if fact.HasField("reward") else None
+        turns = self._running(fact.group).turns
+        turns[fact.episode, fact.attempt, fact.turn] = EndedTurn(reward, fact.messages_digest)
+
+    def _episodes_ended(self, fact: pb.EpisodesEnded) -> None:
+        group = self._running(fact.group)
+        for episode in fact.episodes:
+            for each in episode.trajectories:
+                group.trajectories.append(Accepted(each.trajectory_id, Place.from_proto(each.place)))
+            lost = len(episode.untrainable)
+            self.accepted += len(episode.trajectories) + lost
+            if lost:
+                self._dropped[episode.reason] += lost
+
+    def _group_accepted(self, fact: pb.GroupAccepted) -> None:
+        group = self._running(fact.group)
+        group.versions = tuple(sorted({Version.from_proto(each) for each in fact.policy_versions})) or group.versions
+        group.oldest = self._oldest(group)
+        group.generations, group.turns = [], {}
+        self._move(group, Stage.READY)
+
+    def _group_dropped(self, fact: pb.GroupDropped) -> None:
+        group = self.groups.get(fact.group)
+        if group is None or group.stage is Stage.BATCHED:
+            raise LedgerError(f"group {fact.group} is in a batch or not live: it cannot be dropped")
+        if group.stage is Stage.RUNNING:
+            self.failed_groups[fact.reason] += 1
+        if group.trajectories:
+            self._dropped[fact.reason] += len(group.trajectories)
+        self._remove(group)
+        if fact.redraw:
+            self._draw_again(group, fact.reason)
+
+    def _batch_made(self, fact: pb.BatchMade) -> None:
+        groups = [self.groups.get(number) for number in fact.groups]
+        wrong = fact.sequence_no != self.next_batch or not groups
+        if wrong or any(each is None or each.stage is not Stage.READY for each in groups):
+            raise LedgerError(
+                f"batch {fact.sequence_no} cannot be made: next is {self.next_batch}, of groups that are ready"
+            )
+        members = tuple(each for each in groups if each is not None)
+        self.batches[fact.sequence_no] = Batch(
+            fact.sequence_no,
+            fact.batch_id,
+            members,
+            tuple(fact.trajectory_ids),
+            tuple(fact.trajectory_digests),
+            fact.content_digest,
+        )
+        self.batches_made += 1
+        for group in members:
+            self._move(group, Stage.BATCHED)
+        self._count_passed([group.number for group in members])
+
+    def _count_passed(self, batched: Sequence[int]) -> None:
+        youngest = max(batched, default=0)
+        for group in self.groups.values():
+            if group.stage is Stage.RUNNING and group.number < youngest:
+                group.passed += sum(number > group.number for number in batched)
+                self.changed.add(group.number)
+
+    def _batch_sent(self, fact: pb.BatchSent) -> None:
+        batch = self.batches.get(fact.sequence_no)
+        if batch is not None:  # its report may have come before the answer
+            batch.sent_in = fact.epoch
+
+    def _batch_applied(self, fact: pb.BatchApplied) -> None:
+        batch = self.batches.get(fact.sequence_no)
+        if batch is None or fact.sequence_no > self.applied + 1:
+            raise LedgerError(f"batch {fact.sequence_no} was applied, but {self.applied + 1} is due")
+        del self.batches[fact.sequence_no]
+        redrawn = set(fact.redrawn)
+        for group in batch.groups:
+            self._remove(group)
+            if group.number in redrawn and not group.redrawn:
+                group.redrawn = True
+                self._draw_again(group, Reason.STALE)
+        self.applied_batches[fact.sequence_no] = batch
+        self.applied = max(self.applied, fact.sequence_no)
+        dropped = {reason: len(each.trajectory_ids) for reason, each in fact.dropped.items()}
+        self._note_outcome(fact.sequence_no, Outcome(len(fact.trained), dropped))
+        self.elapsed_s = max(self.elapsed_s, fact.elapsed_s)
+
+    def _note_outcome(self, number: int, outcome: Outcome) -> None:
+        self._outcomes[number] = outcome
+        self.trained += outcome.trained
+        self._dropped.update(outcome.dropped)
+
+    def _batch_unmade(self, fact: pb.BatchUnmade) -> None:
+        if fact.sequence_no != next(reversed(self.batches), 0):
+            raise LedgerError(f"batch {fact.sequence_no} is not the last one: those after it have to be unmade before")
+        for group in self.batches.pop(fact.sequence_no).groups:
+            self._move(group, Stage.READY)
+
+    def _epoch_allotted(self, fact: pb.EpochAllotted) -> None:
+        if fact.epoch <= self.allotted:
+            raise LedgerError(f"epoch {fact.epoch} was given away before; the last one was {self.allotted}")
+        self.allotted = fact.epoch
+
+    def _epoch_begun(self, fact: pb.EpochBegun) -> None:
+        origin = Version.from_proto(fact.origin)
+        try:
+            self.lineage = self.lineage.begin(fact.epoch, origin)
+        except ValueError as error:
+            raise LedgerError(str(error)) from error
+        self.epoch, self.applied = fact.epoch, origin.number
+        for number in [each for each in self._outcomes if each > origin.number]:
+            outcome = self._outcomes.pop(number)
+            self.trained -= outcome.trained
+            self._dropped.subtract(outcome.dropped)
+        lost = {number: batch for number, batch in self.applied_batches.items() if number > origin.number}
+        for number, batch in lost.items():
+            del self.applied_batches[number]
+            for group in batch.groups:
+                self._add(group)
+        self.batches = dict(sorted({**lost, **self.batches}.items()))
+        self.checkpoints = [each for each in self.checkpoints if each.version.number <= origin.number]
+        if not self.checkpoints or self.checkpoints[-1].version.number < origin.number:
+            self.checkpoints.append(Checkpoint("", origin, 0))  # the base model, or one that no process lived to note
+        for group in self.groups.values():
+            group.oldest = self._oldest(group)
+        self.changed.update(self.groups)
+
+    def _checkpoint_covered(self, fact: pb.CheckpointCovered) -> None:
+        made = Checkpoint(fact.name, Version.from_proto(fact.policy_version), fact.position)
+        if self.checkpoints and self.checkpoints[-1].version.number == made.version.number:
+            self.checkpoints[-1] = made  # the same weights again, such as the periodic checkpoint and the final one
+            return
+        self.checkpoints.append(made)
+        if len(self.checkpoints) < KEPT_CHECKPOINTS:
+            return
+        covered = self.checkpoints[-KEPT_CHECKPOINTS].version.number
+        for number in [each for each in self.applied_batches if each <= covered]:
+            del self.applied_batches[number]
+
+    def _evaluation_recorded(self, fact: pb.EvaluationRecorded) -> None:
+        self.evaluations.append(fact.evaluation)
+
+    def _curriculum_noted(self, fact: pb.CurriculumNoted) -> None:
+        self.curriculum = fact
+
+    def _setting_changed(self, fact: pb.SettingChanged) -> None:
+        self.settings[fact.key] = fact.new_value
+
+    def _task_quarantined(self, fact: pb.TaskQuarantined) -> None:
+        self.quarantined[fact.environment, fact.task_id] = fact
+
+    def _weight_policy_noted(self, fact: pb.WeightPolicyNoted) -> None:
+        self.weight_policies[fact.replica] = fact
+
+    def _counts_noted(self, fact: pb.CountsNoted) -> None:
+        self.generated.update(fact.generated)
+
+    def _history_imported(self, fact: pb.HistoryImported) -> None:
+        self.accepted += fact.accepted
+        self._dropped.update(fact.dropped)
+        self.failed_groups.update(fact.failed_groups)
+        self.generated.update(fact.generated)
+        self.next_group = max(self.next_group, fact.next_group)
+        self.next_positions[fact.environment] = fact.next_position
+        self.elapsed_s = fact.elapsed_s
+        for each in fact.batches:
+            groups = tuple(self.groups[number] for number in each.groups)
+            batch = Batch(each.sequence_no, each.batch_id, groups, tuple(each.trajectory_ids))
+            if not each.applied:
+                self.batches[each.sequence_no] = batch
+                for group in groups:
+                    self._move(group, Stage.BATCHED)
+                continue
+            self._note_outcome(each.sequence_no, Outcome(each.trained, dict(each.dropped)))
+            self.applied = max(self.applied, each.sequence_no)
+            if groups:
+                self.applied_batches[each.sequence_no] = batch
+                for group in groups:
+                    self._remove(group)
+
+    # Live groups.
+
+    def _running(self, number: int) -> Group:
+        group = self.groups.get(number)
+        if group is None or group.stage is not Stage.RUNNING:
+            raise LedgerError(f"group {number} is not running")
+        return group
+
+    def _draw_again(self, group: Group, reason: str) -> None:
+        self.redraws.append(Redraw(group.environment, group.task_id, group.position, reason))
+
+    def _oldest(self, group: Group) -> int:
+        return min(map(self.lineage.number, group.versions))
+
+    def _add(self, group: Group) -> None:
+        self.groups[group.number] = group
+        self._stages[group.stage] += 1
+        self.changed.add(group.number)
+
+    def _remove(self, group: Group) -> None:
+        del self.groups[group.number]
+        self._stages[group.stage] -= 1
+        self.changed.add(group.number)
+
+    def _move(self, group: Group, stage: Stage) -> None:
+        self._stages[group.stage] -= 1
+        self._stages[stage] += 1
+        group.stage = stage
+        self.changed.add(group.number)
+
+
+def folded(facts: Iterable[tuple[int, pb.Fact]]) -> Ledger:
+    """Return the state after some facts, such as those of `store.read_facts`."""
+    ledger = Ledger()
+    for seq, fact in facts:
+        ledger.apply(seq, fact)
+    return ledger

@@ -1,0 +1,381 @@
+"""The journal on disk: every fact of a run survives a SIGKILL at any moment.
+
+    journal.sqlite            table facts: seq, kind, grp, fact (a serialized Fact of journal.proto), only ever appended to
+    journal/segment-*.bin     payloads (answers of replicas, trajectories) that facts name; deleted once a checkpoint covers them
+
+`Journal.record` applies a fact to the ledger and queues it; nothing else changes the ledger. Facts are gathered for a few
+milliseconds and made durable together: payloads first, then the facts in one transaction, so that no fact names what is not
+there. The next start folds all facts into its ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+from google.protobuf.message import DecodeError, Message
+
+from orchestrator_svc.journal.ledger import Group, Ledger, LedgerError, Place
+from orchestrator_svc.journal.migration import FORMAT, migrate
+from orchestrator_svc.journal.segments import Disk, JournalError, SegmentError, SegmentWriter, read_payload
+from sluice.tasks import discard_outcome
+from sluice.threads import SerialThread
+from sluice.v1 import journal_pb2, orchestrator_pb2
+
+log = structlog.get_logger(__name__)
+
+_Payload = TypeVar("_Payload", bound=Message)
+
+DATABASE = "journal.sqlite"
+
+_DISK_S = 300.0
+"""Seconds that the disk may take for the facts that wait; a disk that needs longer is gone."""
+
+_CLOSE_S = 30.0
+"""Seconds that closing the files may take, once everything recorded is on disk."""
+
+_PAGE = 10_000
+"""Facts read at a time: short transactions let a live run clean its write-ahead log up."""
+
+# Rows are never deleted, so the file has no pages to give back: it needs no auto_vacuum. The migration, which does delete, ends
+# with a VACUUM.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS facts (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, grp INTEGER, fact BLOB NOT NULL);
+"""
+
+_INSERT = "INSERT INTO facts (seq, kind, grp, fact) VALUES (?, ?, ?, ?)"
+
+
+class GroupDamagedError(JournalError):
+    """A payload cannot be read any more; the rest of the journal can be used."""
+
+
+def read_facts(run_dir: Path) -> Iterator[tuple[int, journal_pb2.Fact]]:
+    """Yield the facts of a run in order, each with its number; also while the run is alive, which is not disturbed.
+
+    `ledger.folded` turns them into the state of the run.
+
+    Raises:
+        JournalError: if there is no journal, or this release cannot read it.
+    """
+    path = run_dir / DATABASE
+    if not path.exists():
+        raise JournalError(f"{path} does not exist: name the directory of a run")
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if "facts" not in tables:
+                raise JournalError(f"{path} was written by an older release: start the run once, which migrates it")
+            yield from _stored_facts(connection)
+    except (sqlite3.DatabaseError, DecodeError) as error:
+        raise JournalError(f"{path} is not a readable journal ({error})") from error
+
+
+def _stored_facts(connection: sqlite3.Connection) -> Iterator[tuple[int, journal_pb2.Fact]]:
+    last, parse = 0, journal_pb2.Fact.FromString
+    while rows := connection.execute(
+        "SELECT seq, fact FROM facts WHERE seq > ? ORDER BY seq LIMIT ?", (last, _PAGE)
+    ).fetchall():
+        for seq, fact in rows:
+            yield seq, parse(fact)
+        last = rows[-1][0]
+
+
+@dataclass
+class _Waiting:
+    """What the next write makes durable."""
+
+    facts: list[tuple[int, journal_pb2.Fact]] = field(default_factory=list)
+    payloads: list[tuple[Place, bytes]] = field(default_factory=list)
+    unneeded_below: int | None = None
+    deletes: bool = False
+
+
+class Journal:
+    """The journal of one run; use it from one event loop, `close` it at the end.
+
+    Args:
+        run_dir: The run's directory: ``journal.sqlite`` and ``journal/`` lie in it.
+        identity: What must not change between two starts, such as run and seed.
+        environment: Name that the only environment of an older journal gets, which did not keep it.
+        software_version: Release of the program, for people to read.
+        fsync_interval_s: Seconds that facts are gathered before they are made durable.
+        segment_bytes: Size at which a new segment is begun.
+        queue_records: Facts that may wait; more are an error.
+        disk: Does the writing.
+
+    Attributes:
+        ledger: The state of the run. Only `record` changes it.
+        resumes: Whether an earlier process began the run.
+
+    Raises:
+        JournalError: if the journal belongs to something else or cannot be read.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        identity: Mapping[str, str],
+        *,
+        environment: str = "",
+        software_version: str = "",
+        fsync_interval_s: float = 0.005,
+        segment_bytes: int = 64 << 20,
+        queue_records: int = 100_000,
+        disk: Disk | None = None,
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._directory = run_dir / "journal"
+        self._disk = disk or Disk()
+        self._connection = _open(run_dir / DATABASE, environment)
+        self._run = self._connection.execute  # in the journal's thread only, but for this constructor
+        self._segments = SegmentWriter(self._directory, segment_bytes, self._disk)
+        self._interval_s, self._queue_records = fsync_interval_s, queue_records
+        self._waiting = _Waiting()
+        self._durable_seq = 0
+        self._flushing: asyncio.Task[None] | None = None
+        self._progress = asyncio.Event()
+        self._failure: JournalError | None = None
+        self._in_memory: dict[int, list[orchestrator_pb2.TrajectoryRecord]] = {}
+        self.ledger = self._fold()
+        self.resumes = self.ledger.allotted > 0
+        self._begin(identity, software_version)
+        self._thread = SerialThread("journal")
+
+    def _fold(self) -> Ledger:
+        ledger = Ledger()
+        try:
+            for seq, fact in _stored_facts(self._connection):
+                ledger.apply(seq, fact)
+            # A row that was lost behind the last fact must not have its number given to another one.
+            highest = self._run("SELECT seq FROM sqlite_sequence WHERE name = 'facts'").fetchone()
+        except (LedgerError, DecodeError, sqlite3.DatabaseError) as error:
+            self._connection.close()
+            raise JournalError(
+                f"{self._directory.parent / DATABASE} is damaged behind fact {ledger.last_seq} ({error}): put a copy of the"
+                " file back, or begin a new run (--run NAME)"
+            ) from error
+        ledger.last_seq = max(ledger.last_seq, highest[0] if highest else 0)
+        return ledger
+
+    def _begin(self, identity: Mapping[str, str], software_version: str) -> None:
+        """Check whose journal this is, and record this process before anything can be named after it."""
+        for key, value in identity.items():
+            known = self.ledger.identity.get(key, value)
+            if known != value:
+                self._connection.close()
+                raise JournalError(
+                    f"the journal of this run was written with {key} = {known!r}, now it is {value!r}:"
+                    " change it back, or begin a new run (--run NAME)"
+                )
+        started = journal_pb2.ProcessStarted(
+            start=self.ledger.start + 1, software_version=software_version, identity=identity
+        )
+        self._apply(journal_pb2.Fact(process_started=started))
+        self._commit(self._take_waiting(delete=True))
+        self._durable_seq = self.ledger.last_seq
+
+    # Recording. These methods return at once; what they record is on disk after `durable`.
+
+    def record(self, fact: journal_pb2.Fact) -> None:
+        """Apply a fact to the ledger, and write it. Facts that are recorded without waiting in between become durable together.
+
+        Raises:
+            LedgerError: if it does not follow from the facts before it; nothing is recorded then.
+            JournalError: if an earlier one could not be written, or the disk is too slow.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if len(self._waiting.facts) >= self._queue_records:
+            raise JournalError(
+                f"{len(self._waiting.facts)} facts wait to be written, the most that orchestrator.journal.queue_records"
+                " allows: the disk is too slow"
+            )
+        self._apply(fact)
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().create_task(self._flush(), name="journal")
+
+    def _apply(self, fact: journal_pb2.Fact) -> None:
+        seq = self.ledger.last_seq + 1
+        fact.time.GetCurrentTime()
+        self.ledger.apply(seq, fact)
+        self._waiting.facts.append((seq, fact))
+        kind = fact.WhichOneof("kind")
+        if kind == "group_dropped":
+            self._in_memory.pop(fact.group_dropped.group, None)
+        elif kind == "batch_applied":
+            for group in self.ledger.applied_batches[fact.batch_applied.sequence_no].groups:
+                self._in_memory.pop(group.number, None)
+        elif kind == "checkpoint_covered":
+            self._waiting.deletes = True
+
+    def keep(self, payload: Message) -> journal_pb2.PayloadPlace:
+        """Write a payload, and return its place for the fact that names it, which has to be recorded before any waiting."""
+        content = payload.SerializeToString()
+        place = self._segments.place(content)
+        self._waiting.payloads.append((place, content))
+        return place.to_proto()
+
+    def keep_trajectories(
+        self, number: int, records: Sequence[orchestrator_pb2.TrajectoryRecord]
+    ) -> list[journal_pb2.PayloadPlace]:
+        """Write the trajectories of a group as `keep` does; they also stay in memory until it is dropped or applied."""
+        self._in_memory[number] = list(records)
+        return [self.keep(each) for each in records]
+
+    # Waiting and reading.
+
+    async def durable(self) -> int:
+        """Return when everything recorded before this call is on disk: the number of the last fact.
+
+        Raises:
+            JournalError: if it cannot be written, now or at any time before.
+        """
+        wanted = self.ledger.last_seq
+        try:
+            async with asyncio.timeout(_DISK_S):
+                while self._durable_seq < wanted and self._failure is None:
+                    self._progress.clear()
+                    await self._progress.wait()
+        except TimeoutError as error:
+            raise JournalError(
+                f"the disk of {self._directory.parent} did not take the journal's records within {_DISK_S:g} s: see to the"
+                " disk, then start the run again: it continues from what was written before"
+            ) from error
+        if self._failure is not None:
+            raise self._failure
+        return wanted
+
+    async def trajectories(self, group: Group) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Return the trajectories of a group that is in the ledger; of a live one they stay in memory.
+
+        Raises:
+            GroupDamagedError: if a restart made it necessary to read them, and one is damaged.
+            JournalError: if nothing can be read now.
+        """
+        if group.number not in self._in_memory:
+            if not group.trajectories:
+                raise GroupDamagedError(f"group {group.number} of the journal has no trajectories")
+            records = await self.read([each.place for each in group.trajectories], orchestrator_pb2.TrajectoryRecord)
+            if group.number not in self.ledger.groups:
+                return records
+            self._in_memory[group.number] = records
+        return self._in_memory[group.number]
+
+    async def read(self, places: Sequence[Place], kind: type[_Payload]) -> list[_Payload]:
+        """Read payloads, with the errors of `trajectories`."""
+        await self.durable()
+
+        def read() -> list[_Payload]:
+            try:
+                return [kind.FromString(read_payload(self._directory, place)) for place in places]
+            except (SegmentError, DecodeError) as error:
+                raise GroupDamagedError(f"a payload of the journal cannot be read: {error}") from error
+
+        return await self._thread.submit(read)
+
+    async def close(self) -> None:
+        """Write what waits and close the files; those of a disk that does not answer are left open.
+
+        Raises:
+            JournalError: if what waits cannot be written.
+        """
+
+        def close() -> None:
+            self._segments.close()
+            self._connection.close()
+
+        try:
+            await self.durable()
+        finally:
+            # Where `durable` fails or is cancelled the thread may hang in a write, and nothing is gained by waiting for it.
+            closing = self._thread.submit(close)
+            self._thread.end()
+            discard_outcome(closing)
+        await asyncio.wait({closing}, timeout=_CLOSE_S)
+        if not closing.done():
+            log.warning("the disk does not let the journal close; its files stay open", path=str(self._directory))
+
+    # Writing.
+
+    async def _flush(self) -> None:
+        """Write until nothing waits; whatever arrives during one write travels in the next."""
+        try:
+            while self._waiting.facts:
+                await asyncio.sleep(self._interval_s)
+                work = self._take_waiting(delete=self._waiting.deletes)
+                await self._thread.submit(self._commit, work)
+                self._durable_seq = work.facts[-1][0]
+                self._progress.set()
+        except BaseException as error:
+            # Whatever the error is, these records are lost: nothing after them may be called durable.
+            self._failure = JournalError(
+                f"cannot write the journal in {self._directory.parent}: {type(error).__name__}: {error};"
+                " see to the disk, then start the run again: it continues from what was written before"
+            )
+            if not isinstance(error, Exception):
+                raise
+            log.error("the journal failed", error=repr(error))  # noqa: TRY400 - `durable` raises it
+        finally:
+            self._flushing = None
+            self._progress.set()
+
+    def _take_waiting(self, *, delete: bool) -> _Waiting:
+        work, self._waiting = self._waiting, _Waiting()
+        work.deletes = delete
+        if delete:
+            work.unneeded_below = self.ledger.first_needed_segment()
+        return work
+
+    def _commit(self, work: _Waiting) -> None:
+        self._segments.write(work.payloads)
+        self._run("BEGIN IMMEDIATE")
+        try:
+            self._connection.executemany(_INSERT, map(_row, work.facts))
+            self._disk.commit(self._connection)
+        except BaseException:
+            if self._connection.in_transaction:
+                self._run("ROLLBACK")
+            raise
+        if work.deletes:
+            # One that stays, because this process is killed or the disk refuses, is deleted at the next start.
+            try:
+                self._segments.delete_below(work.unneeded_below)
+            except OSError as error:
+                log.warning("cannot delete an old segment of the journal", error=str(error))
+
+
+def _row(numbered: tuple[int, journal_pb2.Fact]) -> tuple[int, str, int | None, bytes]:
+    seq, fact = numbered
+    kind = fact.WhichOneof("kind") or ""
+    return seq, kind, getattr(getattr(fact, kind), "group", None), fact.SerializeToString()
+
+
+def _open(path: Path, environment: str) -> sqlite3.Connection:
+    """Open the database, and migrate it if an older release wrote it.
+
+    Raises:
+        JournalError: if it is no journal, or of a newer release.
+    """
+    try:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        migrate(connection, path, environment)
+        connection.executescript(_SCHEMA)
+        connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (FORMAT,))
+        (found,) = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise JournalError(f"{path} is not a readable journal ({error}): move it away to start a new run") from error
+    if found != FORMAT:
+        connection.close()
+        raise JournalError(f"{path} has format {found}, this release writes {FORMAT}: use the release that wrote it")
+    return connection
