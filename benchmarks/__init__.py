@@ -17,6 +17,10 @@ BENCHMARKS = {
         "benchmarks.orchestrator",
         "episodes/s and episodes in flight of one orchestrator, simulated around it",
     ),
+    "environment": (
+        "benchmarks.environment",
+        "scores and steps a second of an environment's processes, and their start",
+    ),
     "pause": ("benchmarks.pauses", "a request that lives through updates, and the pause against an in-place copy"),
     "trainer": (
         "benchmarks.trainer",

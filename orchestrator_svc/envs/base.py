@@ -9,8 +9,10 @@ A single-turn environment poses messages and scores completions::
         def messages(self, task: Task) -> list[Message]: ...
         def score(self, task: Task, completion: str) -> float: ...
 
-`score` runs in worker processes with a time limit, so the environment is constructed once more in each of them.
-A multi-turn environment has `reset` instead of `messages` and `score`.
+A multi-turn environment has `reset` instead of `messages` and `score`. All methods run in processes of their own
+(`orchestrator.environment_processes`), each call with a time limit; the environment is constructed once in each process. Methods may
+be coroutines: many calls then run side by side in one process. What a method returns must be plain data: texts, numbers, booleans,
+None, lists, and dicts whose keys are texts.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Task:
 
     Attributes:
         task_id: Unique within the environment's split.
-        data: What the environment needs to pose and score it; plain values (they travel to worker processes).
+        data: What the environment needs to pose and score it; plain values (they travel between processes, tuples as lists).
         max_tokens: Most tokens sampled per turn of this task, in place of `orchestrator.sampling.max_tokens`.
     """
 
@@ -73,21 +75,24 @@ class SingleTurnEnvironment(Environment, Protocol):
     """Poses one question and scores the answer."""
 
     def messages(self, task: Task) -> Sequence[Message]:
-        """Return the conversation up to where the assistant answers. Runs in a thread with a deadline, for several tasks at a time."""
+        """Return the conversation up to where the assistant answers."""
         ...
 
     def score(self, task: Task, completion: str) -> float:
-        """Return the reward of one completion, a finite number. Runs in a worker process; raising makes it missing, not 0."""
+        """Return the reward of one completion, a finite number. Raising makes it missing, not 0."""
         ...
 
 
 class Episode(Protocol):
-    """One attempt under way in a multi-turn environment."""
+    """One attempt under way in a multi-turn environment. All its steps run in one process, one at a time.
+
+    A method `close`, if there is one, is called at the end of the episode, unless its process dies first.
+    """
 
     messages: Sequence[Message]
 
     def step(self, completion: str) -> Turn:
-        """Take the assistant's turn. Runs in a thread with a deadline (`deadlines.environment_s`), one call at a time."""
+        """Take the assistant's turn."""
         ...
 
 
@@ -96,5 +101,8 @@ class MultiTurnEnvironment(Environment, Protocol):
     """Opens episodes of several turns; the reward of an episode is the sum of its turns' rewards."""
 
     def reset(self, task: Task, seed: int) -> Episode:
-        """Begin an episode. Runs in a thread with a deadline."""
+        """Begin an episode.
+
+        If a process ends because of another episode, this one is replayed elsewhere: `reset` with the same seed, then the same steps.
+        """
         ...

@@ -146,6 +146,7 @@ class EnvironmentProcesses:
         for task in (self._memory, *self._lives.values()):
             task.cancel()
         await settle(self._memory, *self._lives.values())
+        self._described.cancel()
         self._give_up("the run ends")
         await self._watchdog.stop()
 

@@ -29,6 +29,8 @@ from sluice.tasks import settle
 log = structlog.get_logger(__name__)
 
 _PROGRAM = (sys.executable, "-P", "-m", "orchestrator_svc.envs.child")
+"""The name of the environment follows, for those who list the processes."""
+
 _READ_BYTES = 1 << 18
 _NO_SECRETS = {"PWD", "OLDPWD"}
 """Variables whose names look like those of passwords."""
@@ -161,7 +163,7 @@ class Worker(asyncio.Protocol):
         try:
             with theirs:
                 process = self._process = await self._watchdog.start_child(
-                    _PROGRAM,
+                    [*_PROGRAM, settings["environment"]],
                     stdin=theirs.fileno(),
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
@@ -265,8 +267,8 @@ class Worker(asyncio.Protocol):
                 await process.wait()
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        _, alive = await asyncio.wait(self._following, timeout=_LAST_LINES_S)
-        for task in alive:
+        await settle(*self._following, timeout_s=_LAST_LINES_S)
+        for task in self._following:
             task.cancel()
         await settle(*self._following)
         try:

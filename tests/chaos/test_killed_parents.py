@@ -32,6 +32,25 @@ class Echo:
         return 0.0
 """
 
+BUSY_ENVIRONMENT = """
+import subprocess, sys
+
+class Busy:
+    name = "busy"
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def tasks(self, split, seed):
+        for _ in range(2):
+            subprocess.Popen([sys.executable, "-c", "while True: pass", self.mark])
+        while True:
+            pass
+
+    def messages(self, task): ...
+    def score(self, task, completion): ...
+"""
+
 
 def processes_with(word: str) -> dict[int, str]:
     """Commands of the processes that have a word in their command line, by id."""
@@ -72,6 +91,29 @@ async def test_an_evaluation_that_is_killed_takes_its_replica_along(tmp_path: Pa
         await until(lambda: not processes_with(str(model)))
     finally:
         for pid in processes_with(str(model)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await evaluation.wait()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_what_an_environment_started_ends_with_the_orchestrator(tmp_path: Path, number: signal.Signals):
+    mark = str(tmp_path)
+    (tmp_path / "busy_env.py").write_text(BUSY_ENVIRONMENT)
+    evaluation = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sluice.cli.main", "eval", "--address", "127.0.0.1:1"),
+        *("--environment", f"{tmp_path / 'busy_env.py'}:Busy", "--environment-args.mark", mark),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        await until(lambda: len(processes_with(mark)) > 3)  # the evaluation, the environment and its two children
+        evaluation.send_signal(number)
+        await asyncio.wait_for(evaluation.wait(), DEADLINE_S)
+        await until(lambda: not processes_with(mark))
+    finally:
+        for pid in processes_with(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await evaluation.wait()

@@ -1,13 +1,16 @@
-"""The environments of docs/environments.md work as they stand there."""
+"""The environments of docs/environments.md work as they stand there, in processes as in a run."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from orchestrator_svc.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.base import Turn
-from orchestrator_svc.envs.loading import load_environment
+from orchestrator_svc.envs.processes import EnvironmentProcesses
+from orchestrator_svc.envs.worker import Reason
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 
@@ -19,16 +22,29 @@ def code(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_environment_of_one_question_scores_an_answer(code: Path) -> None:
-    capitals = load_environment(f"{code}:Capitals", {})
-    task = capitals.tasks("train", 0)[2]
-    assert capitals.messages(task)[0]["content"] == "What is the capital of Peru?"
-    assert (capitals.score(task, "It is Lima."), capitals.score(task, "Quito")) == (1.0, 0.0)
+def processes(reference: str) -> EnvironmentProcesses:
+    return EnvironmentProcesses(reference, {}, EnvironmentProcessesConfig(count=1), (60.0, "start_s"))
 
 
-def test_the_environment_of_several_turns_answers_until_the_number_is_found(code: Path) -> None:
-    guess = load_environment(f"{code}:Guess", {})
-    episode = guess.reset(guess.tasks("train", 0)[6], seed=0)
-    assert episode.messages
-    assert not episode.step("3").done
-    assert episode.step(" 7\n") == Turn(reward=1.0, done=True)
+async def test_the_environment_of_one_question_scores_an_answer(code: Path) -> None:
+    async with processes(f"{code}:Capitals") as capitals:
+        task = (await capitals.tasks("train", 0))[2]
+        assert (await capitals.messages(task))[0]["content"] == "What is the capital of Peru?"
+        assert await capitals.score(task, ["It is Lima.", "Quito"]) == [1.0, 0.0]
+
+
+async def test_the_environment_of_several_turns_answers_until_the_number_is_found(code: Path) -> None:
+    async with processes(f"{code}:Guess") as guess:
+        task = (await guess.tasks("train", 0))[6]
+        async with guess.episode(task, seed=0) as episode:
+            assert episode.messages
+            assert not (await episode.step("3")).done
+            assert await episode.step(" 7\n") == Turn(messages=[], reward=1.0, done=True)
+
+
+def test_the_page_names_every_reason_and_only_settings_that_exist() -> None:
+    text = PAGE.read_text()
+    assert set(re.findall("ENVIRONMENT_[A-Z_]+", text)) == set(Reason)
+    section = text.split("## Processes")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([a-z]+_[a-z_]+)[`:]", section)) - {"os._exit"}
+    assert named <= set(EnvironmentProcessesConfig.model_fields), named
