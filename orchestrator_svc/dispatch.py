@@ -18,6 +18,7 @@ import structlog
 
 from orchestrator_svc.config import FilterConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Group, Ledger, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
@@ -231,8 +232,10 @@ class Dispatcher:
         except TimeoutError as error:
             if deadline.expired():
                 reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"
-            else:  # one of the environment's calls
-                reason, problem = Reason.EPISODE_FAILED, str(error)
+            else:  # the workflow's own
+                reason, problem = Reason.EPISODE_FAILED, repr(error)
+        except EnvironmentFailedError as error:
+            reason, problem = error.reason if error.culprit else Reason.EPISODE_FAILED, str(error)
         except SluiceError as error:
             reason, problem = Reason.EPISODE_FAILED, str(error)
         except JournalError:

@@ -20,7 +20,8 @@ import xxhash
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import Message, Task, Turn
 from orchestrator_svc.envs.loading import load_attribute
-from orchestrator_svc.envs.processes import EnvironmentProcesses, OpenEpisode
+from orchestrator_svc.envs.processes import EnvironmentProcesses, OpenEpisode, ReplayDiffersError
+from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.replicas import PolicyEngine, derived_seed
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
@@ -242,7 +243,12 @@ class MultiTurn:
         self._environment, self._max_turns = environment, max_turns
 
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
-        """Run all episodes; those that fail are left out."""
+        """Run all episodes; those that fail are left out.
+
+        Raises:
+            EnvironmentFailedError: if all fail, and one of them by what the environment did for this task.
+            SluiceError: if all fail for other reasons.
+        """
         outcomes = await asyncio.gather(
             *(
                 _until_it_fits(data, index, partial(self._attempt, engine, data, index))
@@ -259,6 +265,9 @@ class MultiTurn:
             else:
                 records.append(outcome)
         if not records:
+            faults = [each for each in outcomes if isinstance(each, EnvironmentFailedError) and each.culprit]
+            if faults:
+                raise faults[0]
             raise SluiceError.aborted("EPISODES_FAILED", f"every episode of group {data.group_id} failed; see the log")
         return records
 
@@ -382,10 +391,6 @@ class _Transcript:
             turn_rewards=self.rewards,
             turn_runs=self.turn_runs,
         )
-
-
-class ReplayDiffersError(Exception):
-    """An episode that an earlier process began cannot be continued: it has to begin again."""
 
 
 _ATTEMPTS = 4

@@ -77,6 +77,10 @@ class Restarts:
         return 0.0 if self._in_a_row == 1 else min(0.1 * 2.0 ** (self._in_a_row - 2), 10.0)
 
 
+class ReplayDiffersError(Exception):
+    """An episode that another process began cannot be continued: it has to begin again."""
+
+
 class EnvironmentProcesses:
     """An environment whose code runs in processes of their own; use it as an async context.
 
@@ -550,7 +554,8 @@ class OpenEpisode:
         """Open it, and make the steps again that were made before.
 
         Raises:
-            EnvironmentFailedError: if the environment fails, or answers otherwise than before.
+            EnvironmentFailedError: if the environment fails.
+            ReplayDiffersError: if it answers otherwise than before.
         """
         self.worker = None
         arguments = {"episode": self.name, "task": _fields(self._task), "seed": self._seed}
@@ -567,6 +572,7 @@ class OpenEpisode:
 
         Raises:
             EnvironmentFailedError: if the environment fails.
+            ReplayDiffersError: if the process ended because of another episode, and this one cannot be replayed.
         """
         losses, alone = 0, False
         while True:
@@ -592,12 +598,11 @@ class OpenEpisode:
         found: dict[str, Any] = answer
         return found
 
-    def _differs(self, what: str) -> EnvironmentFailedError:
-        text = (
-            f"the episode's process ended, and {what} answered otherwise when the episode was replayed in another one:"
-            " an episode can only be continued if its seed and the completions determine it"
+    def _differs(self, what: str) -> ReplayDiffersError:
+        return ReplayDiffersError(
+            f"the process of an episode of task {self._task.task_id} ended because of another one, and {what} answered otherwise when it"
+            " was replayed: an episode can only be continued if its seed and the completions determine it"
         )
-        return EnvironmentFailedError(Reason.DIED, text, self._task.task_id, culprit=False)
 
 
 def _digest(answer: Mapping[str, Any]) -> bytes:

@@ -1,17 +1,22 @@
 """Environments of several turns for the tests of workflows."""
 
+import os
 import time
 
 from orchestrator_svc.envs.base import Task, Turn
 
 
 class Dialogue:
-    """Says "again" until the last turn; the reward of a turn is its number. Episodes with an odd seed may hang."""
+    """Says "again" until the last turn; the reward of a turn is its number.
+
+    Episodes with an odd seed may hang, or end their process in the second turn. With `fickle`, messages name the process.
+    """
 
     name = "dialogue"
 
-    def __init__(self, turns=3, odd_seeds_hang=False):
-        self.turns, self.odd_seeds_hang = turns, odd_seeds_hang
+    def __init__(self, turns=3, odd_seeds_hang=False, odd_seeds_die=False, fickle=False):
+        self.turns, self.odd_seeds_hang, self.odd_seeds_die = turns, odd_seeds_hang, odd_seeds_die
+        self.word = f"again {os.getpid()}" if fickle else "again"
 
     def tasks(self, split, seed):
         return [Task("t", {})]
@@ -19,16 +24,18 @@ class Dialogue:
     def reset(self, task, seed):
         if self.odd_seeds_hang and seed % 2:
             time.sleep(3600)
-        return DialogueEpisode(self.turns)
+        return DialogueEpisode(self.turns, self.word, dies=self.odd_seeds_die and seed % 2)
 
 
 class DialogueEpisode:
-    def __init__(self, turns):
-        self.turns, self.turn = turns, 0
+    def __init__(self, turns, word, dies):
+        self.turns, self.turn, self.word, self.dies = turns, 0, word, dies
         self.messages = [{"role": "user", "content": "go"}]
 
     def step(self, completion):
         self.turn += 1
+        if self.dies and self.turn == 2:
+            os._exit(1)
         if self.turn == self.turns:
             return Turn(done=True, reward=float(self.turn))
-        return Turn(messages=[{"role": "user", "content": "again"}], reward=float(self.turn))
+        return Turn(messages=[{"role": "user", "content": self.word}], reward=float(self.turn))

@@ -445,7 +445,7 @@ async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late
     first = TaskStream("letters", [Task(f"train-{index}") for index in range(40)], seed=0).at(0)
     report = await scene.run(environment_args={"slow": first.task_id}, environment_processes={"call_s": 1.0})
     assert (report["state"], report["steps"]) == ("succeeded", 4)
-    assert report["groups_failed"] == {"EPISODE_FAILED": 1}
+    assert report["groups_failed"] == {"ENVIRONMENT_HUNG": 1}
     assert report["environment_failures"] == {"ENVIRONMENT_HUNG": 1}
 
 

@@ -14,6 +14,7 @@ from orchestrator_svc import replicas
 from orchestrator_svc.config import EnvironmentProcessesConfig, ReplicasConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.processes import EnvironmentProcesses
+from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
 from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
@@ -47,7 +48,7 @@ async def run_episodes(
     engine: PolicyEngine, data: EpisodeData, *, max_turns: int = 8, call_s: float = 30.0, **arguments
 ) -> list[orchestrator_pb2.TrajectoryRecord]:
     """Run dialogues in processes of their own."""
-    settings = EnvironmentProcessesConfig(call_s=call_s)
+    settings = EnvironmentProcessesConfig(call_s=call_s, count=1)
     async with EnvironmentProcesses(DIALOGUE, arguments, settings, (30.0, "start_s")) as environment:
         return await MultiTurn(environment, max_turns).arun_episode(engine, data)
 
@@ -96,6 +97,24 @@ async def test_episodes_that_hang_are_given_up_and_stop_no_others() -> None:
     async with engine_over(RolloutDouble()) as (engine, _):
         records = await run_episodes(engine, episode(4), call_s=1.0, odd_seeds_hang=True)
     assert [record.trajectory.trajectory_id for record in records] == ["g1-1", "g1-3"], "the seeds are 5 to 8"
+
+
+async def test_a_group_whose_episodes_all_fail_by_the_environment_says_how_it_failed() -> None:
+    async with engine_over(RolloutDouble()) as (engine, _):
+        with pytest.raises(EnvironmentFailedError, match="reset of task t did not end within 1 s") as failed:
+            await run_episodes(engine, episode(1), call_s=1.0, odd_seeds_hang=True)
+    assert (failed.value.reason, failed.value.task_id) == ("ENVIRONMENT_HUNG", "t")
+
+
+@pytest.mark.parametrize("fickle", [False, True])
+async def test_an_episode_beside_one_that_kills_their_process_is_replayed_or_begins_again(fickle) -> None:
+    replica = RolloutDouble()
+    async with engine_over(replica) as (engine, _):
+        records = await run_episodes(engine, episode(2), odd_seeds_die=True, fickle=fickle)
+    assert [record.trajectory.trajectory_id for record in records] == ["g1-1"]
+    assert records[0].trajectory.turn_runs == [2, 2, 2]
+    attempts = {call.request.request_id.rpartition("/")[0] for call in replica.calls}
+    assert attempts <= {"test/g1/0", "test/g1/1"} if fickle else attempts == {"test/g1/0"}
 
 
 async def test_an_episode_that_needs_more_turns_than_allowed_is_truncated() -> None:
