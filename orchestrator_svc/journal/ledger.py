@@ -217,6 +217,7 @@ class Ledger:
         curriculum: Where the choice of tasks stood when it was last noted; None if never.
         quarantined: Tasks that are not drawn any more, by environment and task.
         settings: Settings of the live run that were changed, as TOML.
+        last_segment: Number of the last segment that a fact names.
         changed: Groups that changed since the scheduler looked last; it takes them away.
     """
 
@@ -247,6 +248,7 @@ class Ledger:
     quarantined: dict[tuple[str, str], pb.TaskQuarantined] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     weight_policies: dict[str, pb.WeightPolicyNoted] = field(default_factory=dict)
+    last_segment: int = 0
     changed: set[int] = field(default_factory=set, compare=False)
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
     _dropped: Counter[str] = field(default_factory=Counter)
@@ -365,6 +367,7 @@ class Ledger:
     def _generation_recorded(self, fact: pb.GenerationRecorded) -> None:
         group = self._running(fact.group)
         place = Place.from_proto(fact.place)
+        self.last_segment = max(self.last_segment, place.segment)
         group.generations.append(Generation(fact.attempt, fact.turn, tuple(fact.episodes), place))
 
     def _turn_ended(self, fact: pb.TurnEnded) -> None:
@@ -376,7 +379,9 @@ class Ledger:
         group = self._running(fact.group)
         for episode in fact.episodes:
             for each in episode.trajectories:
-                group.trajectories.append(Accepted(each.trajectory_id, Place.from_proto(each.place)))
+                place = Place.from_proto(each.place)
+                self.last_segment = max(self.last_segment, place.segment)
+                group.trajectories.append(Accepted(each.trajectory_id, place))
             lost = len(episode.untrainable)
             self.accepted += len(episode.trajectories) + lost
             if lost:

@@ -100,13 +100,14 @@ class SegmentWriter:
     Args:
         directory: Where the segments lie; made if absent.
         max_bytes: Size after which a new segment is begun.
+        after: Number of the last segment that a fact names. It may be deleted, and its number is not used again.
     """
 
-    def __init__(self, directory: Path, max_bytes: int, disk: Disk) -> None:
+    def __init__(self, directory: Path, max_bytes: int, disk: Disk, *, after: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._max_bytes, self._disk = directory, max_bytes, disk
         # Never append behind a torn end: each start begins a file of its own.
-        self._next_segment = max(segment_numbers(directory), default=0) + 1
+        self._next_segment = max([after, *segment_numbers(directory)]) + 1
         self._next_offset = len(MAGIC)
         self._file: BinaryIO | None = None
         self._written_segment = 0

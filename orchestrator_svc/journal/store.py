@@ -51,7 +51,8 @@ CREATE TABLE IF NOT EXISTS facts (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, grp INTEGER, fact BLOB NOT NULL);
 """
 
-_INSERT = "INSERT INTO facts (seq, kind, grp, fact) VALUES (?, ?, ?, ?)"
+INSERT_FACT = "INSERT INTO facts (seq, kind, grp, fact) VALUES (?, ?, ?, ?)"
+"""Takes what `fact_row` returns."""
 
 
 class GroupDamagedError(JournalError):
@@ -137,7 +138,6 @@ class Journal:
         self._disk = disk or Disk()
         self._connection = _open(run_dir / DATABASE, environment)
         self._run = self._connection.execute  # in the journal's thread only, but for this constructor
-        self._segments = SegmentWriter(self._directory, segment_bytes, self._disk)
         self._interval_s, self._queue_records = fsync_interval_s, queue_records
         self._waiting = _Waiting()
         self._durable_seq = 0
@@ -146,6 +146,7 @@ class Journal:
         self._failure: JournalError | None = None
         self._in_memory: dict[int, list[orchestrator_pb2.TrajectoryRecord]] = {}
         self.ledger = self._fold()
+        self._segments = SegmentWriter(self._directory, segment_bytes, self._disk, after=self.ledger.last_segment)
         self.resumes = self.ledger.allotted > 0
         self._begin(identity, software_version)
         self._thread = SerialThread("journal")
@@ -339,7 +340,7 @@ class Journal:
         self._segments.write(work.payloads)
         self._run("BEGIN IMMEDIATE")
         try:
-            self._connection.executemany(_INSERT, map(_row, work.facts))
+            self._connection.executemany(INSERT_FACT, map(fact_row, work.facts))
             self._disk.commit(self._connection)
         except BaseException:
             if self._connection.in_transaction:
@@ -353,7 +354,8 @@ class Journal:
                 log.warning("cannot delete an old segment of the journal", error=str(error))
 
 
-def _row(numbered: tuple[int, journal_pb2.Fact]) -> tuple[int, str, int | None, bytes]:
+def fact_row(numbered: tuple[int, journal_pb2.Fact]) -> tuple[int, str, int | None, bytes]:
+    """Return the row of the table that a fact becomes."""
     seq, fact = numbered
     kind = fact.WhichOneof("kind") or ""
     return seq, kind, getattr(getattr(fact, kind), "group", None), fact.SerializeToString()

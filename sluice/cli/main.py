@@ -63,6 +63,8 @@ ADDED_HELP = {
     "merge-adapter": "add a LoRA adapter to the weights of its base",
     "objective": "evaluate an objective and its gradient on given numbers",
     "eval": "score a model directory or a running server on an environment",
+    "audit": "prove that every accepted trajectory was trained exactly once",
+    "fork": "begin another run from a checkpoint of a run",
     "bench": "measure a part of the system side by side with its alternative",
     "weights": "list, show, verify and compare the weight versions of a run",
 }

@@ -27,6 +27,7 @@ from sluice.config import (
     ServerConfig,
     check_tables_fit,
     dump_toml,
+    find_command,
     load_run,
     seconds,
     service_names,
@@ -69,14 +70,17 @@ def run(argv: list[str]) -> int:
     replicas = replicas_of(options.replicas, config)
     addresses, places = free_addresses(replicas), _places(config, replicas)
     config = config.model_copy(update={"peers": addresses.peers()})
-    with claim(config, resume=options.resume) as directory, _private_settings(config) as private:
+    if options.resume_from:
+        fork(config, options.resume_from, resume=options.resume)
+    resume = options.resume or bool(options.resume_from)
+    with claim(config, resume=resume) as directory, _private_settings(config) as private:
         public = write_settings(config)
         file, logs = private or public, directory / "logs"
         specs = child_specs(config, addresses, file, logs, threads=options.threads, places=places)
         console = Console()
         view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
         supervisor = Supervisor(specs, view, max_restarts=options.max_restarts, start_deadline_s=options.start_deadline)
-        if options.resume:
+        if resume:
             view.say(describe_resume(directory))
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
         _warn_of_crowding(view, places)
@@ -105,6 +109,20 @@ def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
 
 def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
     return assign_devices(config, replica_names(replicas), visible_devices(os.environ))
+
+
+def fork(run: RunConfig, checkpoint: str, *, resume: bool) -> None:
+    """Make the run's directory from a checkpoint of another run. With `resume`, a run that was forked before continues.
+
+    Raises:
+        ConfigError: if that checkpoint is not whole, or the run exists and `resume` is False.
+    """
+    if resume and (run.run_dir / JOURNAL_FILE).exists():
+        return
+    command = find_command("fork")
+    if command is None:
+        raise ConfigError("--resume-from needs the orchestrator, which is not installed: install its package")
+    command.run([checkpoint, run.run, "--output-dir", str(run.output_dir)])
 
 
 @contextlib.contextmanager
@@ -248,6 +266,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--replicas", type=whole_number(1), help="rollout processes (default: as many as peers.rollout names)")
     add("--threads", type=whole_number(1), help="threads per trainer and rollout process (default: the cores, divided)")
     add("--resume", action="store_true", help="resume the run if it exists; otherwise start a new one")
+    add(
+        "--resume-from",
+        metavar="RUN/step_N",
+        help="begin this run (--run NAME) from a checkpoint of another one; with --resume, continue if that was done before",
+    )
     add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     add("--plain", action="store_true", help="one line per step instead of the live view")
     add(

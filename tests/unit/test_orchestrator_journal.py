@@ -388,6 +388,19 @@ async def test_no_segment_is_deleted_by_a_transaction_that_fails(tmp_path) -> No
     await again.close()
 
 
+async def test_the_number_of_a_deleted_segment_is_not_used_again(tmp_path) -> None:
+    """A fact names its payload by that number for ever."""
+    for number in (1, 2):
+        journal = open_journal(tmp_path)
+        accept(journal, number)
+        (first, _) = journal.ledger.groups[number].trajectories
+        assert first.place.segment == number
+        journal.record(dropped(number, Reason.STALE))
+        await journal.close()
+        await open_journal(tmp_path).close()
+        assert not segment_numbers(tmp_path / "journal"), "nobody needs it any more"
+
+
 async def test_a_segment_that_a_killed_process_left_behind_is_removed_at_the_next_start(tmp_path) -> None:
     journal = await four_applied(tmp_path)
     left = segment_path(tmp_path / "journal", 1).read_bytes()
@@ -529,7 +542,7 @@ async def test_many_writers_share_one_commit_and_all_become_durable(tmp_path) ->
 
 
 def test_a_record_that_is_cut_off_is_told_apart_from_a_whole_one(tmp_path) -> None:
-    writer = SegmentWriter(tmp_path, 1 << 20, Disk())
+    writer = SegmentWriter(tmp_path, 1 << 20, Disk(), after=0)
     first, second = writer.place(b"one"), writer.place(b"two")
     writer.write([(first, b"one"), (second, b"two")])
     writer.close()
@@ -542,7 +555,7 @@ def test_a_record_that_is_cut_off_is_told_apart_from_a_whole_one(tmp_path) -> No
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
 def test_a_disk_that_fails_damages_no_record(tmp_path, monkeypatch, code) -> None:
-    writer = SegmentWriter(tmp_path, 1 << 20, Disk())
+    writer = SegmentWriter(tmp_path, 1 << 20, Disk(), after=0)
     place = writer.place(b"one")
     writer.write([(place, b"one")])
     writer.close()

@@ -1,0 +1,306 @@
+"""`sluice fork RUN/step_N NEW`: begin another run from a checkpoint; `sluice rl --resume-from` does it before it starts the services.
+
+A checkpoint is a cut of its run. What belongs to the cut is copied, or linked where the file system can: the checkpoint, the
+trainer's record up to the place that it names, the facts up to the position that it names, and the payloads of what these facts
+leave unfinished. Batches and groups whose payloads a later checkpoint of the old run has covered are dropped, counted as
+``FORKED``, and their tasks are drawn again. The old run is only read. The new directory appears when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import xxhash
+from google.protobuf import json_format
+
+from orchestrator_svc.audit_command import find_run
+from orchestrator_svc.journal.ledger import Group, Ledger, LedgerError, Place, Stage, folded
+from orchestrator_svc.journal.segments import JournalError, segment_path
+from orchestrator_svc.journal.store import DATABASE, INSERT_FACT, fact_row, read_facts
+from sluice.batch_record import record_directory, record_paths
+from sluice.config import Command, ConfigError, Options
+from sluice.host_files import remove_tree
+from sluice.v1 import checkpoint_pb2, journal_pb2
+from sluice.versions import Version
+
+FORKED = "FORKED"
+"""Why a group of the new run is dropped whose payloads the old run had already deleted."""
+
+_MANIFEST = "manifest.json"
+_METRICS = "metrics.jsonl"
+_READ_BYTES = 16 << 20
+
+
+def run(argv: list[str]) -> int:
+    """Fork a run.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: if there is no such checkpoint, it is not whole, or the new run exists.
+    """
+    parser = Options(prog="sluice fork", description=__doc__)
+    parser.add_argument("checkpoint", help="RUN/step_N, with the name of the run or its directory")
+    parser.add_argument("new", help="name of the new run")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="holds the runs (default: outputs)")
+    arguments = parser.parse_args(argv)
+    source, _, name = arguments.checkpoint.rstrip("/").rpartition("/")
+    if not source or not name.startswith("step_"):
+        raise ConfigError(f"{arguments.checkpoint!r} names no checkpoint: give RUN/step_N, such as quickstart/step_50")
+    old = find_run(source.removesuffix("/checkpoints"), arguments.output_dir)
+    try:
+        forked = fork(old, name, arguments.output_dir / arguments.new)
+    except (OSError, sqlite3.Error, JournalError, LedgerError) as error:
+        raise ConfigError(f"{old}/{name} cannot be forked: {error}") from error
+    sys.stdout.write(
+        f"{arguments.output_dir / arguments.new}: forked from {forked.origin} at step {forked.step};"
+        f" {forked.kept} unfinished groups continue, {forked.dropped} are drawn again\n"
+    )
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """What a fork began with.
+
+    Attributes:
+        origin: Where it comes from, as `run/step_N@position`.
+        step: Batches that its weights hold.
+        kept: Groups that the cut left unfinished and that continue.
+        dropped: Those whose payloads were gone: their tasks are drawn again.
+    """
+
+    origin: str
+    step: int
+    kept: int
+    dropped: int
+
+
+def fork(old: Path, checkpoint: str, new: Path) -> Forked:
+    """Make the directory of a new run from a checkpoint of an old one.
+
+    Raises:
+        ConfigError: if the checkpoint is not whole, or the new run exists.
+        JournalError: if the old journal cannot be read.
+        OSError: if a file cannot be read or written; nothing is left then but a hidden directory, which the next fork removes.
+    """
+    if (new / DATABASE).exists() or (new.exists() and any(path.name != ".lock" for path in new.iterdir())):
+        raise ConfigError(f"{new} exists: choose another name with --run NAME")
+    manifest = _whole(old / "checkpoints" / checkpoint)
+    position = _position(old, manifest)
+    building = new.with_name(f".{new.name}.forking")
+    remove_tree(building)
+    building.mkdir(parents=True)
+    _copy_checkpoint(old, manifest, building, new.name)
+    _copy_record(old, manifest, building)
+    _copy_metrics(old, manifest, building)
+    ledger = folded(_until(read_facts(old), position))
+    linked = _link_segments(old, ledger, building)
+    origin = f"{old.name}/{checkpoint}@{position}"
+    step = manifest.checkpoint.policy_version.number
+    facts, dropped = _beginning(ledger, new.name, origin, step, linked)
+    _copy_facts(old, building, position, facts)
+    if new.exists():
+        remove_tree(new)  # no more than the lock of a run that never began
+    building.rename(new)
+    return Forked(origin, step, len(ledger.groups), dropped)
+
+
+def _until(facts: Iterable[tuple[int, journal_pb2.Fact]], position: int) -> Iterator[tuple[int, journal_pb2.Fact]]:
+    return takewhile(lambda each: each[0] <= position, facts)
+
+
+# The trainer's part.
+
+
+def _whole(directory: Path) -> checkpoint_pb2.CheckpointManifest:
+    """Read the manifest of a checkpoint and verify all files.
+
+    Raises:
+        ConfigError: if it is not whole.
+    """
+    try:
+        text = (directory / _MANIFEST).read_text(encoding="utf-8")
+        manifest = json_format.Parse(text, checkpoint_pb2.CheckpointManifest(), ignore_unknown_fields=True)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        known = sorted(path.parent.name for path in directory.parent.glob(f"step_*/{_MANIFEST}"))
+        raise ConfigError(f"there is no checkpoint {directory}; there are: {', '.join(known) or 'none'}") from error
+    except (json_format.ParseError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{directory / _MANIFEST} cannot be read ({error}): choose another checkpoint") from error
+    for file in manifest.files:
+        path = directory / file.path
+        if not path.is_file() or _digest(path) != file.digest:
+            raise ConfigError(f"{path} is missing or was changed after it was written: choose another checkpoint")
+    return manifest
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _copy_checkpoint(old: Path, manifest: checkpoint_pb2.CheckpointManifest, building: Path, run_name: str) -> None:
+    name = manifest.checkpoint.name
+    source, target = old / "checkpoints" / name, building / "checkpoints" / name
+    for file in manifest.files:
+        _link(source / file.path, target / file.path)
+    copy = checkpoint_pb2.CheckpointManifest()
+    copy.CopyFrom(manifest)
+    copy.run = f"runs/{run_name}"
+    (target / _MANIFEST).write_text(json_format.MessageToJson(copy, preserving_proto_field_name=True), encoding="utf-8")
+
+
+def _copy_record(old: Path, manifest: checkpoint_pb2.CheckpointManifest, building: Path) -> None:
+    """Copy the record up to the place that the manifest names. No link: the trainer of the new run appends to it."""
+    place = manifest.batch_record
+    last = Path(place.file).name
+    for path in record_paths(record_directory(old)):
+        if path.name > last:
+            break
+        target = record_directory(building) / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        if path.name == last:
+            os.truncate(target, place.size_bytes)
+
+
+def _copy_metrics(old: Path, manifest: checkpoint_pb2.CheckpointManifest, building: Path) -> None:
+    """Copy the metrics of the steps that the weights hold, so that a plot of the new run begins where the old one did."""
+    path = old / _METRICS
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        step = manifest.checkpoint.policy_version.number
+        with (building / _METRICS).open("w", encoding="utf-8") as file:
+            file.writelines(line for line in lines if line.endswith("\n") and _step_of(line) <= step)
+
+
+def _step_of(line: str) -> int:
+    return int(json.loads(line)["step"])
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+
+
+# The orchestrator's part.
+
+
+def _position(old: Path, manifest: checkpoint_pb2.CheckpointManifest) -> int:
+    """Return the last fact that belongs to the cut.
+
+    Raises:
+        ConfigError: if the journal has not come so far.
+    """
+    position, last, applied = manifest.checkpoint.journal_position, 0, 0
+    version = Version.from_proto(manifest.checkpoint.policy_version)
+    for seq, fact in read_facts(old):
+        last = seq
+        if fact.HasField("batch_applied") and Version.from_proto(fact.batch_applied.policy_version) == version:
+            applied = seq
+    # The trainer's own schedule knows no position: its cut is where the orchestrator learned of the checkpoint's last batch.
+    position = position or applied
+    name = manifest.checkpoint.name
+    if not position:
+        raise ConfigError(f"checkpoint {name} names no position of the journal, and its last batch is not in it")
+    if position > last:
+        raise ConfigError(
+            f"checkpoint {name} names fact {position}, but the journal ends at fact {last}: choose an older checkpoint, or put"
+            " the newer journal back"
+        )
+    return position
+
+
+def _link_segments(old: Path, ledger: Ledger, building: Path) -> set[int]:
+    """Link the segments with payloads of unfinished groups; return the numbers of those that there are."""
+    linked = set()
+    for number in {place.segment for group in ledger.groups.values() for place in _places(group)}:
+        with contextlib.suppress(FileNotFoundError):  # a later checkpoint of the old run covered it
+            _link(segment_path(old / "journal", number), segment_path(building / "journal", number))
+            linked.add(number)
+    return linked
+
+
+def _places(group: Group) -> Iterator[Place]:
+    yield from (each.place for each in group.trajectories)
+    yield from (each.place for each in group.generations)
+
+
+def _beginning(
+    ledger: Ledger, run_name: str, origin: str, step: int, linked: set[int]
+) -> tuple[list[tuple[int, journal_pb2.Fact]], int]:
+    """Return the facts that the new run begins with, and how many groups are dropped in them.
+
+    A group that waits for its training and whose payloads are gone is dropped. If it is in a batch, that one and all later ones
+    are taken apart first. A group that was running is sampled again by the next start; that needs no fact.
+    """
+    facts: list[tuple[int, journal_pb2.Fact]] = []
+
+    def note(fact: journal_pb2.Fact) -> None:
+        fact.time.GetCurrentTime()
+        facts.append((ledger.last_seq + 1, fact))
+        ledger.apply(*facts[-1])
+
+    identity = {**ledger.identity, "run": run_name}
+    started = journal_pb2.ProcessStarted(start=ledger.start + 1, identity=identity, forked_from=origin)
+    note(journal_pb2.Fact(process_started=started))
+    held = {group.number for number, batch in ledger.batches.items() if number <= step for group in batch.groups}
+    gone = [
+        group
+        for group in ledger.groups.values()
+        if group.stage is not Stage.RUNNING
+        and group.number not in held
+        and not linked.issuperset(place.segment for place in _places(group))
+    ]
+    lost = {group.number for group in gone}
+    broken = min(
+        (number for number, batch in ledger.batches.items() if any(each.number in lost for each in batch.groups)),
+        default=None,
+    )
+    if broken is not None:
+        for number in [each for each in reversed(ledger.batches) if each >= broken]:
+            unmade = journal_pb2.BatchUnmade(sequence_no=number, reason="the run was forked without its payloads")
+            note(journal_pb2.Fact(batch_unmade=unmade))
+    for group in gone:
+        dropped = journal_pb2.GroupDropped(
+            group=group.number, reason=FORKED, trajectories=len(group.trajectories), redraw=True
+        )
+        note(journal_pb2.Fact(group_dropped=dropped))
+    return facts, len(gone)
+
+
+def _copy_facts(old: Path, building: Path, position: int, more: Iterable[tuple[int, journal_pb2.Fact]]) -> None:
+    """Write the new journal: the facts of the old one up to a position, and some more."""
+    with contextlib.closing(sqlite3.connect(building / DATABASE, uri=True, isolation_level=None)) as new:
+        new.execute("PRAGMA synchronous = FULL")
+        new.execute("ATTACH ? AS old", (f"{(old / DATABASE).absolute().as_uri()}?mode=ro",))
+        new.execute("BEGIN")
+        for (statement,) in new.execute(
+            "SELECT sql FROM old.sqlite_master WHERE type = 'table' AND name IN ('meta', 'facts')"
+        ).fetchall():
+            new.execute(statement)
+        new.execute("INSERT INTO main.meta SELECT * FROM old.meta")
+        new.execute("INSERT INTO main.facts SELECT * FROM old.facts WHERE seq <= ?", (position,))
+        new.executemany(INSERT_FACT, map(fact_row, more))
+        new.execute("COMMIT")
+
+
+COMMAND = Command("fork", "begin another run from a checkpoint of a run", run)
