@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from rollout_svc.admin import ReplicaMetrics, RolloutAdminServicer
+from rollout_svc.announce import Announcer
 from rollout_svc.config import RolloutConfig
 from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EnginePackage, InferenceEngine
@@ -18,6 +19,7 @@ from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, Service
 from sluice.engines import ENGINES
 from sluice.rpc import RpcServer
+from sluice.rpc.server import advertised_address
 from sluice.v1 import rollout_pb2_grpc
 
 if TYPE_CHECKING:
@@ -76,18 +78,14 @@ async def _serve(
     metrics = ReplicaMetrics(supervisor, weights)
     ended = asyncio.Event()
 
-    async def drain_when_asked() -> None:
-        """Finish the requests when the admin asks for it. A signal meanwhile shortens the drain."""
-        await drain.begun.wait()
-        server.set_serving(False)
-        await requests.finish()
-
     duties = [
         weights.run_forever(),
         supervisor.watch_forever(weights.restart_engine),
         admin.expire_pauses_forever(),
-        drain_when_asked(),
+        _drain_when_asked(drain, server, requests),
     ]
+    if config.announce:
+        duties.append(_announce(common, config, server, drain, requests))
     tasks = [asyncio.create_task(_and_end(duty, ended)) for duty in duties]
 
     async def finish(grace_s: float) -> None:
@@ -122,6 +120,25 @@ def _http_server(
 
     app = create_app(requests, admin, common.model, rpc.access, config.server.host, call_log=rpc.call_log)
     return HttpServer(app, config.server.host, config.server.http_port, common.security)
+
+
+async def _drain_when_asked(drain: Drain, server: RpcServer, requests: RolloutServicer) -> None:
+    """Finish the requests when the admin asks for it. A signal meanwhile shortens the drain."""
+    await drain.begun.wait()
+    server.set_serving(False)
+    await requests.finish()
+
+
+async def _announce(
+    common: CommonConfig, config: RolloutConfig, server: RpcServer, drain: Drain, requests: RolloutServicer
+) -> None:
+    """Announce the replica until it drains, and wait until its requests have ended."""
+    address = advertised_address(config.advertise, server.target)
+    announcer = Announcer(
+        common.peers.orchestrator, common.security, run=common.run, replica=config.replica, address=address
+    )
+    await announcer.run(drain)
+    await requests.finish()
 
 
 async def _and_end(duty: Coroutine[Any, Any, None], ended: asyncio.Event) -> None:

@@ -136,6 +136,15 @@ class RolloutConfig(Section):
         True,
         description="Fetch versions from the nearest relay of `peers.weightsync` if there is one. false: always from that service itself.",
     )
+    announce: bool = Field(
+        False,
+        description="Announce this replica to the orchestrator at `peers.orchestrator`, which then uses it until it leaves. false: the orchestrator finds it by `peers.rollout`.",
+    )
+    advertise: str | None = Field(
+        None,
+        min_length=1,
+        description="Address at which the orchestrator reaches this replica, if it announces itself. Unset: the bound address, with the host name if it listens on all interfaces.",
+    )
     kv_policy: Literal["keep", "recompute"] = Field(
         "keep",
         description="What an update does with the KV cache of requests in progress: keep what the old weights computed (cheap), or recompute it.",

@@ -15,10 +15,11 @@ from typing import Any
 
 from sluice.config import CommonConfig, ConfigError, Service
 from sluice.rpc import RpcServer, SluiceError, connect
+from sluice.rpc.server import advertised_address
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.config import WeightSyncConfig
 from weightsync.format.manifest import run_resource
-from weightsync.relay import Relay, RelayCycleError, advertised_address
+from weightsync.relay import Relay, RelayCycleError
 from weightsync.service.runs import Runs
 from weightsync.service.servicer import WeightDeliveryServicer, WeightSyncServicer
 

@@ -25,6 +25,7 @@ from typing import TypeVar
 import grpc
 import structlog
 
+from sluice.backoff import Backoff
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
@@ -40,15 +41,7 @@ from weightsync.receive.shared_area import (
     StagedFiles,
     remove_stale,
 )
-from weightsync.receive.sources import (
-    Backoff,
-    Reporter,
-    SourceLimits,
-    Sources,
-    UpdateTimings,
-    VersionWatch,
-    observe_update,
-)
+from weightsync.receive.sources import Reporter, SourceLimits, Sources, UpdateTimings, VersionWatch, observe_update
 from weightsync.receive.version_file import StagingError, dense_bytes, tensor_specs
 from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
@@ -17,6 +16,7 @@ from typing import TypeAlias
 import grpc
 import structlog
 
+from sluice.backoff import Backoff
 from sluice.host_files import host_id
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
@@ -26,20 +26,11 @@ from weightsync.format.manifest import ManifestError, check_manifest, run_resour
 from weightsync.format.safetensors import LayoutError
 from weightsync.metrics import RELAY_LAG, RELAYED_BYTES
 from weightsync.receive.pull import ChunkSink, PullError, PullLimits, pull_shard
-from weightsync.receive.sources import (
-    PATH_DEADLINE_S,
-    REPORT_DEADLINE_S,
-    Backoff,
-    VersionWatch,
-    behind,
-    pull_call,
-    renewal_s,
-)
+from weightsync.receive.sources import PATH_DEADLINE_S, REPORT_DEADLINE_S, VersionWatch, behind, pull_call, renewal_s
 from weightsync.service.chain import is_reachable, newest_model
 from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload, translated
 
-_WILDCARDS = {"0.0.0.0", "::", "[::]"}
 _LONGEST_ADDRESS = 120
 """What a replica's name has room for."""
 
@@ -60,14 +51,6 @@ log = structlog.get_logger(__name__)
 
 class RelayCycleError(Exception):
     """Relays feed each other, so that no version can ever reach them."""
-
-
-def advertised_address(configured: str | None, target: str) -> str:
-    """Return where others reach a server that is bound to `target`: ``host:port`` or ``unix:/path``."""
-    if configured:
-        return configured
-    host, separator, port = target.rpartition(":")
-    return f"{socket.gethostname()}{separator}{port}" if host in _WILDCARDS else target
 
 
 def relay_name(address: str) -> str:

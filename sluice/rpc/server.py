@@ -35,6 +35,8 @@ from sluice.v1 import common_pb2, common_pb2_grpc
 
 LOOPBACK = "127.0.0.1"
 
+_WILDCARDS = {"0.0.0.0", "::", "[::]"}
+
 CONTRACT_VERSION = 1
 """Grows with every additive change within ``sluice.v1``."""
 
@@ -86,6 +88,14 @@ def free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+def advertised_address(configured: str | None, target: str) -> str:
+    """Return where others reach a server that is bound to `target`: ``host:port`` or ``unix:/path``."""
+    if configured:
+        return configured
+    host, separator, port = target.rpartition(":")
+    return f"{socket.gethostname()}{separator}{port}" if host in _WILDCARDS else target
 
 
 class RpcServer:

@@ -1198,19 +1198,23 @@ class HeartbeatRequest(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """`runs/{run}`."""
     replica: _builtins.str
     """Name of the replica."""
+    leaving: _builtins.bool
+    """The replica leaves: its lease ends now, and it gets nothing new. What it has under way ends there or continues elsewhere."""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         replica: _builtins.str = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "replica", b"replica", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1218,7 +1222,7 @@ Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):
-    """The renewed lease."""
+    """The renewed lease, or none if the replica leaves."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from structlog.testing import capture_logs
 from weightsync_stack import RESOURCE, eventually, running_stack, weights
 
+from sluice.backoff import Backoff
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.publisher import WeightPublisher
-from weightsync.receive.sources import Backoff, VersionWatch
+from weightsync.receive.sources import VersionWatch
 
 
 class Counted(VersionWatch):

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weightsync_stack import RESOURCE, running_stack
 
+from sluice.backoff import Backoff
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.receive.pull import PullError, PullLimits, pull_shard
-from weightsync.receive.sources import Backoff
 from weightsync.relay import FetchError, fetch_version
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.host_files import host_id
+from sluice.rpc.server import advertised_address
 from sluice.versions import Version
 from weightsync.receive.sources import ROOT, Candidate, behind, choose
-from weightsync.relay import advertised_address
 
 versions = st.none() | st.builds(Version, st.integers(1, 2), st.integers(0, 4))
 relays = st.builds(

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import structlog
 
+from sluice.backoff import Backoff
 from sluice.host_files import PeerFileError, open_peer_file
 from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end, settle
@@ -29,7 +30,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, ChunkSizeError, read_pull_response
 from weightsync.metrics import FALLBACKS
-from weightsync.receive.sources import Backoff, Call, Sources
+from weightsync.receive.sources import Call, Sources
 from weightsync.receive.version_file import (
     DeltaShard,
     DenseFile,

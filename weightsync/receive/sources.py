@@ -1,7 +1,7 @@
 """The sources of versions: the weight service (the root) and its relays, of which an engine uses the nearest.
 
 `Sources` chooses one and takes the engine back to the root when it fails. `VersionWatch` receives the announcements of versions,
-`Reporter` sends what the engine serves. `Backoff` is the one rule for pauses between attempts, of relays and engines.
+`Reporter` sends what the engine serves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -20,6 +20,7 @@ import grpc
 import structlog
 import xxhash
 
+from sluice.backoff import Backoff
 from sluice.host_files import host_id
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
@@ -51,39 +52,6 @@ _NO_RUN_S = 0.5
 _REMEDY = "start it, or see peers.weightsync (of a relay: weightsync.upstream) and the tokens and certificates"
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Backoff:
-    """Pauses that double from each failure to the next, up to a bound, and vary so that a fleet does not come at once.
-
-    Attributes:
-        first_s: Seconds after the first failure.
-        longest_s: Longest pause in seconds: short enough that a service that was restarted is found soon.
-        failures: Failures since the last success.
-    """
-
-    first_s: float = 0.2
-    longest_s: float = 5.0
-    failures: int = field(default=0, init=False)
-
-    @property
-    def at_longest(self) -> bool:
-        """Return whether the pauses grow no further."""
-        return self._mean_s() >= self.longest_s
-
-    def succeed(self) -> None:
-        """Begin with the first pause again at the next failure."""
-        self.failures = 0
-
-    def fail(self) -> float:
-        """Count a failure and return the pause before the next attempt, in seconds: half to one and a half of its mean."""
-        mean_s = self._mean_s()
-        self.failures += 1
-        return min(self.longest_s, mean_s * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
-
-    def _mean_s(self) -> float:
-        return min(self.longest_s, math.ldexp(self.first_s, min(self.failures, 64)))
 
 
 # --- the choice of a source -------------------------------------------------------------------------------------------

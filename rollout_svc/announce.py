@@ -1,0 +1,89 @@
+"""A replica announces itself to the orchestrator, and keeps its lease while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import structlog
+
+from rollout_svc.drain import Drain
+from sluice.backoff import Backoff
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError, connect
+from sluice.v1 import orchestrator_pb2 as pb
+from sluice.v1 import orchestrator_pb2_grpc
+
+CALL_S = 5.0
+"""Deadline of one call in seconds."""
+
+LONGEST_PAUSE_S = 10.0
+"""Longest pause between two attempts to reach the orchestrator: one that was restarted finds its replicas soon."""
+
+BEATS = 3
+"""Heartbeats within one lease: two may be lost."""
+
+log = structlog.get_logger()
+
+
+class Announcer:
+    """Registers a replica and renews its lease.
+
+    Args:
+        orchestrator: Address of the orchestrator.
+        run: Name of the run.
+        replica: Name of the replica.
+        address: Where the orchestrator reaches it.
+    """
+
+    def __init__(self, orchestrator: str, security: SecurityConfig, *, run: str, replica: str, address: str) -> None:
+        self._orchestrator, self._security = orchestrator, security
+        self._run, self._replica, self._address = f"runs/{run}", replica, address
+
+    async def run(self, drain: Drain) -> None:
+        """Announce the replica until it drains, then say that it leaves."""
+        async with connect(self._orchestrator, self._security, role="replica") as channel:
+            stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+            registered, backoff = False, Backoff(longest_s=LONGEST_PAUSE_S)
+            while not drain.begun.is_set():
+                try:
+                    lease_s = await (self._renew(stub) if registered else self._register(stub))
+                except SluiceError as error:
+                    if registered and error.code is grpc.StatusCode.NOT_FOUND:  # it was restarted, or the lease ended
+                        registered = False
+                        continue
+                    if not backoff.failures:
+                        log.warning(
+                            "cannot announce this replica; trying again",
+                            orchestrator=self._orchestrator,
+                            error=str(error),
+                        )
+                    pause_s = backoff.fail()
+                else:
+                    if not registered or backoff.failures:
+                        log.info("announced", orchestrator=self._orchestrator, address=self._address, lease_s=lease_s)
+                    registered, pause_s = True, lease_s / BEATS
+                    backoff.succeed()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await drain.begun.wait()
+            if registered:
+                with contextlib.suppress(SluiceError):  # it notices by itself, a little later
+                    await self._renew(stub, leaving=True)
+
+    async def _register(self, stub: orchestrator_pb2_grpc.OrchestratorServiceAsyncStub) -> float:
+        request = pb.RegisterReplicaRequest(run=self._run, replica=self._replica, address=self._address)
+        try:
+            answer = await stub.RegisterReplica(request, timeout=CALL_S)
+        except grpc.aio.AioRpcError as error:
+            raise SluiceError.from_rpc(error) from error
+        return float(answer.lease.ToNanoseconds()) / 1e9
+
+    async def _renew(self, stub: orchestrator_pb2_grpc.OrchestratorServiceAsyncStub, *, leaving: bool = False) -> float:
+        request = pb.HeartbeatRequest(run=self._run, replica=self._replica, leaving=leaving)
+        try:
+            answer = await stub.Heartbeat(request, timeout=CALL_S)
+        except grpc.aio.AioRpcError as error:
+            raise SluiceError.from_rpc(error) from error
+        return float(answer.lease.ToNanoseconds()) / 1e9
