@@ -1,4 +1,4 @@
-"""Logs and metrics of a service: structlog on stderr, the process's Prometheus registry, its event loop, the curves of a run."""
+"""Logs and metrics of a service: structlog on stderr, the lag of its event loop, the curves of a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TextIO
-from wsgiref.simple_server import WSGIServer
 
 import structlog
-from prometheus_client import Histogram, start_http_server
+from prometheus_client import Histogram
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from sluice.config.secrets import hide
@@ -91,21 +90,6 @@ def _renderer(*, terminal: bool, secrets: Collection[str]) -> list[Processor]:
     if terminal:
         return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback), *last]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str), *last]
-
-
-def start_metrics_server(port: int, host: str = "127.0.0.1") -> WSGIServer:
-    """Serve the metrics from a thread, and return the server.
-
-    Args:
-        port: TCP port; 0 picks a free one.
-        host: Address to bind; the metrics hold counts and times, no prompts and no secrets.
-
-    Raises:
-        OSError: if the address cannot be bound.
-    """
-    server, _ = start_http_server(port, addr=host)
-    log.info("metrics", url=f"http://{host}:{server.server_port}/metrics")
-    return server
 
 
 LOOP_LAG_SECONDS = Histogram(

@@ -166,7 +166,8 @@ def run_service(name: str, argv: list[str]) -> int:
     import structlog
 
     from sluice.rpc import SluiceError
-    from sluice.telemetry import configure_logging, start_metrics_server
+    from sluice.rpc.metrics_server import start_metrics_server
+    from sluice.telemetry import configure_logging
 
     run = load_run(argv, service=name, check=lambda run: run.section(name).check_start(run))
     # Only the trainer has ranks. Other services ignore RANK, which a pod may set for another reason.
@@ -186,7 +187,7 @@ def run_service(name: str, argv: list[str]) -> int:
     try:
         service = load_service(name)
         if isinstance(server, ServerConfig) and server.metrics_port is not None and not rank:
-            start_metrics_server(server.metrics_port, server.metrics_host)
+            start_metrics_server(server.metrics_port, server.metrics_host, run.security)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             started = runner.run(_serve_until_signal(service, run, section))
         if not started:

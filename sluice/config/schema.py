@@ -318,7 +318,10 @@ class ServerConfig(Section):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="Port of the Prometheus metrics; without it they are not served."
     )
-    metrics_host: str = Field("127.0.0.1", description="Address to bind for the metrics: plain HTTP, no token.")
+    metrics_host: str = Field(
+        "127.0.0.1",
+        description="Address to bind for the metrics, by HTTPS if there is a certificate; any principal may read them, everyone if there are none.",
+    )
     max_concurrent_rpcs: int = Field(
         1024,
         ge=1,

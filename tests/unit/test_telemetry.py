@@ -7,15 +7,12 @@ import io
 import json
 import logging
 import math
-import urllib.error
-import urllib.request
 
 import pytest
 import structlog
-from prometheus_client import Counter, generate_latest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sluice.telemetry import MetricsWriter, configure_logging, start_metrics_server
+from sluice.telemetry import MetricsWriter, configure_logging
 
 
 @pytest.fixture
@@ -112,15 +109,3 @@ def test_curves_go_to_json_lines_and_tensorboard_and_are_continued(tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     assert all(math.isnan(event.value) for event in events.Scalars("loss"))
-
-
-def test_metrics_are_served_until_stopped():
-    Counter("sluice_test_things", "Things.").inc(3)
-    server = start_metrics_server(0)
-    url = f"http://127.0.0.1:{server.server_port}/metrics"
-    assert b"sluice_test_things_total 3.0" in urllib.request.urlopen(url, timeout=10).read()
-    assert b"sluice_test_things_total 3.0" in generate_latest()
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(url, timeout=10)
