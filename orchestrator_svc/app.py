@@ -20,6 +20,7 @@ from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.evaluation import Evaluations
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
 from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
@@ -30,6 +31,7 @@ from orchestrator_svc.workflows import GroupRunner, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
+from sluice.rpc.access import caller
 from sluice.v1 import orchestrator_pb2 as pb
 from sluice.v1 import orchestrator_pb2_grpc
 
@@ -140,6 +142,8 @@ async def _built(
         )
         workflow = choose_workflow(config, environment)
         journal = _journal(common, config, environment.name)
+        settings = LiveSettings(common, config)
+        settings.restore(journal.ledger.settings)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
         try:
@@ -178,7 +182,7 @@ async def _built(
         dispatcher = Dispatcher(config, scheduler, journal, status, tasks, runner=runner, changed=changed)
         training = Training(config, scheduler, journal, status, trainer=trainer, pool=pool, changed=changed)
         run = Run(
-            config,
+            settings,
             journal,
             status,
             pool,
@@ -187,7 +191,7 @@ async def _built(
             evaluations=evaluations,
             reporter=reporter,
         )
-        yield run, status, OrchestratorServicer(common.run, run, status, pool)  # type: ignore[abstract]  # SetRun follows
+        yield run, status, OrchestratorServicer(common.run, run, status, pool)
 
 
 async def _close_files(journal: Journal, recorder: Recorder) -> None:
@@ -258,6 +262,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._check_run(request.run)
         self._run.stop(request.reason)
         return pb.StopRunResponse(run=self._status.describe())
+
+    async def SetRun(self, request: pb.SetRunRequest, _context: Context) -> pb.SetRunResponse:  # noqa: N802 - gRPC's name
+        """Change settings of the live run."""
+        self._check_run(request.run)
+        return pb.SetRunResponse(changed=await self._run.change_settings(request.values, caller().name))
 
     async def RegisterReplica(  # noqa: N802 - gRPC's name
         self, request: pb.RegisterReplicaRequest, _context: Context

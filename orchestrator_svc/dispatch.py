@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -123,6 +123,13 @@ class Dispatcher:
     def resume(self) -> None:
         """Start groups again."""
         self.paused = False
+        self._changed.set()
+
+    def apply_limits(self, max_staleness: int) -> None:
+        """Take over limits that were changed while the run lives, for groups under way as for those to come."""
+        bound = replace(self._scheduler.bound, max_staleness=max_staleness, max_concurrent=self._config.max_concurrent)
+        self._scheduler.change_bound(bound)
+        self._scheduler.max_running = self._config.max_running
         self._changed.set()
 
     async def run(self) -> None:

@@ -27,8 +27,6 @@ Value: TypeAlias = Any
 LEARNING_RATE = "trainer.lr"
 """The trainer gets it in the header of each batch that is made after the change."""
 
-MAX_STALENESS = "max_staleness"
-
 _MOST_CHARACTERS = 1000
 
 log = structlog.get_logger(__name__)
@@ -55,13 +53,18 @@ class LiveSettings:
     Args:
         common: The run's settings; with a table `trainer` if that package is installed. Changes are written into it.
         config: The orchestrator's, likewise.
+
+    Attributes:
+        common: The run's settings as they are now.
+        config: The orchestrator's.
     """
 
     def __init__(self, common: CommonConfig, config: OrchestratorConfig) -> None:
+        self.common, self.config = common, config
         trainer = getattr(common, "trainer", None)
         self._places: dict[str, tuple[Section, str]] = {
             LEARNING_RATE: (trainer if isinstance(trainer, Section) and hasattr(trainer, "lr") else _Trainer(), "lr"),
-            MAX_STALENESS: (common, "max_staleness"),
+            "max_staleness": (common, "max_staleness"),
             "orchestrator.max_concurrent": (config, "max_concurrent"),
             "orchestrator.max_running": (config, "max_running"),
             "orchestrator.checkpoint.every_steps": (config.checkpoint, "every_steps"),
@@ -85,7 +88,7 @@ class LiveSettings:
             raise SluiceError.invalid_argument("values", f"give at least one of {', '.join(self._places)}")
         changes: list[Change] = []
         faults: dict[str, str] = {}
-        for key, text in values.items():
+        for key, text in sorted(values.items()):
             try:
                 new = self._checked(key, _parsed(text))
             except ValueError as error:

@@ -246,6 +246,16 @@ class RunReporter:
                 "generation_retries": generated["retried"],
                 "samples_continued": generated["continued"],
                 "environment_failures": dict(self._environment.failures),
+                "changed_settings": [
+                    {
+                        "key": each.key,
+                        "old": each.old_value,
+                        "new": each.new_value,
+                        "principal": each.principal,
+                        "from_batch": each.from_sequence_no,
+                    }
+                    for each in ledger.setting_changes
+                ],
                 **facts,
             }
         )

@@ -9,20 +9,21 @@ in a task of its own and awaits it. An error in any of them ends the run.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import structlog
 
-from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.evaluation import Evaluations
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import AppliedStep, RunReporter
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.training import Training
 from sluice.rpc import SluiceError
-from sluice.v1 import orchestrator_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2
 from sluice.versions import BASE
 
 log = structlog.get_logger(__name__)
@@ -32,13 +33,14 @@ class Run:
     """One run, or the rest of one that an earlier process began.
 
     Args:
+        settings: Its settings, of which some may be changed while it lives.
         pool: The replicas; `run` polls them.
         evaluations: Evaluates between steps; None if the run never does.
     """
 
     def __init__(
         self,
-        config: OrchestratorConfig,
+        settings: LiveSettings,
         journal: Journal,
         status: RunStatus,
         pool: ReplicaPool,
@@ -48,7 +50,8 @@ class Run:
         evaluations: Evaluations | None,
         reporter: RunReporter,
     ) -> None:
-        self._config, self._journal, self._status, self._pool = config, journal, status, pool
+        self._settings, self._config = settings, settings.config
+        self._journal, self._status, self._pool = journal, status, pool
         self._dispatcher, self._training = dispatcher, training
         self._evaluations, self._reporter = evaluations, reporter
         self._saving: asyncio.Task[None] | None = None
@@ -102,6 +105,30 @@ class Run:
             self._stop_reason = reason or "stopped by an operator"
             self._training.stop()
             self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
+
+    async def change_settings(self, values: Mapping[str, str], principal: str) -> list[orchestrator_pb2.ChangedSetting]:
+        """Change settings, all or none; return those that have another value now, when the journal has them on disk.
+
+        Batches that are made already keep the learning rate and the bound on staleness that they were made with.
+
+        Args:
+            values: New values by setting, as TOML.
+            principal: Name of who changes them.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT, as `LiveSettings.plan`.
+            JournalError: if the change cannot be written.
+        """
+        changes, ledger = self._settings.plan(values), self._journal.ledger
+        for each in changes:
+            fact = journal_pb2.SettingChanged(principal=principal, key=each.key, old_value=each.old, new_value=each.new)
+            self._journal.record(journal_pb2.Fact(setting_changed=fact))
+            self._settings.apply(each)
+            log.info("setting changed", key=each.key, old=each.old, new=each.new, principal=principal)
+        changed = ledger.setting_changes[len(ledger.setting_changes) - len(changes) :]
+        self._dispatcher.apply_limits(self._settings.common.max_staleness)
+        await self._journal.durable()
+        return changed
 
     async def _begin(self) -> None:
         """Wait until trainer and replicas are there."""

@@ -11,7 +11,7 @@ Groups are batched in order, so one that is dispatched while `live` others are u
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Stage
 from orchestrator_svc.selection import Candidate, Selection, window_size
@@ -137,11 +137,16 @@ class Scheduler:
         chosen = self._selection.choose(number) if number <= self.max_steps else None
         return None if chosen is None else [self.ledger.groups[each] for each in chosen]
 
+    def bound_of(self, batch: Batch) -> int:
+        """Return the most versions that a token of a batch may lag behind: the bound that held when the batch was made."""
+        return self.bound.max_staleness if batch.max_staleness is None else batch.max_staleness
+
     def is_fresh(self, batch: Batch) -> bool:
         """Return whether a batch that was made before may still be trained as it is."""
         if self.on_stale is OnStale.TRUNCATE:
             return True
-        return all(self.bound.last_batch(group.oldest) >= batch.sequence_no for group in batch.groups)
+        bound = replace(self.bound, max_staleness=self.bound_of(batch))
+        return all(bound.last_batch(group.oldest) >= batch.sequence_no for group in batch.groups)
 
     def _look(self) -> None:
         """Note in the selection what changed since the last decision."""

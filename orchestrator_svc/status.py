@@ -163,6 +163,7 @@ class RunStatus:
             start_time=self._started,
             metrics=self.metrics,
             bottleneck=self._bottleneck,
+            changed_settings=ledger.setting_changes,
         )
 
 

@@ -22,6 +22,7 @@ from orchestrator_svc.config import NO_ADVANTAGE, DeadlinesConfig, OrchestratorC
 from orchestrator_svc.journal.ledger import Batch, Group, LedgerError, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
+from orchestrator_svc.live_settings import LEARNING_RATE
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import AppliedStep, summarise
 from orchestrator_svc.scheduler import OnStale, Scheduler
@@ -351,6 +352,7 @@ class Training:
             return None
         _give_advantages(self._config.advantage, records)
         number, digests = self._ledger.next_batch, [trajectory_digest(each.trajectory) for each in records]
+        learning_rate = self._ledger.settings.get(LEARNING_RATE)
         self._record(
             batch_made=journal_pb2.BatchMade(
                 sequence_no=number,
@@ -359,6 +361,8 @@ class Training:
                 trajectory_ids=[each.trajectory.trajectory_id for each in records],
                 trajectory_digests=digests,
                 content_digest=batch_digest(digests),
+                max_staleness=self._scheduler.bound.max_staleness,
+                learning_rate=None if learning_rate is None else float(learning_rate),
             )
         )
         return self._ledger.batches[number], records
@@ -401,7 +405,8 @@ class Training:
             batch_id=batch.batch_id,
             sequence_no=batch.sequence_no,
             target_version=Version(epoch, batch.sequence_no).to_proto(),
-            max_staleness=self._scheduler.bound.max_staleness,
+            max_staleness=self._scheduler.bound_of(batch),
+            learning_rate=batch.learning_rate,
             on_stale=_STALE_POLICIES[self._config.on_stale],
             trajectory_count=len(records),
             tokenizer_digest=digest,
@@ -460,8 +465,8 @@ class Training:
         self._record(batch_applied=applied)
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
-        ledger, bound = self._ledger, self._scheduler.bound
-        await on_step(summarise(step, applied, records, ledger.lineage, bound.max_staleness, past=past))
+        bound = self._scheduler.bound_of(batch)
+        await on_step(summarise(step, applied, records, self._ledger.lineage, bound, past=past))
 
     async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Return the trajectories of a batch without those that are damaged in the journal; the trainer has them all.

@@ -268,6 +268,15 @@ class OrchestratorClient(_Client):
         request = orchestrator_pb2.StopRunRequest(run=_run_name(run), reason=reason)
         return (await _typed(self._stub.StopRun(request))).run
 
+    async def set(self, run: str, values: Mapping[str, str]) -> list[orchestrator_pb2.ChangedSetting]:
+        """Change settings of the live run, such as ``{"trainer.lr": "5e-7"}``, all or none; return those that changed.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT with the settings that can be changed.
+        """
+        request = orchestrator_pb2.SetRunRequest(run=_run_name(run), values=values)
+        return list((await _typed(self._stub.SetRun(request))).changed)
+
     async def trajectories(
         self, run: str, *, limit: int = 50, step: int | None = None, reward_below: float | None = None
     ) -> list[orchestrator_pb2.TrajectoryRecord]:

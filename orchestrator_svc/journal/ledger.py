@@ -25,6 +25,9 @@ from sluice.versions import Lineage, Version
 KEPT_CHECKPOINTS = 2
 """Checkpoints that a trainer may return to: what the older one of them covers needs no payloads any more."""
 
+KEPT_SETTING_CHANGES = 100
+"""Changes of settings that the ledger keeps, as Run.changed_settings says."""
+
 
 class LedgerError(Exception):
     """A fact does not follow from those before it, or the ledger cannot go back as far as asked."""
@@ -155,6 +158,8 @@ class Batch:
         trajectory_ids: Its trajectories in that order.
         digests: Digest of each as the trainer gets it; empty if they are not known.
         content_digest: Digest of the batch; empty if it is not known.
+        max_staleness: The bound that it was made under; None: that of the settings.
+        learning_rate: The learning rate that it changes to; None: as before.
         sent_in: The last epoch in which the trainer took it; 0 if none did.
     """
 
@@ -164,6 +169,8 @@ class Batch:
     trajectory_ids: tuple[str, ...]
     digests: tuple[bytes, ...] = ()
     content_digest: str = ""
+    max_staleness: int | None = None
+    learning_rate: float | None = None
     sent_in: int = 0
 
 
@@ -218,6 +225,7 @@ class Ledger:
         quarantined: Tasks that are not drawn any more, by environment and task.
         settings: Settings of the live run that were changed, as TOML.
         last_segment: Number of the last segment that a fact names.
+        setting_changes: How they came about, oldest first; the last ones.
         changed: Groups that changed since the scheduler looked last; it takes them away.
     """
 
@@ -247,6 +255,7 @@ class Ledger:
     curriculum: pb.CurriculumNoted | None = None
     quarantined: dict[tuple[str, str], pb.TaskQuarantined] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
+    setting_changes: list[orchestrator_pb2.ChangedSetting] = field(default_factory=list)
     weight_policies: dict[str, pb.WeightPolicyNoted] = field(default_factory=dict)
     last_segment: int = 0
     changed: set[int] = field(default_factory=set, compare=False)
@@ -421,6 +430,8 @@ class Ledger:
             tuple(fact.trajectory_ids),
             tuple(fact.trajectory_digests),
             fact.content_digest,
+            fact.max_staleness if fact.HasField("max_staleness") else None,
+            fact.learning_rate if fact.HasField("learning_rate") else None,
         )
         self.batches_made += 1
         for group in members:
@@ -516,6 +527,14 @@ class Ledger:
 
     def _setting_changed(self, fact: pb.SettingChanged) -> None:
         self.settings[fact.key] = fact.new_value
+        change = orchestrator_pb2.ChangedSetting(
+            key=fact.key,
+            old_value=fact.old_value,
+            new_value=fact.new_value,
+            from_sequence_no=self.next_batch,
+            principal=fact.principal,
+        )
+        self.setting_changes = [*self.setting_changes, change][-KEPT_SETTING_CHANGES:]
 
     def _task_quarantined(self, fact: pb.TaskQuarantined) -> None:
         self.quarantined[fact.environment, fact.task_id] = fact

@@ -48,6 +48,7 @@ BUILT_IN = {
     "init-model": "make a small model from scratch with a tokenizer and a chat template",
     "fetch-model": "download a small pretrained model and check its digests",
     "report": "summarise a finished run",
+    "set": "change settings of a run while it lives",
     "token": "make a token for a principal, or list the principals of a file",
     "drain": "let a replica finish its requests and end",
     "health": "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1",

@@ -84,6 +84,7 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "PauseRun",
         "ResumeRun",
         "StopRun",
+        "SetRun",
         "RegisterReplica",
         "Heartbeat",
         "ListTrajectories",

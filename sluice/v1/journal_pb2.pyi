@@ -602,12 +602,18 @@ class BatchMade(_message.Message):
     TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     TRAJECTORY_DIGESTS_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
     sequence_no: _builtins.int
     """Its place in the order of batches, from 1."""
     batch_id: _builtins.str
     """Its name."""
     content_digest: _builtins.str
     """Digest of the batch, as the trainer computes it; see BatchRecord."""
+    max_staleness: _builtins.int
+    """Bound on the staleness of its tokens, as BatchHeader.max_staleness each time that it is sent. Unset: that of the settings."""
+    learning_rate: _builtins.float
+    """BatchHeader.learning_rate each time that it is sent."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its groups, in order."""
@@ -629,12 +635,21 @@ class BatchMade(_message.Message):
         trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
         trajectory_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         content_digest: _builtins.str = ...,
+        max_staleness: _builtins.int | None = ...,
+        learning_rate: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_max_staleness", b"_max_staleness", "learning_rate", b"learning_rate", "max_staleness", b"max_staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "content_digest", b"content_digest", "groups", b"groups", "sequence_no", b"sequence_no", "trajectory_digests", b"trajectory_digests", "trajectory_ids", b"trajectory_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_max_staleness", b"_max_staleness", "batch_id", b"batch_id", "content_digest", b"content_digest", "groups", b"groups", "learning_rate", b"learning_rate", "max_staleness", b"max_staleness", "sequence_no", b"sequence_no", "trajectory_digests", b"trajectory_digests", "trajectory_ids", b"trajectory_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
+    _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_staleness) -> _WhichOneofReturnType__max_staleness | None: ...
 
 Global___BatchMade: _TypeAlias = BatchMade  # noqa: Y015
 

@@ -150,6 +150,7 @@ class Run(_message.Message):
     BOTTLENECK_FIELD_NUMBER: _builtins.int
     ENVIRONMENTS_FIELD_NUMBER: _builtins.int
     GROUPS_FAILED_FIELD_NUMBER: _builtins.int
+    CHANGED_SETTINGS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`runs/{run}`."""
     state: Global___RunState.ValueType
@@ -204,6 +205,10 @@ class Run(_message.Message):
     def groups_failed(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Groups that ended without a trajectory, by reason."""
 
+    @_builtins.property
+    def changed_settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChangedSetting]:
+        """Settings that were changed while the run lived, oldest first; the last 100."""
+
     def __init__(
         self,
         *,
@@ -227,10 +232,11 @@ class Run(_message.Message):
         bottleneck: _builtins.str = ...,
         environments: _abc.Iterable[Global___RunEnvironment] | None = ...,
         groups_failed: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        changed_settings: _abc.Iterable[Global___ChangedSetting] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "replicas", b"replicas", "running_episodes", b"running_episodes", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "changed_settings", b"changed_settings", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "replicas", b"replicas", "running_episodes", b"running_episodes", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1112,6 +1118,7 @@ class ChangedSetting(_message.Message):
     OLD_VALUE_FIELD_NUMBER: _builtins.int
     NEW_VALUE_FIELD_NUMBER: _builtins.int
     FROM_SEQUENCE_NO_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """The setting."""
     old_value: _builtins.str
@@ -1120,6 +1127,8 @@ class ChangedSetting(_message.Message):
     """Its value now, as TOML."""
     from_sequence_no: _builtins.int
     """The first batch that it holds for."""
+    principal: _builtins.str
+    """Name of the principal who changed it."""
     def __init__(
         self,
         *,
@@ -1127,10 +1136,11 @@ class ChangedSetting(_message.Message):
         old_value: _builtins.str = ...,
         new_value: _builtins.str = ...,
         from_sequence_no: _builtins.int = ...,
+        principal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence_no", b"from_sequence_no", "key", b"key", "new_value", b"new_value", "old_value", b"old_value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence_no", b"from_sequence_no", "key", b"key", "new_value", b"new_value", "old_value", b"old_value", "principal", b"principal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
