@@ -8,9 +8,11 @@ Imports as little as possible, so that a process starts in milliseconds.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import inspect
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -278,6 +280,8 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - pathlib is not loaded
         os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()  # a crash prints where, and so does a hang: the orchestrator then sends SIGABRT
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123
         score.write(str(_OOM_SCORE))
     for stream in (sys.stdout, sys.stderr):

@@ -195,6 +195,9 @@ class EnvironmentProcesses:
         """Return the rewards of some completions of a task; None where a reward is missing.
 
         All are scored in one call. Those that fail are scored again, each on its own, so that one bad completion spoils no other.
+
+        Raises:
+            EnvironmentFailedError: if the environment is given up.
         """
         together = await self._scored(task, completions)
         alone = [place for place, reward in enumerate(together) if reward is None]
@@ -221,6 +224,8 @@ class EnvironmentProcesses:
                 "score", task.task_id, {"task": _fields(task), "completions": list(completions)}, limit
             )
         except EnvironmentFailedError as error:
+            if error.reason == Reason.GIVEN_UP:
+                raise
             log.warning("scoring failed", task=task.task_id, reason=error.reason, problem=error.message)
             return [None] * len(completions)
         raised = [value for value in values if isinstance(value, dict)]
@@ -309,12 +314,13 @@ class EnvironmentProcesses:
                 worker.waiting.popleft()
         while self._waiting:
             call = self._waiting[0]
-            free = [worker for worker in self._workers if call.alone or worker.has_room()]
-            if not free:
+            live = [worker for worker in self._workers if not worker.ended.is_set()]
+            free = [worker for worker in live if not worker.waiting and worker.can_run(call)]
+            if not free and not (call.alone and live):
                 break
             self._waiting.popleft()
-            worker = min(free, key=lambda each: (len(each.running), each.episodes))
-            if not self._runs(worker, call):
+            worker = min(free or live, key=lambda each: (len(each.running), each.episodes))
+            if not (free and self._runs(worker, call)):
                 worker.waiting.appendleft(call)  # it must be alone: nothing else is begun there before it
         self._grow()
 
@@ -322,7 +328,7 @@ class EnvironmentProcesses:
         """Let a process run a call, if it can now; return whether the call has left the queue."""
         if call.answer.done():  # nobody waits for it any more
             return True
-        if worker.running and (call.alone or not worker.has_room()):
+        if not worker.can_run(call):
             return False
         try:
             worker.run(call, _EXTRA_S if self._coroutines else 0.0)
@@ -334,9 +340,7 @@ class EnvironmentProcesses:
     def _grow(self) -> None:
         """Start a process if calls have waited long enough for one; look again when they will have."""
         queues = [queue for queue in (self._waiting, *(worker.waiting for worker in self._workers)) if queue]
-        if not queues or self._closing or self._given_up or len(self._lives) >= self._most:
-            return
-        if self._starting:
+        if not queues or self._starting or self._closing or self._given_up or len(self._lives) >= self._most:
             return
         due = max(min(queue[0].since for queue in queues) + (_PATIENCE_S if self._workers else 0.0), self._start_at)
         if self._loop.time() >= due:
@@ -412,7 +416,7 @@ class EnvironmentProcesses:
             self.multi_turn = description["multi_turn"]
             self._described.set_result(None)
             withheld = sorted(os.environ.keys() - variables.keys())
-            log.info("the environment is there", name=self.name, processes=self._most, variables_withheld=withheld)
+            log.info("environment is ready", name=self.name, processes=self._most, variables_withheld=withheld)
 
     def _answered(self, worker: Worker, call: Call, answer: dict[str, Any]) -> None:
         """Take the answer to a call."""
@@ -465,8 +469,8 @@ class EnvironmentProcesses:
         delay = self._restarts.died()
         if delay is None:
             self._give_up(
-                f"the processes of environment {self.name} died {self._config.max_restarts + 1} times in a row, the last one"
-                f" {end.text}: repair the environment, or raise {_SECTION}.max_restarts"
+                f"the processes of environment {self.name} died {self._config.max_restarts + 1} times in a row (the last"
+                f" one: {end.text}): repair the environment, or raise {_SECTION}.max_restarts"
             )
         else:
             self._start_at = self._loop.time() + delay

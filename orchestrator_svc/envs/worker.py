@@ -38,6 +38,12 @@ _NO_SECRETS = {"PWD", "OLDPWD"}
 _KILL_S = 5.0
 """Seconds that the kernel gets to end a killed process; one that waits for a dead disk may need longer."""
 
+_LAST_LINES = 5
+"""Lines that an error shows of what a process printed which ended at its start."""
+
+_STACKS_S = 0.2
+"""Seconds for a process that hangs to print where."""
+
 _LAST_LINES_S = 0.5
 """Seconds to read what an ended process printed; a process that left its group may still hold the pipe."""
 
@@ -147,6 +153,7 @@ class Worker(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._following: list[asyncio.Task[None]] = []
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
     async def start(
         self, settings: Mapping[str, Any], variables: Mapping[str, str], log_lines_per_minute: int
@@ -183,28 +190,31 @@ class Worker(asyncio.Protocol):
         if not self._description:
             raise ConfigError(
                 f"environment {settings['environment']} ended its process while it was imported or constructed"
-                f" (it {await self.kill()}): its last lines are in the log"
+                f" (it {await self.kill()}); the last lines that it printed: {' | '.join(self._last_lines) or 'none'}"
             )
         if "refused" in self._description:
             raise ConfigError(self._description["refused"])
         return self._description
 
-    def has_room(self) -> bool:
-        """Return whether it can run one more call now."""
+    def can_run(self, call: Call) -> bool:
+        """Return whether it can run this call now."""
         if self.ended.is_set() or len(self.running) >= self.room:
             return False
-        alone = any(call.alone for call in self.running.values()) or (self.waiting and self.waiting[0].alone)
-        return not alone
+        return not self.running or not (call.alone or any(each.alone for each in self.running.values()))
 
     def run(self, call: Call, extra_s: float) -> None:
-        """Send a call. After its time limit and `extra_s` the process ends."""
+        """Send a call. After its time limit and `extra_s` the process ends.
+
+        Raises:
+            NotPlainError: if its arguments cannot be sent.
+        """
         if self._transport is None:
             raise RuntimeError("the process is not started")
+        message = {"id": call.number, "method": call.method, "arguments": call.arguments, "limit_s": call.limit_s}
+        self._transport.write(encode(message))
         call.worker = self
         self.running[call.number] = call
-        frame = {"id": call.number, "method": call.method, "arguments": call.arguments, "limit_s": call.limit_s}
         call.timer = asyncio.get_running_loop().call_later(call.limit_s + extra_s, self._late, call)
-        self._transport.write(encode(frame))
 
     def end_because(self, end: End) -> None:
         """Let the process end; the first reason stays."""
@@ -262,6 +272,10 @@ class Worker(asyncio.Protocol):
         process, self._process = self._process, None
         if process is None:
             return "was not started"
+        if self.end is not None and self.end.reason == Reason.HUNG:
+            with contextlib.suppress(OSError):
+                process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of its threads, to the log
+            grace_s = max(grace_s, _STACKS_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await process.wait()
@@ -291,6 +305,7 @@ class Worker(asyncio.Protocol):
         while data and process.stdout is not None:
             data = await process.stdout.read(_READ_BYTES)
             for line in lines.feed(data, clock()):
+                self._last_lines.append(line)
                 log.info("environment prints", process=self.number, text=line)
 
     def memory_mib(self) -> float:

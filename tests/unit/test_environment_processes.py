@@ -18,7 +18,7 @@ from orchestrator_svc.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.processes import EnvironmentProcesses, ReplayDiffersError
 from orchestrator_svc.envs.question_answer import exact_reward, math_reward
-from orchestrator_svc.envs.worker import EnvironmentFailedError, Reason
+from orchestrator_svc.envs.worker import End, EnvironmentFailedError, Reason
 from sluice.config import ConfigError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -104,11 +104,11 @@ async def test_a_completion_that_cannot_be_scored_is_missing_and_spoils_no_other
 
 
 async def test_calls_that_hang_cost_their_own_process_whether_they_hold_the_gil_or_not() -> None:
-    async with pool("Single", count=4, score_s=SHORT_S) as environment:
+    async with pool("Single", count=4, score_s=SHORT_S, score_retries=0) as environment:
         hanging = ["loop", "regex", "hold the GIL", "sleep"]
         rewards = await asyncio.gather(*(environment.score(TASK, [each]) for each in [*hanging, "a"]))
         assert rewards == [[None], [None], [None], [None], [1.0]]
-        assert environment.failures == {Reason.HUNG: 8, "missing": 4}
+        assert environment.failures == {Reason.HUNG: 4, "missing": 4}
 
 
 async def test_the_loop_goes_on_while_a_process_hangs() -> None:
@@ -149,6 +149,34 @@ async def test_what_is_not_plain_data_is_an_error_that_says_where(single, word, 
     assert await single.score(TASK, ["a"]) == [1.0]
 
 
+async def test_a_task_that_is_not_plain_data_fails_its_call_and_harms_no_process() -> None:
+    async with pool("Single", count=1, call_s=SHORT_S) as environment:
+        (process,) = await environment.score(TASK, ["pid"])
+        with pytest.raises(EnvironmentFailedError, match=r"cannot be called: arguments.task.data.do is of type object"):
+            await environment.messages(Task("t", {"do": object()}))
+        await asyncio.sleep(1.2 * SHORT_S)  # no time limit runs on for it
+        assert await environment.score(TASK, ["pid"]) == [process]
+
+
+async def test_a_hang_prints_where() -> None:
+    async with pool("Single", count=1, call_s=SHORT_S) as environment:
+        with structlog.testing.capture_logs() as logs, pytest.raises(EnvironmentFailedError, match="did not end"):
+            await environment.messages(Task("t", {"do": "regex"}))
+    printed = "\n".join(entry.get("text", "") for entry in logs)
+    assert "misbehaving_environment.py" in printed
+    assert "in act" in printed
+
+
+async def test_a_process_that_is_about_to_end_gets_no_call_and_blames_none() -> None:
+    async with pool("Several", count=1) as environment, environment.episode(TASK, 0) as episode:
+        await episode.step("a")
+        episode.worker.end_because(End(Reason.MEMORY, "was killed: it had too much memory"))
+        steps = asyncio.create_task(episode.step("ab"))
+        assert await asyncio.gather(environment.messages(TASK), return_exceptions=True)
+        assert (await steps).messages[0]["content"] == "3"
+        assert environment.failures == {Reason.RAISED: 1}, "a multi-turn environment has no messages"
+
+
 @pytest.mark.parametrize(
     ("split", "message"),
     [
@@ -183,7 +211,7 @@ async def test_processes_that_only_die_are_given_up(tmp_path) -> None:
     async with pool("DiesAgain", arguments={"first": str(tmp_path / "first")}, count=1, max_restarts=3) as environment:
         with pytest.raises(EnvironmentFailedError, match="exit code 3"):
             await environment.messages(Task("t", {"do": "exit"}))
-        with pytest.raises(EnvironmentFailedError, match=r"died 4 times in a row.*exit code 5") as given_up:
+        with pytest.raises(EnvironmentFailedError, match=r"died 4 times in a row .*exit code 5") as given_up:
             await environment.messages(TASK)
         assert (given_up.value.reason, given_up.value.culprit) == (Reason.GIVEN_UP, False)
 
@@ -302,14 +330,14 @@ async def test_a_reward_that_is_no_number_is_an_error_of_the_step(several) -> No
 
 
 async def test_coroutines_run_side_by_side_and_one_that_is_late_is_cancelled_alone() -> None:
-    async with pool("Coroutines", count=1, score_s=SHORT_S) as environment:
+    async with pool("Coroutines", count=1, score_s=SHORT_S, score_retries=0) as environment:
         (process,) = [message["content"] for message in await environment.messages(TASK)]
         together = await asyncio.gather(environment.score(TASK, ["a"]), environment.score(TASK, ["b"]))
         assert together == [[float(process)], [float(process)]]
         assert await environment.score(TASK, ["hang"]) == [None]
         assert await environment.score(TASK, ["c"]) == [float(process)], "it was not killed for that"
         assert await environment.score(TASK, ["loop"]) == [None]
-        assert environment.failures == {Reason.HUNG: 4, "missing": 2}
+        assert environment.failures == {Reason.HUNG: 2, "missing": 2}
 
 
 async def test_a_coroutine_where_no_loop_runs_is_an_error_with_the_remedy() -> None:
