@@ -21,7 +21,8 @@ from orchestrator_svc.evaluation import Evaluations
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
-from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
+from orchestrator_svc.policy import PolicyEngine
+from orchestrator_svc.replicas import Replica, ReplicaPool
 from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
@@ -157,7 +158,14 @@ async def _built(
             events.append(replica_event(replica))
             changed.set()
 
-        pool = ReplicaPool(common.peers.rollout, common.security, config.replicas, on_replica)
+        pool = ReplicaPool(
+            common.peers.rollout,
+            common.security,
+            config.replicas,
+            on_replica,
+            concurrency=config.concurrency,
+            group=config.group_size,
+        )
         engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
         runner = GroupRunner(workflow, engine, common.seed, request_prefix=common.run)
         bound = StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent)

@@ -160,19 +160,70 @@ class PoolsConfig(Section):
 
 
 class ReplicasConfig(Section):
-    """How rollout replicas are found and watched."""
+    """How rollout replicas are found, watched and chosen."""
 
     poll_s: float = Field(0.5, gt=0, description="Seconds between two status requests to a replica.")
     waiting_poll_s: float = Field(0.02, gt=0, description="Seconds between them while dispatch awaits a newer version.")
-    poll_deadline_s: float = Field(5.0, gt=0, description="Seconds for one status request.")
+    progress_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds without a message from a replica, or without a step of its engine while it has work, after which it hangs: it gets no work, and its requests continue at another replica.",
+    )
+    paused_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that a request waits at a paused replica before it continues at one that is not paused.",
+    )
+    coalesce_s: float = Field(
+        1.0,
+        gt=0,
+        description="Seconds of new tokens that a replica sends in one message; what it has not sent is lost if it dies.",
+    )
+    affinity_margin: float = Field(
+        0.25,
+        ge=0,
+        description="How much busier than the least busy replica, as a share of the samples it generates at a time, the one that has a request's prefix may be and still get it.",
+    )
     resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
     lease_s: float = Field(
         30.0, gt=0, description="Seconds that an announced replica is used after its last heartbeat."
     )
-    evict_after: int = Field(
-        2,
-        ge=1,
-        description="Failed status requests in a row after which its work goes elsewhere until it answers again.",
+
+    @model_validator(mode="after")
+    def _in_time(self) -> Self:
+        for name in ("poll_s", "coalesce_s"):
+            if getattr(self, name) > self.progress_s / 2:
+                raise ValueError(
+                    f"progress_s ({self.progress_s:g}) must be at least twice {name} ({getattr(self, name):g}): a replica that"
+                    " works would be taken for one that hangs"
+                )
+        return self
+
+
+class ConcurrencyConfig(Section):
+    """How many samples a replica is given at a time."""
+
+    adapt: bool = Field(
+        True,
+        description="Give a replica more samples while it has room, and fewer when they queue there or its KV cache is too small; false leaves `max_running` as the only limit.",
+    )
+    initial_samples: int = Field(
+        1024, ge=1, description="Samples in flight at a replica at first, before its load is known."
+    )
+    most_samples: int = Field(8192, ge=1, description="Most samples in flight at a replica.")
+    kv_high: float = Field(
+        0.9, gt=0, le=1, description="Share of the KV cache in use above which a replica is given no more samples."
+    )
+    queue_share: float = Field(
+        0.5,
+        ge=0,
+        description="Samples that may wait for a place at a replica all the time, as a share of those it generates at a time; at least two groups.",
+    )
+    shrink: float = Field(
+        0.75, gt=0, lt=1, description="Part of the samples in flight that is left after a preemption."
+    )
+    settle_s: float = Field(
+        2.0, gt=0, description="Seconds over which a queue must stand to count, and between two reductions."
     )
 
 
@@ -324,7 +375,11 @@ class OrchestratorConfig(EpisodeConfig):
         ge=1,
         description="Most groups between dispatch and the end of their training, whatever the staleness allows.",
     )
-    max_running: int = Field(64, ge=1, description="Most groups whose episodes are under way at a time.")
+    max_running: int = Field(
+        1024,
+        ge=1,
+        description="Most groups whose episodes are under way at a time, however much room the replicas have (see `concurrency`).",
+    )
     on_stale: Literal["drop", "truncate", "requeue"] = Field(
         "drop",
         description="Trajectories with tokens beyond max_staleness: drop them, train only their fresh tokens, or draw the task again.",
@@ -355,6 +410,7 @@ class OrchestratorConfig(EpisodeConfig):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation inside the run.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="Rollout replicas.")
+    concurrency: ConcurrencyConfig = Field(default_factory=ConcurrencyConfig, description="Samples in flight.")
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig, description="Deadlines.")
     journal: JournalConfig = Field(default_factory=JournalConfig, description="The journal.")
     existing_run: Literal["resume", "refuse"] = Field(

@@ -151,6 +151,8 @@ class Dispatcher:
         """Start a group if one may start now: first those that an earlier process left unfinished."""
         unfinished = self._unfinished[0] if self._unfinished else None
         wanted = None if self.paused else self._wanted_version(unfinished)
+        if wanted is not None and not self._pool.has_room(self._ledger.count(Stage.RUNNING) - len(self._unfinished)):
+            wanted = None
         version = self._version_to_start_on(wanted)
         if version is None:
             return False

@@ -160,7 +160,8 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     # What follows brings gRPC and process pools: not for `--help`.
     from orchestrator_svc.envs.processes import EnvironmentProcesses  # noqa: PLC0415
     from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
-    from orchestrator_svc.replicas import PolicyEngine, ReplicaPool  # noqa: PLC0415
+    from orchestrator_svc.policy import PolicyEngine  # noqa: PLC0415
+    from orchestrator_svc.replicas import ReplicaPool  # noqa: PLC0415
     from orchestrator_svc.workflows import GroupRunner, Sampling, choose_workflow  # noqa: PLC0415
 
     settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)

@@ -1,88 +1,117 @@
-"""The rollout replicas: what each one last said, which of them get work, and generation that survives their failures.
+"""The rollout replicas: what each one last said, which of them get work, and when one is given up.
 
-`Replica` is one of them, `ReplicaPool` finds, polls and chooses them, `PolicyEngine` samples through the pool: at any replica
-that serves a version that is new enough, and at another one if it fails.
+`Replica` is one of them. `ReplicaPool` finds, polls, evicts and chooses them. A replica is evicted when its connection breaks or when
+it makes no progress (`progress`); its calls are then cancelled as soon as another replica can take them, and it gets work again when
+it answers and its engine steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import ipaddress
-import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import grpc
 import structlog
 
-from orchestrator_svc.config import ReplicasConfig
+from orchestrator_svc.addresses import check_address, is_fixed, resolve_targets
+from orchestrator_svc.concurrency import ConcurrencyLimit, EngineLoad
+from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
+from orchestrator_svc.placement import Homes, Load, place
+from orchestrator_svc.progress import ListeningClock, Loss, ReplicaProgress, StreamProgress
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
-from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2
-from sluice.versions import BASE, Version, append_spans
+from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc
+from sluice.versions import BASE, Version
 
 log = structlog.get_logger(__name__)
 
-_Answer = TypeVar("_Answer")
+Call: TypeAlias = "grpc.aio.Call"
 
 _FIRST_COOLDOWN_S = 0.2
 _LONGEST_COOLDOWN_S = 10.0
 """Seconds without work after a failed request, doubled with each further failure: a replica may answer polls and still fail."""
 
+_LONGEST_STALL_REST_S = 120.0
+"""Most seconds without work after the engine stalled: each attempt with such an engine costs its requests `progress_s`."""
+
 _READY = {rollout_pb2.REPLICA_STATE_SERVING, rollout_pb2.REPLICA_STATE_PAUSED}
 """A paused replica takes work too: a pause is short (an update) or an operator's wish, and requests queue there."""
 
-_ELSEWHERE = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-"""Failures that another replica, or the same one later, may not repeat."""
+_TICK_S = 0.25
+"""Seconds between two looks at who makes progress; less if `progress_s` is short."""
 
-_INTERRUPTED = {
-    tokens_pb2.FINISH_REASON_ABORT,
-    tokens_pb2.FINISH_REASON_ERROR,
-    tokens_pb2.FINISH_REASON_VERSION_RETIRED,
-}
-"""Ends that are not the policy's: the sample is continued from its tokens."""
+_LEAST_SEARCH_S = 0.05
+"""Least seconds between two looks at who is announced."""
 
-_CONTINUATIONS = 8
-"""How often one sample is continued before its group fails."""
 
-_BUSY_RETRY_S = 0.5
+REPLICA_LOST = "REPLICA_LOST"
+"""Reason of the error of a call that the pool gave up."""
 
-_DNS = "dns:///"
-_UNIX = "unix:"
-_LOOKUP_S = 5.0
-"""Seconds that the resolver may take for one name."""
+
+class Work:
+    """A call under way at a replica.
+
+    Attributes:
+        samples: Samples that it counts as.
+        lost: Why the pool cancelled it; empty if it did not.
+    """
+
+    def __init__(self, call: Call, samples: int, progress: StreamProgress | None) -> None:
+        self.samples, self.progress = samples, progress
+        self.lost = ""
+        self._call = call
+
+    def give_up(self, why: str) -> None:
+        """Cancel the call; its caller makes it at another replica."""
+        self.lost = self.lost or why
+        self._call.cancel()
 
 
 class Replica:
-    """One rollout replica: its channel, its last status, and whether it gets work."""
+    """One rollout replica: its channel, its last status, and whether it gets work.
 
-    def __init__(self, target: str, security: SecurityConfig, evict_after: int) -> None:
+    Attributes:
+        in_flight: Samples that this process has under way there.
+        works: Calls that it has under way there.
+        limit: How many samples it is given.
+        loss: Why it was evicted; None while it is not.
+        leaving: Whether its lease is over: it gets no new work.
+        told: Version and fitness that its pool last told of.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        security: SecurityConfig,
+        config: ReplicasConfig,
+        limit: ConcurrencyLimit,
+        clock: ListeningClock,
+    ) -> None:
         self.target = target
         self.status = rollout_pb2.GetStatusResponse()
         self.model = rollout_pb2.GetModelResponse()
         self.version: Version = BASE
         self.in_flight = 0
-        self.calls: set[asyncio.Future[Any]] = set()
+        self.works: set[Work] = set()
         self.seen = False
+        self.loss: Loss | None = None
+        self.leaving = False
+        self.limit = limit
         self._channel = connect(target, security)
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self.admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
-        self._evict_after = evict_after
-        self._failed_polls = 0
-        self._failed_work = 0
+        self._config, self._clock = config, clock
+        self.progress = ReplicaProgress(config.progress_s, clock.now, clock.now)
+        self._others = 0
+        self._paused_since: float | None = None
+        self._failed_work = self._stalls = 0
         self._rest_until = 0.0
         self._last_error = "has not answered yet"
+        self.told = (self.version, self.why_not())
 
     @property
     def name(self) -> str:
@@ -90,48 +119,134 @@ class Replica:
         return self.status.replica or self.target
 
     @property
-    def evicted(self) -> bool:
-        """Whether it failed too many polls in a row to get work."""
-        return self._failed_polls >= self._evict_after
+    def load(self) -> Load:
+        """What it has to do: the samples of this process as they are now, and those of others when it was last polled."""
+        return Load(self.target, self.in_flight + self._others, self.status.max_running)
 
-    def cancel_calls(self) -> None:
-        """Cancel the calls under way; their callers make them at another replica."""
-        for call in self.calls:
-            call.cancel()
+    @property
+    def engine_load(self) -> EngineLoad:
+        """What its engine last reported."""
+        status = self.status
+        return EngineLoad(status.running, status.queued, status.kv_cache_usage, status.preemptions, status.max_running)
 
-    async def poll(self, deadline_s: float) -> None:
-        """Ask for its status; remember a failure rather than raise it."""
+    @property
+    def paused_long(self) -> bool:
+        """Whether it has been paused for longer than an update takes."""
+        return self._paused_since is not None and self._clock.now - self._paused_since > self._config.progress_s
+
+    async def poll(self) -> bool:
+        """Ask for its status. Return whether another process answers now.
+
+        Raises:
+            SluiceError: if it does not answer.
+        """
+        deadline_s = self._config.progress_s
         try:
-            if not self.model.model:
-                self.model = await self.rollout.GetModel(rollout_pb2.GetModelRequest(), timeout=deadline_s)
             status = await self.admin.GetStatus(rollout_pb2.GetStatusRequest(), timeout=deadline_s)
+            is_another = self.seen and (status.start_time, status.replica) != (
+                self.status.start_time,
+                self.status.replica,
+            )
+            if is_another or not self.model.model:
+                self.model = await self.rollout.GetModel(rollout_pb2.GetModelRequest(), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
-            self._failed_polls += 1
-            self._last_error = str(SluiceError.from_rpc(error))
-            if self.evicted:
-                self.model.Clear()  # whatever comes back may serve another model
-            return
-        self.status = status
-        self.version = Version.from_proto(status.policy_version)
-        self.seen, self._failed_polls = True, 0
+            failure = SluiceError.from_rpc(error)
+            self._last_error = str(failure)
+            raise failure from error
+        if is_another:
+            self._begin_anew()
+        now = self._clock.now
+        self.progress.polled(status, now)
+        self.status, self.version, self.seen = status, Version.from_proto(status.policy_version), True
+        self._others = max(0, status.running + status.queued - self.in_flight)
+        if status.state != rollout_pb2.REPLICA_STATE_PAUSED:
+            self._paused_since = None
+        elif self._paused_since is None:
+            self._paused_since = now
+        if self.progress.hang(now) is None:
+            self.loss = None
+        return is_another
+
+    def _begin_anew(self) -> None:
+        """Forget what another process at this address said: it may have had another model, version and load."""
+        for work in list(self.works):
+            work.give_up("another process serves at its address")
+        self.progress = ReplicaProgress(self._config.progress_s, self._clock.now, self._clock.now)
+        self.limit = self.limit.anew()
+        self._failed_work = self._stalls = 0
+        self._rest_until = 0.0
+
+    def lose(self, loss: Loss) -> None:
+        """Give it no work until it answers and makes progress again."""
+        self.loss = loss
+        if loss is Loss.STALLED:
+            # It may look well as soon as its requests are cancelled, and stall again with the next ones.
+            rest = min(_LONGEST_STALL_REST_S, self._config.progress_s * 2**self._stalls)
+            self._stalls += 1
+            self._rest_until = time.monotonic() + rest
+            self._last_error = "its engine stalled"
 
     def work_failed(self, error: SluiceError) -> None:
         """Record a failed request: the replica gets no work for a while."""
         self._last_error = str(error)
         rest = min(_LONGEST_COOLDOWN_S, _FIRST_COOLDOWN_S * 2**self._failed_work)
         self._failed_work += 1
-        self._rest_until = time.monotonic() + rest
+        self._rest_until = max(self._rest_until, time.monotonic() + rest)
 
     def work_succeeded(self, version: Version) -> None:
         """Record a request that succeeded; `version` sampled its last token."""
-        self._failed_work = 0
+        self._failed_work = self._stalls = 0
         self._rest_until = 0.0
         self.version = max(self.version, version)
 
+    @contextlib.contextmanager
+    def working(self, call: Call, samples: int, *, streams: bool) -> Iterator[Work]:
+        """Count a call and its samples as under way while the block awaits it.
+
+        Raises:
+            SluiceError: what the replica answered, or UNAVAILABLE if the call was given up.
+        """
+        work = Work(call, samples, StreamProgress(self._clock.now) if streams else None)
+        self.works.add(work)
+        self.in_flight += samples
+        try:
+            yield work
+        except grpc.aio.AioRpcError as error:
+            raise SluiceError.from_rpc(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not work.lost or (task is not None and task.cancelling()):
+                raise
+            raise SluiceError.unavailable(REPLICA_LOST, f"replica {self.name} {work.lost}") from None
+        finally:
+            self.works.discard(work)
+            self.in_flight -= samples
+            call.cancel()  # if the block was left before its end
+
+    def received(self, work: Work, chunk: rollout_pb2.StreamChunk) -> None:
+        """Note a message of a stream."""
+        now = self._clock.now
+        self.progress.received(chunk, now)
+        if work.progress is not None:
+            work.progress.received(chunk.stage, now)
+
+    def why_lost(self) -> str:
+        """Return why it was evicted; empty if it was not."""
+        match self.loss:
+            case Loss.DEAD:
+                return f"does not answer: {self._last_error}"
+            case Loss.SILENT:
+                return f"does not answer: it has sent nothing for {self._config.progress_s:g} s"
+            case Loss.STALLED:
+                return f"hangs: its engine has made no step for {self._config.progress_s:g} s"
+        return ""
+
     def why_not(self, wanted: Version | None = None) -> str:
         """Return why it gets no work; empty if it does."""
-        if not self.seen or self.evicted:
-            return f"does not answer: {self._last_error}"
+        if not self.seen or self.loss is not None:
+            return self.why_lost() or f"does not answer: {self._last_error}"
+        if self.leaving:
+            return "leaves: its lease is over"
         if self.status.state not in _READY:
             return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"
         if time.monotonic() < self._rest_until:
@@ -158,11 +273,17 @@ class Replica:
 
 
 class ReplicaPool:
-    """Finds, polls and chooses replicas; `run` does the first two.
+    """Finds, polls, evicts and chooses replicas; `run` does the first three.
 
     Args:
         addresses: Configured addresses. A name stands for all addresses that it resolves to, and is resolved again regularly.
         on_change: Called when a replica's version or fitness changed.
+        concurrency: How many samples a replica is given at a time.
+        group: Samples that are dispatched together.
+
+    Attributes:
+        counts: What happened at replicas, by name; `PolicyEngine` counts here too. Evictions are "evicted_dead",
+            "evicted_silent" and "evicted_stalled".
     """
 
     def __init__(
@@ -171,6 +292,9 @@ class ReplicaPool:
         security: SecurityConfig,
         config: ReplicasConfig,
         on_change: Callable[[Replica], None],
+        *,
+        concurrency: ConcurrencyConfig | None = None,
+        group: int = 1,
     ) -> None:
         self._addresses = []
         for address in addresses:
@@ -180,14 +304,24 @@ class ReplicaPool:
                 log.warning("a replica is left out (peers.rollout)", reason=str(error))
             else:
                 self._addresses.append(address)
-        self._security, self._config = security, config
-        self._on_change = on_change
+        self.counts: Counter[str] = Counter()
+        self.config = config
+        self._security, self._on_change = security, on_change
+        self._limit = ConcurrencyLimit(concurrency or ConcurrencyConfig(), group)
+        self._group = group
+        self._tick_s = min(_TICK_S, config.progress_s / 10)
+        self._clock = ListeningClock(self._tick_s, time.monotonic())
         self._replicas: dict[str, Replica] = {}
         self._pollers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._homes = Homes()
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._search = asyncio.Event()
         self._wanted: Version | None = None
+        self._held_back = False
         self._leases: dict[str, tuple[str, float]] = {}
+        self._leased: set[str] = set()
         self._last_digest = self._last_dtype = ""
 
     @property
@@ -196,80 +330,153 @@ class ReplicaPool:
         return list(self._replicas.values())
 
     async def run(self) -> None:
-        """Find and poll replicas until cancelled, then close their channels.
+        """Find, poll and watch replicas until cancelled, then close their channels.
 
         Raises:
             ExceptionGroup: with whatever the search for replicas or one of the polls raised.
         """
         try:
-            async with asyncio.TaskGroup() as pollers:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                tasks.create_task(self._watch(), name="watch replicas")
                 while True:
-                    await self._follow_names(pollers)
-                    await asyncio.sleep(self._config.resolve_s)
+                    self._search.clear()
+                    await self._follow_names()
+                    ends = [end - self._clock.now for _, end in self._leases.values()]
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(max(_LEAST_SEARCH_S, min([self.config.resolve_s, *ends]))):
+                            await self._search.wait()
         finally:
+            self._tasks = None
             for replica in self._replicas.values():
                 await replica.close()
 
-    async def _follow_names(self, pollers: asyncio.TaskGroup) -> None:
-        now = time.monotonic()
+    async def _follow_names(self) -> None:
+        now = self._clock.now
         self._leases = {name: lease for name, lease in self._leases.items() if lease[1] > now}
-        targets = await resolve_targets([*self._addresses, *(target for target, _ in self._leases.values())])
+        leased = {target for target, _ in self._leases.values()}
+        targets = await resolve_targets([*self._addresses, *leased])
         for target in targets:
-            if target not in self._replicas:
-                replica = Replica(target, self._security, self._config.evict_after)
-                self._replicas[target] = replica
-                self._pollers[target] = pollers.create_task(self._poll(replica), name=f"poll {target}")
+            self._join(target)
         for target in [each for each in self._replicas if each not in targets]:
-            # It left the name service, or its lease is over. Forget it unless it still works.
+            # It left the name service, or its lease is over. A name service may err: such a replica is kept while it works.
             replica = self._replicas[target]
-            if replica.seen and not replica.evicted and (replica.in_flight or not replica.why_not()):
+            replica.leaving = target in self._leased
+            if replica.seen and replica.loss is None and (replica.works or not replica.why_not()):
                 continue
             poller = self._pollers.pop(target)
             del self._replicas[target]
+            self._leased.discard(target)
             poller.cancel()
             await asyncio.gather(poller, return_exceptions=True)
-            replica.cancel_calls()
+            for work in list(replica.works):
+                work.give_up("left")
+            self._homes.forget(target)
             await replica.close()
             log.info("replica forgotten", replica=replica.name, target=target)
 
+    def _join(self, target: str) -> None:
+        if target in self._replicas:
+            self._replicas[target].leaving = False
+        elif self._tasks is not None:
+            replica = Replica(target, self._security, self.config, self._limit.anew(), self._clock)
+            self._replicas[target] = replica
+            self._pollers[target] = self._tasks.create_task(self._poll(replica), name=f"poll {target}")
+
     async def _poll(self, replica: Replica) -> None:
         while True:
-            before = (replica.version, replica.why_not())
-            await replica.poll(self._config.poll_deadline_s)
+            try:
+                if await replica.poll():
+                    log.info(
+                        "another process serves at a replica's address", replica=replica.name, target=replica.target
+                    )
+                    self._homes.forget(replica.target)
+            except SluiceError as error:
+                if is_broken(error):
+                    self.evict(replica, Loss.DEAD)
+            else:
+                replica.limit.report(replica.engine_load, replica.in_flight, self._clock.now, held_back=self._held_back)
             if replica.model.tokenizer_digest:
                 self._last_digest, self._last_dtype = replica.model.tokenizer_digest, self.sampler_dtype()
-            if (replica.version, replica.why_not()) != before:
-                reason = replica.why_not()
-                log.debug("replica changed", replica=replica.name, version=str(replica.version), reason=reason)
-                self._on_change(replica)
-                self._changed.set()
-                if any(not each.why_not() for each in self._replicas.values()):
-                    # A call at an evicted replica may never end; another replica takes it.
-                    for each in self._replicas.values():
-                        if each.evicted:
-                            each.cancel_calls()
+            self._tell_changes(replica)
+            if replica.leaving and not replica.works:
+                self._search.set()
             await self._pause(replica)
+
+    def _tell_changes(self, replica: Replica) -> None:
+        now = (replica.version, replica.why_not())
+        if replica.told != now:
+            replica.told = now
+            log.debug("replica changed", replica=replica.name, version=str(replica.version), reason=now[1])
+            self._on_change(replica)
+            self._changed.set()
 
     async def _pause(self, replica: Replica) -> None:
         """Wait for the next poll: briefly while dispatch waits for a version that this replica does not serve yet."""
         if self._wanted is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.poll_s):
+                async with asyncio.timeout(self.config.poll_s):
                     await self._hurry.wait()
         elif not replica.why_not() and replica.version < self._wanted:
-            await asyncio.sleep(self._config.waiting_poll_s)
+            await asyncio.sleep(self.config.waiting_poll_s)
         else:
-            await asyncio.sleep(self._config.poll_s)
+            await asyncio.sleep(self.config.poll_s)
+
+    async def _watch(self) -> None:
+        """Evict replicas that hang, and cancel the calls of lost ones that another replica can take."""
+        while True:
+            await asyncio.sleep(self._tick_s)
+            now = self._clock.tick(time.monotonic())
+            for replica in self.replicas:
+                if (loss := replica.progress.hang(now)) is not None:
+                    self.evict(replica, loss)
+            for replica in self.replicas:
+                self._move(replica, now)
+
+    def _move(self, replica: Replica, now: float) -> None:
+        """Cancel the calls of a replica that is lost, or at which they are stuck, if they can be made elsewhere."""
+        others = [each for each in self._replicas.values() if each is not replica and not each.why_not()]
+        if not others or not replica.works:
+            return
+        lost, config = replica.why_lost(), self.config
+        paused_s = config.paused_s if any(not each.paused_long for each in others) else float("inf")
+        for work in list(replica.works):
+            stuck = work.progress.why_stuck(now, config.progress_s, paused_s) if work.progress is not None else ""
+            if lost or stuck:
+                work.give_up(lost or stuck)
+
+    def evict(self, replica: Replica, loss: Loss) -> None:
+        """Give a replica no work until it answers and makes progress again."""
+        if replica.loss is not None or not replica.seen:
+            return
+        replica.lose(loss)
+        self.counts[f"evicted_{loss}"] += 1
+        self._homes.forget(replica.target)
+        log.warning(
+            "replica evicted; it gets work again when it answers and makes progress",
+            replica=replica.name,
+            target=replica.target,
+            reason=replica.why_lost(),
+            calls=len(replica.works),
+        )
+        self._tell_changes(replica)
+        self._move(replica, self._clock.now)
 
     def register(self, name: str, target: str) -> float:
-        """Use a replica that announced itself; return the seconds within which it has to send a heartbeat.
+        """Use a replica that announced itself, at once; return the seconds within which it has to send a heartbeat.
 
         Raises:
             ValueError: if its address cannot be one.
         """
         check_address(target)
-        self._leases[name] = (target, time.monotonic() + self._config.lease_s)
-        return self._config.lease_s
+        is_new = self._leases.get(name, ("", 0.0))[0] != target
+        self._leases[name] = (target, self._clock.now + self.config.lease_s)
+        if is_new:
+            self._leased.add(target)
+            if is_fixed(target):
+                self._join(target)
+            self._search.set()  # for a name, and for the address that it had before
+        return self.config.lease_s
 
     def heartbeat(self, name: str) -> float:
         """Renew a lease; return its seconds.
@@ -279,6 +486,10 @@ class ReplicaPool:
         """
         return self.register(name, self._leases[name][0])
 
+    def refused(self, replica: Replica) -> None:
+        """Give a replica fewer samples at a time: its queue is full."""
+        replica.limit.refused(replica.in_flight, self._clock.now)
+
     def wait_for(self, wanted: Version | None) -> None:
         """Poll often while dispatch waits for a version; None: it waits for none."""
         self._wanted = wanted
@@ -287,44 +498,38 @@ class ReplicaPool:
         else:
             self._hurry.set()
 
-    def pick(self, wanted: Version, avoid: frozenset[str] = frozenset()) -> Replica | None:
-        """Return the least loaded replica that serves `wanted` or newer; one of `avoid` only if there is no other."""
-        fit = [each for each in self._replicas.values() if not each.why_not(wanted)]
-        preferred = [each for each in fit if each.target not in avoid] or fit
-        return min(preferred, key=lambda each: each.in_flight + each.status.queued, default=None)
+    def has_room(self, running_groups: int) -> bool:
+        """Return whether the replicas can be given one more group beside those that run."""
+        fit = [each.limit.samples for each in self._replicas.values() if not each.why_not()]
+        self._held_back = bool(fit) and running_groups >= max(1, sum(fit) // self._group)
+        return not self._held_back
 
-    async def choose(self, wanted: Version, avoid: frozenset[str] = frozenset()) -> Replica:
-        """Wait until `pick` finds a replica and return it; the caller sets the deadline."""
-        while (replica := self.pick(wanted, avoid)) is None:
+    def pick(self, wanted: Version, avoid: str = "", keys: Sequence[str] = ()) -> Replica | None:
+        """Return the replica for a request, of those that serve `wanted` or newer; None if there is none.
+
+        Args:
+            wanted: Oldest version that may sample.
+            avoid: Target that is chosen only if there is no other.
+            keys: Whose prefix the request begins with, the most specific first, such as its episode and its group.
+        """
+        fit = [each for each in self._replicas.values() if not each.why_not(wanted)]
+        fit = [each for each in fit if each.target != avoid] or fit
+        fit = [each for each in fit if not each.paused_long] or fit
+        if not fit:
+            return None
+        home = self._homes.find(keys) if keys else ""
+        return self._replicas[place([each.load for each in fit], home, self.config.affinity_margin)]
+
+    async def choose(self, wanted: Version, avoid: str = "", keys: Sequence[str] = ()) -> Replica:
+        """Wait until `pick` finds a replica, remember it for the keys and return it; the caller sets the deadline."""
+        while (replica := self.pick(wanted, avoid, keys)) is None:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 # Cooldowns end without an announcement.
-                async with asyncio.timeout(self._config.poll_s):
+                async with asyncio.timeout(self.config.poll_s):
                     await self._changed.wait()
+        self._homes.remember(keys, replica.target)
         return replica
-
-    async def call(self, replica: Replica, samples: int, make: Callable[[Replica], Awaitable[_Answer]]) -> _Answer:
-        """Make a call at a replica, which counts as so many samples under way there.
-
-        Raises:
-            SluiceError: what the replica answered, or UNAVAILABLE if it was evicted meanwhile.
-        """
-        call = asyncio.ensure_future(make(replica))
-        replica.calls.add(call)
-        replica.in_flight += samples
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            raise SluiceError.from_rpc(error) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            reason = f"replica {replica.name} was evicted ({replica.why_not()})"
-            raise SluiceError.unavailable("REPLICA_EVICTED", reason) from None
-        finally:
-            replica.calls.discard(call)
-            replica.in_flight -= samples
 
     def none_for(self, waited_s: float, setting: str) -> SluiceError:
         """Return the error after `waited_s` seconds, the value of `setting`, without a replica that gets work."""
@@ -343,7 +548,8 @@ class ReplicaPool:
         Raises:
             SluiceError: FAILED_PRECONDITION if they differ.
         """
-        digests = {each.model.tokenizer_digest: each.name for each in self.replicas if each.model.tokenizer_digest}
+        models = [each for each in self.replicas if each.loss is None and each.model.tokenizer_digest]
+        digests = {each.model.tokenizer_digest: each.name for each in models}
         if len(digests) > 1:
             raise SluiceError.failed_precondition(
                 "TOKENIZERS_DIFFER",
@@ -356,7 +562,7 @@ class ReplicaPool:
 
         While none answers it is the last one.
         """
-        models = [each.model for each in self.replicas if each.model.tokenizer_digest]
+        models = [each.model for each in self.replicas if each.loss is None and each.model.tokenizer_digest]
         if not models:
             return self._last_dtype
         dtypes = {model.dtype for model in models if model.dtype}
@@ -379,189 +585,6 @@ class ReplicaPool:
         return sum(each.status.generated_tokens for each in self.replicas)
 
 
-def check_address(address: str) -> None:
-    """Check the form of an address.
-
-    Raises:
-        ValueError: if it is neither ``host:port``, with or without ``dns:///``, nor ``unix:PATH``.
-    """
-    host, _, port = address.removeprefix(_DNS).rpartition(":")
-    if address.startswith(_UNIX):
-        valid = len(address) > len(_UNIX)
-    else:
-        valid = port.isdecimal() and 0 < int(port) < 1 << 16 and (_is_literal(host) or _is_name(host))
-    if not valid:
-        raise ValueError(f"{address!r} is no address: give host:port or unix:PATH")
-
-
-async def resolve_targets(addresses: Iterable[str]) -> list[str]:
-    """Return the targets behind some addresses, in order, each once.
-
-    ``unix:/path`` and literal addresses stand for themselves, names (with or without ``dns:///``) for every address that
-    they resolve to now. A name that does not resolve is left out: it may later. So is what cannot be an address.
-    """
-    found: dict[str, None] = {}
-    for address in addresses:
-        host, _, port = address.removeprefix(_DNS).rpartition(":")
-        try:
-            check_address(address)
-            if address.startswith(_UNIX) or _is_literal(host):
-                found[address.removeprefix(_DNS)] = None
-                continue
-            async with asyncio.timeout(_LOOKUP_S):
-                rows = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-        except (ValueError, OSError, TimeoutError) as error:
-            log.debug("replica address skipped", address=address, error=str(error))
-            continue
-        hosts = [f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else row[4][0] for row in rows]
-        found |= dict.fromkeys(sorted(f"{each}:{port}" for each in hosts))
-    return list(found)
-
-
-def _is_literal(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
-def _is_name(host: str) -> bool:
-    try:
-        return bool(host.encode("idna"))
-    except UnicodeError:
-        return False
-
-
-class PolicyEngine:
-    """Samples from the policy through the pool; what workflows are given.
-
-    Args:
-        run: Name of the run; empty leaves it unchecked.
-        deadline_s: Seconds for one request at one replica.
-        only: Use this replica alone, for an evaluation that is pinned to one version.
-
-    Attributes:
-        counts: What this process generated: "requests" that were answered, those of them with a sample of several policy
-            versions ("spanning"), "tokens" sampled, attempts that failed and were made again elsewhere ("retried"), samples that
-            were interrupted and "continued".
-    """
-
-    def __init__(self, pool: ReplicaPool, run: str, deadline_s: float, only: Replica | None = None) -> None:
-        self.pool = pool
-        self.counts: Counter[str] = Counter()
-        self._run, self._deadline_s, self._only = run, deadline_s, only
-
-    def pinned(self, replica: Replica) -> PolicyEngine:
-        """Return the same engine restricted to one replica, with counts of its own."""
-        return PolicyEngine(self.pool, self._run, self._deadline_s, replica)
-
-    async def agenerate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
-        """Sample all continuations of a prompt; the caller sets the deadline of the whole.
-
-        Raises:
-            SluiceError: if the request itself is at fault, or a sample was interrupted again and again.
-        """
-        request.run = f"runs/{self._run}" if self._run else ""
-        response = await self._generate(request)
-        for sample in response.samples:
-            await self._continue(request, response.prompt_token_ids, sample)
-        self.counts["requests"] += 1
-        self.counts["tokens"] += sum(len(sample.token_ids) for sample in response.samples)
-        self.counts["spanning"] += any(len(sample.version_spans) > 1 for sample in response.samples)
-        return response
-
-    async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
-        """Return the token ids of text or messages, by the model's own tokenizer and template."""
-        answer = await self._anywhere(
-            BASE, 0, lambda replica: replica.rollout.Tokenize(request, timeout=self._deadline_s)
-        )
-        return list(answer.token_ids)
-
-    async def _generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
-        async def call(replica: Replica) -> rollout_pb2.GenerateResponse:
-            answer: rollout_pb2.GenerateResponse = await replica.rollout.Generate(request, timeout=self._deadline_s)
-            replica.work_succeeded(newest_version(answer.samples))
-            return answer
-
-        return await self._anywhere(Version.from_proto(request.min_policy_version), request.n or 1, call)
-
-    async def _anywhere(self, wanted: Version, samples: int, call: Callable[[Replica], Awaitable[_Answer]]) -> _Answer:
-        """Make a call at one replica after the other until one answers."""
-        avoid: frozenset[str] = frozenset()
-        while True:
-            replica = self._only or await self.pool.choose(wanted, avoid)
-            try:
-                return await self.pool.call(replica, samples, call)
-            except SluiceError as failure:
-                if not _retryable(failure):
-                    raise
-                error = failure
-            self.counts["retried"] += 1
-            # One warning for a replica that fails, not one for each of its requests.
-            tell = log.debug if replica.why_not() else log.warning
-            tell("request is repeated at another replica", replica=replica.name, error=str(error))
-            avoid = frozenset({replica.target})
-            if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
-                await asyncio.sleep(error.retry_after_s or _BUSY_RETRY_S)
-            else:
-                replica.work_failed(error)
-
-    async def _continue(
-        self, request: rollout_pb2.GenerateRequest, prompt: Iterable[int], sample: rollout_pb2.GeneratedSample
-    ) -> None:
-        """Continue a sample in place until it ends by itself."""
-        prompt_ids = list(prompt)
-        for _ in range(_CONTINUATIONS):
-            if sample.finish_reason not in _INTERRUPTED:
-                return
-            self.counts["continued"] += 1
-            more = rollout_pb2.GenerateRequest()
-            more.CopyFrom(request)
-            more.n = 1
-            more.request_id = (
-                f"{request.request_id}/{sample.index}+{len(sample.token_ids)}" if request.request_id else ""
-            )
-            more.token_ids.ids[:] = [*prompt_ids, *sample.token_ids]
-            more.continued_tokens = len(sample.token_ids)
-            if request.sampling.HasField("seed"):
-                # The samples of one request share its seed and differ by their index, which a request of one loses.
-                more.sampling.seed = derived_seed(request.sampling.seed, sample.index, len(sample.token_ids))
-            if request.sampling.HasField("max_tokens"):
-                more.sampling.max_tokens = request.sampling.max_tokens - len(sample.token_ids)
-                if more.sampling.max_tokens < 1:
-                    sample.finish_reason = tokens_pb2.FINISH_REASON_LENGTH
-                    return
-            append_sample(sample, (await self._generate(more)).samples[0])
-        raise SluiceError.aborted(
-            "INTERRUPTED", f"a sample was interrupted {_CONTINUATIONS} times: look for the reason in the replicas' logs"
-        )
-
-
-def append_sample(sample: rollout_pb2.GeneratedSample, more: rollout_pb2.GeneratedSample) -> None:
-    """Append the tokens of a continuation, with their log-probabilities and versions."""
-    append_spans(sample.version_spans, more.version_spans, len(sample.token_ids))
-    sample.token_ids.extend(more.token_ids)
-    sample.logprobs.extend(more.logprobs)
-    sample.text = more.text  # the replica has decoded all tokens together
-    sample.finish_reason = more.finish_reason
-    sample.stop_string = more.stop_string
-
-
-def newest_version(samples: Iterable[rollout_pb2.GeneratedSample]) -> Version:
-    """Return the newest version among the tokens of some samples; (0, 0) if there are none."""
-    versions = [Version.from_proto(s.policy_version) for sample in samples for s in sample.version_spans]
-    return max(versions, default=Version(0, 0))
-
-
-def derived_seed(*parts: object) -> int:
-    """Return a seed of 47 bits that the parts determine; seeds of different parts have nothing in common."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
-    return int.from_bytes(digest) >> 1
-
-
-def _retryable(error: SluiceError) -> bool:
-    if error.code in _ELSEWHERE or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return True
-    # A replica that restarted serves an older version than it last said; another one will do, or the same one later.
-    return error.code is grpc.StatusCode.FAILED_PRECONDITION and "VERSION" in error.reason
+def is_broken(error: SluiceError) -> bool:
+    """Return whether a connection was refused or broke: the error comes from the transport, not from a server."""
+    return error.code is grpc.StatusCode.UNAVAILABLE and error.reason == grpc.StatusCode.UNAVAILABLE.name

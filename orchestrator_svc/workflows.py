@@ -22,7 +22,8 @@ from orchestrator_svc.envs.base import Message, Task, Turn
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.processes import EnvironmentProcesses, OpenEpisode, ReplayDiffersError
 from orchestrator_svc.envs.worker import EnvironmentFailedError
-from orchestrator_svc.replicas import PolicyEngine, derived_seed
+from orchestrator_svc.generation import derived_seed
+from orchestrator_svc.policy import PolicyEngine
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
@@ -428,7 +429,9 @@ async def _generate(
     if data.log is not None and (kept := await data.log.generation(*place)) is not None:
         return kept
     try:
-        response = await engine.agenerate(request)
+        # The prompt of a turn begins with the turns before it, and those of a group begin alike.
+        episode = [f"{data.group_id}-{place[2][0]}"] if len(place[2]) == 1 else []
+        response = await engine.agenerate(request, [*episode, data.group_id])
     except SluiceError as error:
         if error.code is not grpc.StatusCode.ALREADY_EXISTS:
             raise

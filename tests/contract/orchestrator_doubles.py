@@ -79,15 +79,24 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def Generate(self, request, context):
-        if not request.request_id:
-            return await self._sample(request)
-        content = request.SerializeToString(deterministic=True)
-        answers = self.repeats.once("Generate", request.request_id, content, lambda: self._alone(request))
-        return [answer async for answer in answers][-1]
+    async def GenerateStream(self, request, context):
+        asked = request.request
+        content = asked.SerializeToString(deterministic=True)
+        messages = self._messages(asked)
+        if asked.request_id:
+            messages = self.repeats.once("GenerateStream", asked.request_id, content, lambda: self._messages(asked))
+        async for message in messages:
+            yield message
 
-    async def _alone(self, request):
-        yield await self._sample(request)
+    async def _messages(self, request):
+        answer = await self._sample(request)
+        yield rollout_pb2.GenerateStreamResponse(
+            opening={"prompt_token_ids": answer.prompt_token_ids, "tokenizer_digest": answer.tokenizer_digest}
+        )
+        deltas = [rollout_pb2.SampleDelta(tokens=each) for each in answer.samples]
+        yield rollout_pb2.GenerateStreamResponse(
+            chunk={"deltas": deltas, "stage": rollout_pb2.REQUEST_STAGE_RUNNING, "engine_steps": len(self.calls)}
+        )
 
     async def _sample(self, request):
         if self.failures:

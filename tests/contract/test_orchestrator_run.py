@@ -277,7 +277,7 @@ async def test_a_group_that_is_drawn_again_gets_request_ids_of_its_own(scene) ->
     # The replica remembers what it was asked; the second process asks under a newer version.
     for request_id in begun:
         with contextlib.suppress(SluiceError):
-            async for _ in replica.repeats.once("Generate", request_id, b"asked before", _nothing):
+            async for _ in replica.repeats.once("GenerateStream", request_id, b"asked before", _nothing):
                 pass
     trainer.run_freely()
     async with asyncio.timeout(DEADLINE_S):

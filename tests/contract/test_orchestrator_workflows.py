@@ -16,7 +16,8 @@ from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
-from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
+from orchestrator_svc.policy import PolicyEngine
+from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
@@ -244,7 +245,7 @@ async def test_the_calls_of_an_evicted_replica_are_cancelled_and_made_elsewhere(
     stuck, other = RolloutDouble("stuck"), RolloutDouble("other")
     stuck.gate.clear()
     other.state = rollout_pb2.REPLICA_STATE_DRAINING
-    async with engine_over(stuck, other) as (engine, pool):
+    async with engine_over(stuck, other, progress_s=0.5, coalesce_s=0.2) as (engine, pool):
         while sum(not replica.why_not() for replica in pool.replicas) != 1:  # noqa: ASYNC110 - the next poll tells
             await asyncio.sleep(0.01)
         calls = [ask(engine, f"r{number}") for number in range(3)]

@@ -6,7 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from orchestrator_svc.config import ReplicasConfig
+from orchestrator_svc.concurrency import ConcurrencyLimit
+from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
+from orchestrator_svc.progress import ListeningClock
 from orchestrator_svc.replicas import Replica, ReplicaPool
 from sluice.config import SecurityConfig
 from sluice.v1 import rollout_pb2
@@ -14,7 +16,8 @@ from sluice.versions import Version
 
 
 def replica(number: int, pause_s: float | None) -> Replica:
-    answered = Replica(f"127.0.0.1:{number}", SecurityConfig(), evict_after=3)
+    limit, clock = ConcurrencyLimit(ConcurrencyConfig(), 1), ListeningClock(0.1, 0.0)
+    answered = Replica(f"127.0.0.1:{number}", SecurityConfig(), ReplicasConfig(), limit, clock)
     answered.seen, answered.version = True, Version(1, number)
     answered.status.state = rollout_pb2.REPLICA_STATE_SERVING
     if pause_s is not None:

@@ -20,7 +20,6 @@ from small_adapters import recompute_adapted, save_adapter
 from small_models import CONTEXT, load, recompute, save_model
 from weightsync_stack import RUN, Stack, running_stack
 
-from orchestrator_svc.replicas import append_sample
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, LoraLimits, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings
@@ -35,7 +34,7 @@ from sluice.client import RolloutClient
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Version, append_spans
 from weightsync.publisher import AdapterPublisher
 
 pytestmark = pytest.mark.slow
@@ -200,7 +199,9 @@ async def test_a_retired_sample_continues_on_the_newest_version(replica):
     await asyncio.gather(*others)
     before = len(sample.token_ids)
     more = (await replica.generate(prompt=[*PROMPT, *sample.token_ids])).samples[0]
-    append_sample(sample, more)
+    append_spans(sample.version_spans, more.version_spans, before)
+    sample.token_ids.extend(more.token_ids)
+    sample.logprobs.extend(more.logprobs)
     spans = [(span.start, Version.from_proto(span.policy_version)) for span in sample.version_spans]
     assert spans == [(0, Version(1, 0)), (before, Version(1, 3))]
     expected = recompute_adapted(replica.base, replica.adapters[3], PROMPT, list(sample.token_ids))[before:]

@@ -16,7 +16,8 @@ from small_models import CONTEXT, recompute, save_model
 
 from benchmarks.children import free_port, service
 from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
+from orchestrator_svc.policy import PolicyEngine
+from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc, tokens_pb2

@@ -11,8 +11,8 @@ import pytest
 
 from orchestrator_svc import report as report_module
 from orchestrator_svc import status as status_module
+from orchestrator_svc.addresses import check_address, resolve_targets
 from orchestrator_svc.evaluation import EvalResult, EvalSample
-from orchestrator_svc.replicas import check_address, resolve_targets
 from orchestrator_svc.report import Recorder, build_report, read_metrics, summarise
 from orchestrator_svc.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
 from sluice.rpc import SluiceError

@@ -1,73 +1,115 @@
-"""Which processes and devices the children of a run get."""
+"""Which replica a request goes to, alone and in a simulated fleet."""
 
 from __future__ import annotations
 
-import pytest
+import random
 
-from sluice.config import ConfigError, load_run
-from sluice.config.decide import visible_devices
-from sluice.supervise.plan import Place, assign_devices, replicas_of
+from hypothesis import given
+from hypothesis import strategies as st
 
-EIGHT = tuple("01234567")
+from orchestrator_svc.placement import Homes, Load, place
 
-
-def placed(devices: tuple[str, ...], *flags: str, replicas: int = 2) -> dict[str, Place]:
-    return dict(assign_devices(load_run(flags), [f"rollout-{number}" for number in range(replicas)], devices))
-
-
-def test_each_child_gets_devices_of_its_own() -> None:
-    assert placed(EIGHT, "--allocation-mode", "vllm:d2t2+fsdp:d2t2") == {
-        "rollout-0": Place(2, ("0", "1")),
-        "rollout-1": Place(2, ("2", "3")),
-        "trainer": Place(4, ("4", "5", "6", "7")),
-    }
-
-
-def test_one_allocation_for_both_gives_both_the_same_devices() -> None:
-    assert placed(("5", "GPU-a"), "--allocation-mode", "d2") == {
-        "rollout-0": Place(1, ("5",)),
-        "rollout-1": Place(1, ("GPU-a",)),
-        "trainer": Place(2, ("5", "GPU-a")),
-    }
-
-
-def test_without_an_allocation_children_share_devices_only_if_there_are_too_few() -> None:
-    assert placed(EIGHT)["trainer"] == Place(1, ("2",))
-    assert placed(("0",)) == {"rollout-0": Place(1), "rollout-1": Place(1), "trainer": Place(1)}
-
-
-def test_on_a_cpu_no_devices_are_assigned() -> None:
-    assert placed((), "--trainer.backend", "fsdp:d3t2")["trainer"] == Place(6)
-    flags = ("--trainer.device", "cpu", "--trainer.parallel.tp", "2")
-    assert placed(("0", "1"), *flags) == {
-        "rollout-0": Place(1, ("0",)),
-        "rollout-1": Place(1, ("1",)),
-        "trainer": Place(2),
-    }
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--allocation-mode", "d2+d1"), "allocation d2\\+fsdp:d1 needs 3 devices, but there are 2"),
-        (("--trainer.parallel.tp", "4"), "trainer.parallel needs 6 devices, but there are 2"),
-    ],
+LOADS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 64)), min_size=1, max_size=8).map(
+    lambda rows: [Load(f"r{number}", samples, places) for number, (samples, places) in enumerate(rows)]
 )
-def test_a_run_that_needs_more_devices_than_there_are_is_refused(flags: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        placed(("0", "1"), *flags)
 
 
-def test_the_environment_limits_the_visible_devices() -> None:
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3, 1,-1,2"}) == ("3", "1")
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == ()
+@given(LOADS, st.integers(0, 9), st.floats(0, 2))
+def test_the_choice_is_never_busier_than_the_margin_allows(loads: list[Load], home: int, margin: float) -> None:
+    chosen = next(each for each in loads if each.target == place(loads, f"r{home}", margin))
+    least = min(each.share for each in loads)
+    assert chosen.share <= least + margin
+    assert chosen.target == f"r{home}" or chosen.share == least
 
 
-def test_the_allocation_sets_the_number_of_replicas() -> None:
-    assert replicas_of(None, load_run(["--rollout.backend", "vllm:d3"])) == 3
-    assert replicas_of(3, load_run(["--rollout.backend", "vllm:d3"])) == 3
-    assert replicas_of(None, load_run(["--peers.rollout", "a:1,b:1"])) == 2
-    with pytest.raises(ConfigError, match="has 3 replicas, but --replicas is 2"):
-        replicas_of(2, load_run(["--rollout.backend", "vllm:d3"]))
-    with pytest.raises(ConfigError, match=r"length of peers\.rollout is 2"):
-        replicas_of(None, load_run(["--rollout.backend", "vllm:d3", "--peers.rollout", "a:1,b:1"]))
+def test_load_counts_by_the_places_of_a_replica() -> None:
+    assert place([Load("small", 8, 8), Load("large", 30, 64)], "", 0.25) == "large"
+
+
+def test_the_replica_with_the_prefix_is_left_when_it_has_much_more_to_do() -> None:
+    assert place([Load("home", 26, 64), Load("other", 10, 64)], "home", 0.25) == "home"
+    assert place([Load("home", 27, 64), Load("other", 10, 64)], "home", 0.25) == "other"
+
+
+def test_the_most_specific_key_counts_first() -> None:
+    homes = Homes()
+    homes.remember(["group-1/0", "group"], "a")
+    homes.remember(["group-1/1", "group"], "b")
+    assert homes.find(["group-1/1", "group"]) == "b"
+    assert homes.find(["group-1/2", "group"]) == "a", "where the group began"
+    homes.remember(["group-1/0", "group"], "b")
+    assert homes.find(["group-1/0"]) == "b", "where the episode is now"
+
+
+def test_keys_are_bounded_and_forgotten_with_their_replica() -> None:
+    homes = Homes(most=100)
+    for number in range(1000):
+        homes.remember([f"group-{number}"], "a" if number % 2 else "b")
+    assert len(homes) == 100
+    homes.forget("a")
+    assert len(homes) == 50
+    assert not homes.find(["group-999"])
+    assert homes.find(["group-998"]) == "b"
+
+
+def simulate(turns: int, group: int, *, affinity: bool) -> tuple[float, float]:
+    """Run groups of episodes of several turns over four replicas; one of them is slow. Time is counted in ticks.
+
+    Returns:
+        The share of turns, after the first of a group, that went to a replica with their prefix; how much busier than the mean
+        the busiest replica was, as a mean over time.
+    """
+    rng, homes = random.Random(3), Homes()
+    places = {"r0": 64, "r1": 64, "r2": 64, "r3": 32}
+    samples = dict.fromkeys(places, 0)
+    prefixes: dict[str, str] = {}
+    events: list[tuple[int, int, int, str]] = []  # end, group, episode, target; a turn ends and the next one begins
+    hits = asked = 0
+    excess: list[float] = []
+    left: dict[tuple[int, int], int] = {}
+    next_group = 0
+
+    def ask(number: int, episode: int, now: int) -> None:
+        nonlocal hits, asked
+        keys = [f"{number}-{episode}", f"{number}"]
+        loads = [Load(name, samples[name], places[name]) for name in places]
+        target = place(loads, homes.find(keys) if affinity else "", 0.25)
+        homes.remember(keys, target)
+        known = prefixes.get(keys[0]) or prefixes.get(keys[1])  # of its own turns, or at first of its group
+        if known:
+            asked += 1
+            hits += target == known
+        prefixes[keys[0]] = target
+        prefixes.setdefault(keys[1], target)
+        samples[target] += 1
+        slow = 2 if target == "r3" else 1
+        events.append((now + slow * rng.randint(5, 60), number, episode, target))
+
+    for now in range(600):
+        while len(left) < 160:  # so many episodes at a time
+            for episode in range(group):
+                left[next_group, episode] = turns
+                ask(next_group, episode, now)
+            next_group += 1
+        for each in [event for event in events if event[0] <= now]:
+            events.remove(each)
+            _, number, episode, target = each
+            samples[target] -= 1
+            left[number, episode] -= 1
+            if left[number, episode]:
+                ask(number, episode, now)
+            else:
+                del left[number, episode]
+        if now > 60:
+            shares = [samples[name] / places[name] for name in places]
+            excess.append(max(shares) - sum(shares) / len(shares))
+    return hits / max(1, asked), sum(excess) / len(excess)
+
+
+def test_a_fleet_stays_balanced_and_most_turns_find_their_prefix() -> None:
+    hits, excess = simulate(turns=4, group=8, affinity=True)
+    hits_without, excess_without = simulate(turns=4, group=8, affinity=False)
+    assert hits > 0.95
+    assert hits_without < 0.8, "or the simulation shows nothing"
+    assert excess < 0.1
+    assert excess_without < 0.1

@@ -1,0 +1,78 @@
+"""Addresses of replicas: what is one, and what a name stands for."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+_DNS = "dns:///"
+_UNIX = "unix:"
+_LOOKUP_S = 5.0
+"""Seconds that the resolver may take for one name."""
+
+
+def check_address(address: str) -> None:
+    """Check the form of an address.
+
+    Raises:
+        ValueError: if it is neither ``host:port``, with or without ``dns:///``, nor ``unix:PATH``.
+    """
+    host, _, port = address.removeprefix(_DNS).rpartition(":")
+    if address.startswith(_UNIX):
+        valid = len(address) > len(_UNIX)
+    else:
+        valid = port.isdecimal() and 0 < int(port) < 1 << 16 and (_is_literal(host) or _is_name(host))
+    if not valid:
+        raise ValueError(f"{address!r} is no address: give host:port or unix:PATH")
+
+
+async def resolve_targets(addresses: Iterable[str]) -> list[str]:
+    """Return the targets behind some addresses, in order, each once.
+
+    ``unix:/path`` and literal addresses stand for themselves, names (with or without ``dns:///``) for every address that
+    they resolve to now. A name that does not resolve is left out: it may later. So is what cannot be an address.
+    """
+    found = await asyncio.gather(*map(_resolve, addresses))
+    return list(dict.fromkeys(target for targets in found for target in targets))
+
+
+def is_fixed(address: str) -> bool:
+    """Return whether an address stands for itself, so that no name has to be looked up."""
+    return address.startswith(_UNIX) or _is_literal(address.rpartition(":")[0])
+
+
+async def _resolve(address: str) -> list[str]:
+    address = address.removeprefix(_DNS)
+    host, _, port = address.rpartition(":")
+    try:
+        check_address(address)
+        if is_fixed(address):
+            return [address]
+        async with asyncio.timeout(_LOOKUP_S):
+            rows = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except (ValueError, OSError, TimeoutError) as error:
+        log.debug("replica address skipped", address=address, error=str(error))
+        return []
+    hosts = {f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else row[4][0] for row in rows}
+    return sorted(f"{each}:{port}" for each in hosts)
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_name(host: str) -> bool:
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False

@@ -1,0 +1,318 @@
+"""The samples of one request as they grow, at one replica after the other. Pure: messages in, requests out.
+
+A `Part` is what one replica is asked for: at first the whole request. When its stream has ended or broken, `Generation.rest` says
+what is left to ask: each sample that has tokens continues from them by a request of its own, those that have none are sampled again
+together. Only tokens with a version span count; the others are sampled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import xxhash
+
+from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2, tokens_pb2
+from sluice.versions import BASE, Version, append_spans
+
+_INTERRUPTED = {
+    tokens_pb2.FINISH_REASON_ABORT,
+    tokens_pb2.FINISH_REASON_ERROR,
+    tokens_pb2.FINISH_REASON_VERSION_RETIRED,
+}
+"""Ends that are not the policy's: the sample is continued."""
+
+
+class Growing:
+    """One sample, and what the present stream has brought of it.
+
+    Attributes:
+        sample: Its tokens so far, each with its log-probability and its version.
+        ended: Whether it has ended by itself.
+    """
+
+    def __init__(self, sample: rollout_pb2.GeneratedSample) -> None:
+        self.sample = sample
+        self.ended = False
+        self._begun = 0
+        self._received = 0
+        self._usable = True
+        self._stopped = False
+        self._text: list[str] = []
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens so far."""
+        return len(self.sample.token_ids)
+
+    @property
+    def gained(self) -> int:
+        """Number of usable tokens that the present stream has brought."""
+        return self.tokens - self._begun
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the present stream may still bring tokens."""
+        return not self._stopped
+
+    def begin(self) -> None:
+        """Begin with a new stream."""
+        self._begun, self._received = self.tokens, 0
+        self._usable, self._stopped = True, False
+        self._text.clear()  # the text of a continuation begins with that of the tokens before
+
+    def receive(self, delta: rollout_pb2.SampleDelta) -> int:
+        """Append the next tokens of the stream; return how many of them are unusable.
+
+        Raises:
+            SluiceError: DATA_LOSS if they are not the next ones, or are incomplete.
+        """
+        tokens, sample = delta.tokens, self.sample
+        count, starts = len(tokens.token_ids), [span.start for span in tokens.version_spans]
+        end = delta.offset + count
+        if self._stopped or delta.offset != self._received:
+            raise _damaged(
+                f"tokens {delta.offset} to {end} of sample {tokens.index} came after {self._received} tokens"
+                + " and its end" * self._stopped
+            )
+        if len(tokens.logprobs) != count:
+            raise _damaged(f"{count} tokens of sample {tokens.index} have {len(tokens.logprobs)} log-probabilities")
+        if starts and not (delta.offset <= starts[0] and starts[-1] < end and all(a < b for a, b in pairwise(starts))):
+            raise _damaged(f"tokens {delta.offset} to {end} of sample {tokens.index} have spans from {starts}")
+        self._received = end
+        # Without the version that sampled it a token cannot be trained, nor can what follows it.
+        self._usable = self._usable and (not count or (bool(starts) and starts[0] == delta.offset))
+        if self._usable:
+            append_spans(sample.version_spans, tokens.version_spans, self._begun)
+            sample.token_ids.MergeFrom(tokens.token_ids)
+            sample.logprobs.MergeFrom(tokens.logprobs)
+            sample.top_logprobs.MergeFrom(tokens.top_logprobs)
+            self._text.append(tokens.text)
+        if tokens.finish_reason:
+            self._stopped = True
+            if self._usable and tokens.finish_reason not in _INTERRUPTED:
+                self._end(tokens.finish_reason, tokens.stop_string)
+        return 0 if self._usable else count
+
+    def keep(self, tokens: int) -> int:
+        """Forget all tokens but the first ones; return how many that were."""
+        sample, lost = self.sample, max(0, self.tokens - tokens)
+        if lost:
+            for field in (sample.token_ids, sample.logprobs, sample.top_logprobs):
+                del field[tokens:]
+            while sample.version_spans and sample.version_spans[-1].start >= tokens:
+                sample.version_spans.pop()
+        return lost
+
+    def settle(self, request: rollout_pb2.GenerateRequest, model: rollout_pb2.GetModelResponse, prompt: int) -> int:
+        """See whether the sample had ended when its stream broke; return the tokens that have to be sampled again.
+
+        The last tokens may arrive before the message that says why they are the last. An end token ends the sample. A sample of
+        full length samples its last token again, so that its replica decodes the whole text and says why it ended.
+        """
+        sampling = request.sampling
+        last = self.sample.token_ids[-1] if self.tokens else None
+        ends = last in sampling.stop_token_ids or (last in model.eos_token_ids and not sampling.ignore_eos)
+        if last is not None and ends and self.tokens >= sampling.min_tokens:
+            self._end(tokens_pb2.FINISH_REASON_STOP, "")
+            return 0
+        most = sampling.max_tokens if sampling.HasField("max_tokens") else self.tokens + 1
+        if model.max_model_len:
+            most = min(most, model.max_model_len - prompt)
+        return self.keep(max(0, most - 1))
+
+    def undo(self) -> int:
+        """Forget what the present stream has brought; return how many tokens that were."""
+        self.ended = False
+        self.sample.finish_reason = tokens_pb2.FINISH_REASON_UNSPECIFIED
+        self.sample.text = self.sample.stop_string = ""
+        return self.keep(self._begun)
+
+    def _end(self, reason: tokens_pb2.FinishReason.ValueType, stop_string: str) -> None:
+        self.ended = True
+        self.sample.finish_reason, self.sample.stop_string = reason, stop_string
+        self.sample.text = "".join(self._text)
+
+
+class Part:
+    """Samples that one replica is asked for by one request.
+
+    Attributes:
+        request: The request.
+        samples: Its samples, by their index there.
+        tries: Requests for these samples, one after the other, that brought no token.
+        avoid: Replica that failed or gave them up last.
+        unusable: Tokens that arrived and have to be sampled again.
+        kept: Tokens that arrived and are continued elsewhere.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        request: rollout_pb2.GenerateRequest,
+        samples: Sequence[Growing],
+        *,
+        tries: int = 0,
+        avoid: str = "",
+    ) -> None:
+        self.request, self.samples, self.tries, self.avoid = request, samples, tries, avoid
+        self.unusable = self.kept = 0
+        self._generation = generation
+        for each in samples:
+            each.begin()
+
+    @property
+    def gained(self) -> int:
+        """Usable tokens that this stream has brought."""
+        return sum(each.gained for each in self.samples)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it continues a sample from the tokens that it has."""
+        return self.request.continued_tokens > 0
+
+    def receive(self, message: rollout_pb2.GenerateStreamResponse) -> None:
+        """Take a message of the stream.
+
+        Raises:
+            SluiceError: DATA_LOSS if it does not follow the ones before. Nothing of the stream is kept then.
+        """
+        try:
+            if message.HasField("opening"):
+                self._generation.open(message.opening, self.samples)
+                return
+            for delta in message.chunk.deltas:
+                index = delta.tokens.index
+                if index >= len(self.samples):
+                    raise _damaged(f"a message has tokens of sample {index} of {len(self.samples)}")
+                self.unusable += self.samples[index].receive(delta)
+        except SluiceError:
+            self.unusable += sum(each.undo() for each in self.samples)
+            raise
+
+
+class Generation:
+    """All samples of one request.
+
+    Attributes:
+        response: What is known of the answer; whole when `rest` returns nothing for the last part.
+    """
+
+    def __init__(self, request: rollout_pb2.GenerateRequest) -> None:
+        self.request = request
+        self.response = rollout_pb2.GenerateResponse(request_id=request.request_id)
+        self._samples = [Growing(self.response.samples.add(index=index)) for index in range(request.n or 1)]
+
+    def whole(self) -> Part:
+        """Return the request as it is asked for first."""
+        return Part(self, self.request, self._samples)
+
+    def open(self, opening: rollout_pb2.StreamOpening, samples: Sequence[Growing]) -> None:
+        """Take the first message of a stream.
+
+        Raises:
+            SluiceError: DATA_LOSS if the replica made other tokens of the same prompt than the one before.
+        """
+        if not self.response.prompt_token_ids:
+            self.response.prompt_token_ids.MergeFrom(opening.prompt_token_ids)
+            self.response.tokenizer_digest = opening.tokenizer_digest
+            return
+        prompt = [*self.response.prompt_token_ids, *samples[0].sample.token_ids]
+        if prompt != list(opening.prompt_token_ids):
+            raise _damaged("the prompt has other tokens than at the replica before: give all replicas the same --model")
+
+    def rest(self, part: Part, model: rollout_pb2.GetModelResponse, avoid: str, *, interrupted: bool) -> list[Part]:
+        """Return what is left to ask for, after the stream of a part has ended or broken.
+
+        Args:
+            part: What was asked for.
+            model: What the replicas serve.
+            avoid: Replica that the rest should not go to, if there is another.
+            interrupted: Whether the replica itself gave the samples up, or sent wrong ones. That counts as a try if it brought
+                no token.
+        """
+        fresh: list[Growing] = []
+        left: list[Part] = []
+        prompt = len(self.response.prompt_token_ids)
+        part.unusable += sum(each.settle(self.request, model, prompt) for each in part.samples if not each.ended)
+        for each in part.samples:
+            if each.ended:
+                continue
+            tries = 0 if each.gained > 0 else part.tries + interrupted
+            part.kept += max(0, each.gained)
+            if each.tokens:
+                left.append(self._continued(each, tries, avoid))
+            else:
+                fresh.append(each)
+        runs = _runs(fresh) if self.request.sampling.HasField("seed") else [fresh] * bool(fresh)
+        return left + [self._again(run, part.tries + interrupted, avoid) for run in runs]
+
+    def _continued(self, growing: Growing, tries: int, avoid: str) -> Part:
+        """Ask for the rest of one sample."""
+        done, sample, request = growing.tokens, growing.sample, self.request
+        # Another process may have asked for another continuation under the same name, which a replica would refuse.
+        digest = xxhash.xxh3_64_hexdigest(np.array(sample.token_ids, np.uint32).tobytes())[:8]
+        more = self._copy(f"{sample.index}+{done}.{digest}", tries)
+        more.n = 1
+        more.token_ids.ids.MergeFrom(self.response.prompt_token_ids)
+        more.token_ids.ids.MergeFrom(sample.token_ids)
+        more.continued_tokens = done
+        more.sampling.min_tokens = max(0, request.sampling.min_tokens - done)
+        if request.sampling.HasField("max_tokens"):
+            more.sampling.max_tokens = request.sampling.max_tokens - done
+        if request.sampling.HasField("seed"):
+            more.sampling.seed = derived_seed(request.sampling.seed, sample.index, done)
+        return Part(self, more, [growing], tries=tries, avoid=avoid)
+
+    def _again(self, samples: Sequence[Growing], tries: int, avoid: str) -> Part:
+        """Ask again for samples that have no token, with the seeds that they had."""
+        if len(samples) == len(self._samples) and not tries:
+            return Part(self, self.request, samples, avoid=avoid)
+        first = samples[0].sample.index
+        again = self._copy(f"{first}x{len(samples)}", tries, keep_prompt=True)
+        again.n = len(samples)
+        if self.request.sampling.HasField("seed"):
+            again.sampling.seed = self.request.sampling.seed + first
+        return Part(self, again, samples, tries=tries, avoid=avoid)
+
+    def _copy(self, name: str, tries: int, *, keep_prompt: bool = False) -> rollout_pb2.GenerateRequest:
+        """Return a copy of the request with an id of its own: a replica answers an id that it knows from memory."""
+        copy = rollout_pb2.GenerateRequest()
+        copy.CopyFrom(self.request)
+        if not keep_prompt:
+            copy.ClearField(copy.WhichOneof("prompt") or "token_ids")
+        if copy.request_id:
+            copy.request_id += f"/{name}" + f"~{tries}" * (tries > 0)
+        return copy
+
+
+def newest_version(samples: Iterable[rollout_pb2.GeneratedSample]) -> Version:
+    """Return the newest version among the tokens of some samples; (0, 0) if there are none."""
+    versions = [Version.from_proto(s.policy_version) for sample in samples for s in sample.version_spans]
+    return max(versions, default=BASE)
+
+
+def derived_seed(*parts: object) -> int:
+    """Return a seed of 47 bits that the parts determine; seeds of different parts have nothing in common."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def _runs(samples: Sequence[Growing]) -> list[list[Growing]]:
+    """Return samples in runs of consecutive indexes: those of one request have consecutive seeds."""
+    runs: list[list[Growing]] = []
+    for each in samples:
+        if runs and runs[-1][-1].sample.index + 1 == each.sample.index:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs
+
+
+def _damaged(problem: str) -> SluiceError:
+    return SluiceError.data_loss(
+        "STREAM_DAMAGED", f"{problem}; what this stream brought is discarded and sampled again elsewhere"
+    )

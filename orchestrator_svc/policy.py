@@ -1,0 +1,209 @@
+"""Sampling from the policy, whatever happens to the replicas: what workflows are given.
+
+Each request is a stream, so that the tokens of a replica that dies, hangs, drains or is evicted are not lost. What is left of the
+request continues at other replicas from the tokens that arrived, all its samples side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import grpc
+import structlog
+
+from orchestrator_svc.generation import Generation, Part, newest_version
+from orchestrator_svc.progress import Loss
+from orchestrator_svc.replicas import REPLICA_LOST, Replica, ReplicaPool, is_broken
+from sluice.rpc import SluiceError
+from sluice.tasks import discard_outcome
+from sluice.v1 import rollout_pb2
+from sluice.versions import BASE, Version
+
+log = structlog.get_logger(__name__)
+
+_ELSEWHERE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.DATA_LOSS,
+}
+"""Failures that another replica, or the same one later, may not repeat."""
+
+_FRUITLESS = 8
+"""How often samples may be interrupted, one time after the other without a new token, before their request fails."""
+
+_BUSY_RETRY_S = 0.5
+
+_MOST_UNSENT = 64
+"""Tokens of one sample that a replica gathers at most before it sends them, as the contract says."""
+
+_RATE_WEIGHT = 0.1
+"""Weight of the latest stream in the mean rate."""
+
+
+class PolicyEngine:
+    """Samples from the policy through the pool.
+
+    Args:
+        run: Name of the run; empty leaves it unchecked.
+        deadline_s: Seconds for one request at one replica.
+        only: Use this replica alone, for an evaluation that is pinned to one version. What happens there is counted apart.
+
+    Attributes:
+        counts: What this process generated: "requests" that were answered, those of them with a sample of several policy
+            versions ("spanning"), "tokens" sampled, attempts that failed and were made again ("retried"), samples that were
+            "continued" from the tokens that they had, tokens that were kept so ("tokens_kept"), and tokens that were sampled
+            and thrown away ("tokens_lost"). The last one contains an estimate of what lost replicas had not sent yet.
+    """
+
+    def __init__(self, pool: ReplicaPool, run: str, deadline_s: float, only: Replica | None = None) -> None:
+        self.pool = pool
+        self.counts: Counter[str] = pool.counts if only is None else Counter()
+        self._run, self._deadline_s, self._only = run, deadline_s, only
+        self._sample_rate = 0.0
+        """Tokens per second of one sample, a moving average."""
+
+    def pinned(self, replica: Replica) -> PolicyEngine:
+        """Return the same engine restricted to one replica, with counts of its own."""
+        return PolicyEngine(self.pool, self._run, self._deadline_s, replica)
+
+    async def agenerate(
+        self, request: rollout_pb2.GenerateRequest, prefix_keys: Sequence[str] = ()
+    ) -> rollout_pb2.GenerateResponse:
+        """Sample all continuations of a prompt; the caller sets the deadline of the whole.
+
+        Args:
+            request: What to sample. It may not ask for the log-probabilities of the prompt, which streams do not have.
+            prefix_keys: Whose tokens the prompt begins with, the most specific first, such as the names of its episode and of
+                its group. Requests with a common key go to one replica, which has these tokens in its cache.
+
+        Raises:
+            SluiceError: if the request itself is at fault, or a sample was interrupted again and again.
+        """
+        if request.return_prompt_logprobs:
+            raise SluiceError.invalid_argument(
+                "return_prompt_logprobs", "streams have none: call Generate of a replica"
+            )
+        request.run = f"runs/{self._run}" if self._run else ""
+        generation = Generation(request)
+        await self._finish(generation, prefix_keys)
+        response = generation.response
+        self.counts["requests"] += 1
+        self.counts["tokens"] += sum(len(sample.token_ids) for sample in response.samples)
+        self.counts["spanning"] += any(len(sample.version_spans) > 1 for sample in response.samples)
+        return response
+
+    async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
+        """Return the token ids of text or messages, by the model's own tokenizer and template."""
+        avoid = ""
+        while True:
+            replica = self._only or await self.pool.choose(BASE, avoid)
+            call = replica.rollout.Tokenize(request, timeout=self._deadline_s)
+            try:
+                with replica.working(call, 0, streams=False):
+                    return list((await call).token_ids)
+            except SluiceError as error:
+                await self._failed(replica, error)
+            avoid = replica.target
+
+    async def _finish(self, generation: Generation, keys: Sequence[str]) -> None:
+        """Ask one replica for the whole, and others, side by side, for what is left of it."""
+        left = await self._attempt(generation, generation.whole(), keys)
+        under_way: set[asyncio.Task[list[Part]]] = set()
+        try:
+            while left or under_way:
+                under_way |= {asyncio.create_task(self._attempt(generation, part, keys)) for part in left}
+                done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                discard_outcome(*done)  # of several that failed, one is raised
+                left = [part for each in done for part in each.result()]
+        finally:
+            for each in under_way:
+                each.cancel()
+            if under_way:
+                await asyncio.wait(under_way)
+                discard_outcome(*under_way)
+
+    async def _attempt(self, generation: Generation, part: Part, keys: Sequence[str]) -> list[Part]:
+        """Ask one replica for samples; return what is left to ask for.
+
+        Raises:
+            SluiceError: if the request is at fault, or its samples were interrupted too often.
+        """
+        wanted = Version.from_proto(part.request.min_policy_version)
+        replica = self._only or await self.pool.choose(wanted, part.avoid, keys)
+        problem: SluiceError | None = None
+        try:
+            await self._receive(replica, part)
+            replica.work_succeeded(newest_version(each.sample for each in part.samples))
+        except SluiceError as error:
+            problem = error
+            await self._failed(replica, error)
+        interrupted = problem is None or problem.code is grpc.StatusCode.DATA_LOSS
+        left = generation.rest(part, replica.model, replica.target, interrupted=interrupted)
+        self.counts["tokens_lost"] += part.unusable
+        self.counts["tokens_kept"] += part.kept
+        self.counts["continued"] += sum(each.continues for each in left)
+        if any(each.tries >= _FRUITLESS for each in left):
+            reason = f", the last time because: {problem}" if problem else ": look for the reason in the replicas' logs"
+            raise SluiceError.aborted("INTERRUPTED", f"a sample was interrupted {_FRUITLESS} times in a row{reason}")
+        return left
+
+    async def _receive(self, replica: Replica, part: Part) -> None:
+        """Take what one replica samples, until its stream ends.
+
+        Raises:
+            SluiceError: if it ends with an error, breaks, or is given up.
+        """
+        request = rollout_pb2.GenerateStreamRequest(request=part.request)
+        request.coalesce.FromMilliseconds(int(self.pool.config.coalesce_s * 1000))
+        call = replica.rollout.GenerateStream(request, timeout=self._deadline_s)
+        began = heard = time.monotonic()
+        samples = len(part.samples)
+        try:
+            with replica.working(call, samples, streams=True) as work:
+                while isinstance(message := await call.read(), rollout_pb2.GenerateStreamResponse):
+                    part.receive(message)
+                    replica.received(work, message.chunk)
+                    heard = time.monotonic()
+        except SluiceError as error:
+            if is_broken(error) or error.reason == REPLICA_LOST:
+                rate = part.gained / samples / (heard - began) if part.gained else self._sample_rate
+                unsent_s = min(time.monotonic() - heard, self.pool.config.coalesce_s)
+                waiting = sum(each.waiting for each in part.samples)
+                self.counts["tokens_lost"] += round(min(_MOST_UNSENT, rate * unsent_s) * waiting)
+            raise
+        self._sample_rate += _RATE_WEIGHT * (part.gained / samples / max(heard - began, 1e-3) - self._sample_rate)
+
+    async def _failed(self, replica: Replica, error: SluiceError) -> None:
+        """Note that a call failed; return when it may be made again.
+
+        Raises:
+            SluiceError: the failure itself, if it would be the same elsewhere.
+        """
+        if not _retryable(error):
+            raise error
+        self.counts["retried"] += 1
+        # One warning for a replica that fails, not one for each of its requests.
+        tell = log.debug if replica.why_not() else log.warning
+        tell("request is repeated at another replica", replica=replica.name, error=str(error))
+        if is_broken(error):
+            self.pool.evict(replica, Loss.DEAD)
+        if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self.pool.refused(replica)
+        elif replica.loss is None:
+            replica.work_failed(error)
+        if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
+            await asyncio.sleep(error.retry_after_s or _BUSY_RETRY_S)
+
+
+def _retryable(error: SluiceError) -> bool:
+    if error.code in _ELSEWHERE or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return True
+    # A replica that restarted serves an older version than it last said; another one will do, or the same one later.
+    return error.code is grpc.StatusCode.FAILED_PRECONDITION and "VERSION" in error.reason

@@ -1,0 +1,198 @@
+# ruff: noqa: N802 - gRPC names the methods
+"""A replica that streams over real gRPC without a model, and fails as a test says; and a cable to it that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from orchestrator_doubles import serve_rollout
+
+from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
+from sluice.versions import Version
+
+PROMPT = [11, 12, 13]
+QUEUED, RUNNING = rollout_pb2.REQUEST_STAGE_QUEUED, rollout_pb2.REQUEST_STAGE_RUNNING
+PAUSED = rollout_pb2.REQUEST_STAGE_PAUSED
+ABORT, LENGTH = tokens_pb2.FINISH_REASON_ABORT, tokens_pb2.FINISH_REASON_LENGTH
+
+
+def sampled(first: int, count: int) -> list[int]:
+    """The tokens of a sample: all follow from the first one."""
+    ids = [first]
+    while len(ids) < count:
+        ids.append(33 + (ids[-1] * 7 + len(ids)) % 90)
+    return ids
+
+
+@dataclass
+class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.RolloutAdminServiceServicer):
+    """Samples `per_message` tokens of each sample, then sends a message, every `pace_s` seconds.
+
+    Sample i of a request with seed s begins with the token of s + i; what follows is a function of the tokens before.
+
+    Attributes:
+        stalls_after: Messages with tokens of a request after which the engine makes no more steps; signs of life go on.
+        silent_after: Messages after which a stream sends nothing any more.
+        aborts_after: Messages after which a request ends with ABORT.
+        damaged_after: Messages after which the offsets are wrong.
+        paused: Whether sampling is paused.
+        open: Requests that are answered now; `most_open` were at a time.
+    """
+
+    name: str
+    version: Version = field(default_factory=lambda: Version(1, 0))
+    digest: str = "same"
+    state: int = rollout_pb2.REPLICA_STATE_SERVING
+    start_s: int = 1
+    per_message: int = 3
+    pace_s: float = 0.02
+    max_running: int = 64
+    stalls_after: int | None = None
+    silent_after: int | None = None
+    aborts_after: int | None = None
+    damaged_after: int | None = None
+    paused: bool = False
+    steps: int = 1
+    open: int = 0
+    most_open: int = 0
+    models_asked: int = 0
+    requests: list[rollout_pb2.GenerateRequest] = field(default_factory=list)
+
+    async def GenerateStream(self, request, context):
+        self.requests.append(request.request)
+        self.open += 1
+        self.most_open = max(self.open, self.most_open)
+        try:
+            async for message in self._stream(request.request):
+                yield message
+        finally:
+            self.open -= 1
+
+    async def _stream(self, wanted):
+        if self.state == rollout_pb2.REPLICA_STATE_DRAINING:
+            raise SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one")
+        prompt = list(wanted.token_ids.ids) or PROMPT
+        yield rollout_pb2.GenerateStreamResponse(opening={"prompt_token_ids": prompt, "tokenizer_digest": self.digest})
+        begun = prompt[len(prompt) - wanted.continued_tokens :]
+        firsts = [begun[0] if begun else 33 + (wanted.sampling.seed + index) % 90 for index in range(wanted.n or 1)]
+        done, most, number = 0, wanted.sampling.max_tokens, 0
+        while done < most:
+            await asyncio.sleep(self.pace_s)
+            number += 1
+            stalled = self.stalls_after is not None and number > self.stalls_after
+            chunk = rollout_pb2.StreamChunk(stage=PAUSED if self.paused else RUNNING, engine_steps=self.steps)
+            if self.silent_after is not None and number > self.silent_after:
+                await asyncio.Event().wait()
+            if not self.paused and not stalled:
+                self.steps += 1
+                chunk.engine_steps = self.steps
+                ids = range(done, min(done + self.per_message, most))
+                done = ids.stop
+                aborted = self.aborts_after is not None and number >= self.aborts_after
+                for index, first in enumerate(firsts):
+                    more = sampled(first, len(begun) + done)[len(begun) + ids.start :]
+                    damaged = self.damaged_after is not None and number > self.damaged_after
+                    self._add(chunk, index, ids.start + damaged, more)
+                    tokens = chunk.deltas[-1].tokens
+                    tokens.finish_reason = ABORT if aborted and done < most else LENGTH if done == most else 0
+                    if wanted.return_text:
+                        tokens.text = "".join(map(chr, [*begun, *more] if ids.start == 0 else more))
+                done = most if aborted else done
+            yield rollout_pb2.GenerateStreamResponse(chunk=chunk)
+
+    def _add(self, chunk, index: int, offset: int, ids: list[int]) -> None:
+        span = tokens_pb2.VersionSpan(start=offset, policy_version=self.version.to_proto())
+        tokens = rollout_pb2.GeneratedSample(
+            index=index, token_ids=ids, logprobs=[-each / 64 for each in ids], version_spans=[span]
+        )
+        chunk.deltas.add(tokens=tokens, offset=offset)
+
+    async def Tokenize(self, request, context):
+        return rollout_pb2.TokenizeResponse(token_ids=[*request.continues.ids, 65, 66], tokenizer_digest=self.digest)
+
+    async def GetModel(self, request, context):
+        self.models_asked += 1
+        return rollout_pb2.GetModelResponse(model="double", tokenizer_digest=self.digest, dtype="bfloat16")
+
+    async def GetStatus(self, request, context):
+        return rollout_pb2.GetStatusResponse(
+            replica=self.name,
+            state=rollout_pb2.REPLICA_STATE_PAUSED if self.paused else self.state,
+            policy_version=self.version.to_proto(),
+            running=self.open,
+            max_running=self.max_running,
+            engine_steps=self.steps,
+            start_time=Timestamp(seconds=self.start_s),
+        )
+
+
+class Cable:
+    """Forwards bytes to a server until it is frozen (nothing arrives any more) or cut (connections break and are refused)."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def plug_in(self) -> None:
+        """Take connections, at the same port as before."""
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def freeze(self) -> None:
+        """Hold all bytes back, as a stopped process or a cut network does."""
+        self._flows.clear()
+
+    def thaw(self) -> None:
+        """Let the bytes through that were held back, and all that follow."""
+        self._flows.set()
+
+    async def cut(self) -> None:
+        """Break all connections, and refuse new ones."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            there, back = await asyncio.open_connection(self._host, self._port)
+            self._writers |= {writer, back}
+            self._tasks |= {
+                asyncio.create_task(self._carry(reader, back)),
+                asyncio.create_task(self._carry(there, writer)),
+            }
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await self._flows.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(replica: ScriptedReplica) -> AsyncIterator[tuple[str, Cable]]:
+    """Serve a replica behind a cable; gives the address of the cable."""
+    async with serve_rollout(replica) as target:
+        cable = Cable(target)
+        await cable.plug_in()
+        try:
+            yield f"127.0.0.1:{cable.port}", cable
+        finally:
+            cable.thaw()
+            await cable.cut()

@@ -1,0 +1,306 @@
+"""Requests over gRPC to replicas that die, hang, stop, pause, drain or lie: each is answered as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+from scripted_replica import LENGTH, PROMPT, Cable, ScriptedReplica, connected, sampled
+
+from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
+from orchestrator_svc.policy import PolicyEngine
+from orchestrator_svc.replicas import Replica, ReplicaPool
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2
+from sluice.versions import BASE, Version
+
+DEADLINE_S = 30.0
+TOKENS = 24
+SETTINGS = {"poll_s": 0.05, "progress_s": 0.6, "coalesce_s": 0.2, "paused_s": 60.0, "resolve_s": 60.0}
+
+
+@dataclass
+class Fleet:
+    """Scripted replicas, their cables, and the pool that knows them."""
+
+    replicas: list[ScriptedReplica]
+    cables: list[Cable]
+    pool: ReplicaPool
+    engine: PolicyEngine
+
+    def known(self, replica: ScriptedReplica) -> Replica:
+        return next(each for each in self.pool.replicas if each.name == replica.name)
+
+    def ask(self, n: int = 4, keys: tuple[str, ...] = ()) -> asyncio.Task[rollout_pb2.GenerateResponse]:
+        request = rollout_pb2.GenerateRequest(
+            request_id="r", text="x", n=n, sampling={"max_tokens": TOKENS, "seed": 5}, return_text=True
+        )
+        return asyncio.create_task(self.engine.agenerate(request, keys))
+
+
+@contextlib.asynccontextmanager
+async def fleet(*replicas: ScriptedReplica, announced: bool = False, **settings) -> AsyncIterator[Fleet]:
+    async with contextlib.AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(connected(each)) for each in replicas]
+        addresses = [] if announced else [address for address, _ in served]
+        config = ReplicasConfig(**{**SETTINGS, **settings})
+        pool = ReplicaPool(addresses, SecurityConfig(), config, lambda _: None)
+        polling = asyncio.create_task(pool.run())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await until(lambda: sum(not each.why_not() for each in pool.replicas) == len(addresses))
+                yield Fleet(list(replicas), [cable for _, cable in served], pool, PolicyEngine(pool, "test", 600.0))
+        finally:
+            polling.cancel()
+            await asyncio.wait({polling})
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a state that messages over gRPC bring about; the caller has a deadline."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+def assert_whole(response: rollout_pb2.GenerateResponse, n: int = 4, versions: tuple[int, ...] = (0,)) -> None:
+    """The answer is that of one undisturbed replica, but for the versions."""
+    assert list(response.prompt_token_ids) == PROMPT
+    assert [sample.index for sample in response.samples] == list(range(n))
+    for index, sample in enumerate(response.samples):
+        ids = sampled(33 + (5 + index) % 90, TOKENS)
+        assert list(sample.token_ids) == ids
+        assert list(sample.logprobs) == pytest.approx([-each / 64 for each in ids])
+        assert [span.policy_version.number for span in sample.version_spans] == list(versions)
+        assert sample.version_spans[0].start == 0
+        assert (sample.finish_reason, sample.text) == (LENGTH, "".join(map(chr, ids)))
+
+
+def pair(**script) -> tuple[ScriptedReplica, ScriptedReplica]:
+    """A replica that fails as scripted and another one, which serves the next version and is busy at first."""
+    return ScriptedReplica("failing", **script), ScriptedReplica("other", version=Version(1, 1))
+
+
+async def begun(scene: Fleet, n: int = 4) -> asyncio.Task[rollout_pb2.GenerateResponse]:
+    """Ask the first replica, and wait until some tokens have arrived."""
+    failing = scene.known(scene.replicas[0])
+    scene.pool._homes.remember(["episode"], failing.target)
+    call = scene.ask(n, ("episode",))
+    await until(lambda: scene.replicas[0].steps > 2)
+    return call
+
+
+async def test_samples_of_a_dead_replica_continue_side_by_side_from_their_tokens() -> None:
+    failing, other = pair(pace_s=0.05)
+    async with fleet(failing, other) as scene:
+        call = await begun(scene)
+        await asyncio.sleep(failing.pace_s)  # the tokens travel
+        await scene.cables[0].cut()
+        assert_whole(await call, versions=(0, 1))
+        assert [each.n for each in other.requests] == [1, 1, 1, 1]
+        assert other.most_open == 4
+        counts = scene.pool.counts
+        assert (counts["evicted_dead"], counts["retried"], counts["continued"]) == (1, 1, 4)
+        assert counts["tokens_kept"] >= 4 * failing.per_message
+        assert counts["tokens_kept"] == sum(each.continued_tokens for each in other.requests)
+        assert "does not answer" in scene.known(failing).why_not()
+
+
+async def test_a_replica_behind_a_frozen_connection_is_evicted_and_rejoins() -> None:
+    failing, other = pair(pace_s=0.05)
+    async with fleet(failing, other) as scene:
+        call = await begun(scene)
+        scene.cables[0].freeze()
+        assert_whole(await call, versions=(0, 1))
+        assert scene.pool.counts["evicted_silent"] == 1
+        assert "sent nothing" in scene.known(failing).why_not()
+        scene.cables[0].thaw()
+        await until(lambda: not scene.known(failing).why_not())
+
+
+async def test_an_engine_that_makes_no_step_is_evicted_though_its_replica_answers() -> None:
+    failing, other = pair(stalls_after=2)
+    async with fleet(failing, other) as scene:
+        call = await begun(scene)
+        assert_whole(await call, versions=(0, 1))
+        assert scene.pool.counts["evicted_stalled"] == 1
+        await until(lambda: not failing.open)  # its call was cancelled
+        await until(lambda: scene.known(failing).loss is None)  # it has nothing to do, and rests
+        assert "stalled" in scene.known(failing).why_not()
+        await until(lambda: not scene.known(failing).why_not())
+
+
+async def test_a_stream_that_is_silent_alone_is_given_up_alone() -> None:
+    failing, other = pair(silent_after=2)
+    async with fleet(failing, other) as scene:
+        call = await begun(scene)
+        failing.max_running = 0
+        while not call.done():  # other requests keep the engine going
+            failing.steps += 1
+            await asyncio.sleep(0.02)
+        assert_whole(await call, versions=(0, 1))
+        assert not any(name.startswith("evicted") for name in scene.pool.counts)
+
+
+async def test_a_hanging_replica_keeps_its_calls_while_there_is_no_other() -> None:
+    failing = ScriptedReplica("only")
+    async with fleet(failing) as scene:
+        call = await begun(scene)
+        scene.cables[0].freeze()
+        await until(lambda: scene.known(failing).loss)
+        await asyncio.sleep(0.5)
+        scene.cables[0].thaw()
+        assert_whole(await call)
+        assert scene.pool.counts["retried"] == 0
+
+
+async def test_a_pause_is_no_hang() -> None:
+    failing, other = pair()
+    async with fleet(failing, other) as scene:
+        call = await begun(scene)
+        failing.paused = True
+        await asyncio.sleep(3 * SETTINGS["progress_s"])
+        assert not call.done()
+        failing.paused = False
+        assert_whole(await call)
+        assert not other.requests
+        assert not any(name.startswith("evicted") for name in scene.pool.counts)
+
+
+async def test_a_request_leaves_a_replica_that_is_paused_for_long() -> None:
+    failing, other = pair()
+    async with fleet(failing, other, paused_s=0.7) as scene:
+        call = await begun(scene)
+        failing.paused = True
+        assert_whole(await call, versions=(0, 1))
+        assert not any(name.startswith("evicted") for name in scene.pool.counts)
+        assert scene.pool.pick(BASE).name == "other"
+
+
+async def test_samples_that_a_draining_replica_hands_over_continue() -> None:
+    failing, other = pair(aborts_after=3)
+    async with fleet(failing, other) as scene:
+        call = await begun(scene)
+        failing.state = rollout_pb2.REPLICA_STATE_DRAINING
+        assert_whole(await call, versions=(0, 1))
+        counts = scene.pool.counts
+        assert (counts["continued"], counts["retried"], counts["tokens_lost"]) == (4, 0, 0)
+        await until(lambda: scene.known(failing).why_not())
+        assert_whole(await scene.ask(), versions=(1,))
+        assert len(failing.requests) == 1, "it gets nothing new"
+
+
+async def test_a_request_that_meets_a_draining_replica_goes_elsewhere() -> None:
+    failing, other = pair()
+    async with fleet(failing, other, poll_s=0.3) as scene:
+        scene.pool._homes.remember(["episode"], scene.known(failing).target)
+        failing.state = rollout_pb2.REPLICA_STATE_DRAINING  # between two polls
+        assert_whole(await scene.ask(4, ("episode",)), versions=(1,))
+        assert scene.pool.counts["evicted_dead"] == 0
+
+
+async def test_nothing_is_kept_of_a_stream_with_wrong_offsets() -> None:
+    failing, other = pair(damaged_after=2)
+    async with fleet(failing, other) as scene:
+        assert_whole(await (await begun(scene)), versions=(1,))
+        assert scene.pool.counts["tokens_lost"] == 4 * 2 * failing.per_message
+        assert [each.n for each in other.requests] == [4]
+
+
+async def test_a_request_that_is_interrupted_again_and_again_fails() -> None:
+    failing = ScriptedReplica("only", damaged_after=0)
+    async with fleet(failing) as scene:
+        with pytest.raises(SluiceError, match=r"interrupted 8 times in a row.*STREAM_DAMAGED"):
+            await scene.ask()
+        assert len({each.request_id for each in failing.requests}) == len(failing.requests)
+
+
+async def test_a_caller_that_leaves_ends_all_that_was_asked_for_it() -> None:
+    failing, other = pair(pace_s=0.05)
+    other.pace_s = 5.0
+    async with fleet(failing, other) as scene:
+        call = await begun(scene)
+        await scene.cables[0].cut()
+        await until(lambda: other.open == 4)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until(lambda: other.open == 0)
+        assert not any(each.works or each.in_flight for each in scene.pool.replicas)
+
+
+async def test_turns_of_an_episode_go_where_its_prefix_is_until_that_replica_is_lost() -> None:
+    first, second = ScriptedReplica("first"), ScriptedReplica("second")
+    async with fleet(first, second) as scene:
+        for _ in range(5):
+            await scene.ask(1, ("episode-1", "group-1"))
+        home = first if first.requests else second
+        assert len(home.requests) == 5
+        await scene.cables[scene.replicas.index(home)].cut()
+        await until(lambda: scene.known(home).loss)
+        other = second if home is first else first
+        await scene.ask(1, ("episode-1", "group-1"))
+        assert len(other.requests) == 1
+
+
+async def test_another_process_at_the_same_address_gets_no_old_state() -> None:
+    only = ScriptedReplica("one")
+    async with fleet(only) as scene:
+        (known,) = scene.pool.replicas
+        await scene.ask(1, ("episode",))
+        only.name, only.start_s, only.digest, only.version = "two", 2, "another", BASE
+        await until(lambda: known.name == "two")
+        assert (known.model.tokenizer_digest, known.version) == ("another", BASE)
+        assert only.models_asked == 2
+        assert not scene.pool._homes.find(["episode"])
+
+
+async def test_an_announced_replica_is_used_at_once_and_leaves_with_its_lease() -> None:
+    first, second = ScriptedReplica("first"), ScriptedReplica("second")
+    async with fleet(first, second, announced=True, lease_s=0.5) as scene:
+        targets = [f"127.0.0.1:{cable.port}" for cable in scene.cables]
+        scene.pool.register("first", targets[0])
+        scene.pool.register("second", targets[1])
+        await until(lambda: sum(not each.why_not() for each in scene.pool.replicas) == 2)
+        while len(scene.pool.replicas) == 2:  # the second one renews its lease no more
+            scene.pool.heartbeat("first")
+            await asyncio.sleep(0.05)
+        assert [each.name for each in scene.pool.replicas] == ["first"]
+        with pytest.raises(KeyError):
+            scene.pool.heartbeat("second")
+
+
+async def test_a_replica_whose_lease_ends_finishes_what_it_has() -> None:
+    only = ScriptedReplica("only", pace_s=0.1)
+    async with fleet(only, announced=True, lease_s=0.3) as scene:
+        scene.pool.register("only", f"127.0.0.1:{scene.cables[0].port}")
+        call = scene.ask()
+        await until(lambda: scene.pool.replicas and "lease is over" in scene.pool.replicas[0].why_not())
+        assert_whole(await call)
+        await until(lambda: not scene.pool.replicas)
+        assert len(only.requests) == 1
+
+
+async def test_the_replicas_together_say_how_many_groups_may_run() -> None:
+    first, second = ScriptedReplica("first", max_running=16), ScriptedReplica("second", max_running=16)
+    concurrency = ConcurrencyConfig(initial_samples=64)
+    async with connected(first) as (one, _), connected(second) as (two, _), asyncio.timeout(DEADLINE_S):
+        pool = ReplicaPool(
+            [one, two], SecurityConfig(), ReplicasConfig(**SETTINGS), lambda _: None, concurrency=concurrency, group=8
+        )
+        polling = asyncio.create_task(pool.run())
+        try:
+            await until(lambda: sum(not each.why_not() for each in pool.replicas) == 2)
+            # Twice its places and two groups in reserve, at each.
+            assert (pool.has_room(11), pool.has_room(12)) == (True, False)
+        finally:
+            polling.cancel()
+            await asyncio.wait({polling})
+
+
+async def test_prompt_log_probabilities_are_refused_with_the_remedy() -> None:
+    engine = PolicyEngine(ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None), "test", 1.0)
+    with pytest.raises(SluiceError, match="call Generate"):
+        await engine.agenerate(rollout_pb2.GenerateRequest(return_prompt_logprobs=True))
