@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import numpy as np
+import psutil
 from google.protobuf.duration_pb2 import Duration
 
 from benchmarks.children import free_port, make_model, median_ratio, service
@@ -67,13 +68,15 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
         ]
         target = f"127.0.0.1:{port}"
         try:
-            async with service("rollout", *arguments, health=target, log=Path(scratch) / "rollout.log"):
-                return await _compare(options, cast("AsyncLLM", in_process.llm), target)
+            async with service("rollout", *arguments, health=target, log=Path(scratch) / "rollout.log") as child:
+                return await _compare(options, cast("AsyncLLM", in_process.llm), target, psutil.Process(child.pid))
         finally:
             await in_process.shut_down()
 
 
-async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> Mapping[str, Any]:
+async def _compare(
+    options: argparse.Namespace, llm: AsyncLLM, target: str, replica: psutil.Process
+) -> Mapping[str, Any]:
     rng = np.random.default_rng(0)
     prompts = rng.integers(8, 100, size=(options.concurrency, options.prompt_tokens)).tolist()
     single = Work(options.new_tokens)
@@ -83,7 +86,7 @@ async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> M
             "grpc": together(unary(channel, single), options.repeats),
             "grpc_stream": together(stream(channel, single, Duration(nanos=20_000_000)), options.repeats),
         }
-        speeds = await alternate(ways, prompts, options.rounds)
+        speeds, cpu_ms = await alternate(ways, prompts, options.rounds, replica)
         ratios = {
             f"{name}_over_inprocess": median_ratio(speeds[name], speeds["inprocess"])
             for name in ("grpc", "grpc_stream")
@@ -94,27 +97,38 @@ async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> M
                 f"unary_{n}": together(unary(channel, group), options.repeats),
                 f"stream_{n}": together(stream(channel, group, Duration(seconds=1)), options.repeats),
             }
-            speeds |= await alternate(ways, prompts[: max(1, options.concurrency // n)], options.rounds)
+            measured = await alternate(ways, prompts[: max(1, options.concurrency // n)], options.rounds, replica)
+            speeds, cpu_ms = speeds | measured[0], cpu_ms | measured[1]
             ratios[f"stream_over_unary_{n}"] = median_ratio(speeds[f"stream_{n}"], speeds[f"unary_{n}"])
     return {
         "ratios": ratios,
         "tokens_per_s": {name: round(statistics.median(each)) for name, each in speeds.items()},
+        "cpu_ms_per_1000_tokens": {name: round(statistics.median(each), 1) for name, each in cpu_ms.items()},
         **vars(options),
     }
 
 
-async def alternate(ways: Mapping[str, Round], prompts: list[list[int]], rounds: int) -> dict[str, list[float]]:
-    """Run all ways in turns, after one round that does not count. Return the tokens per second of each round by way."""
+async def alternate(
+    ways: Mapping[str, Round], prompts: list[list[int]], rounds: int, replica: psutil.Process
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Run all ways in turns, after one round that does not count.
+
+    Returns:
+        Tokens per second, and CPU milliseconds of the replica beside its engine per 1,000 tokens, of each round by way.
+    """
     for sample in ways.values():
         await sample(prompts)
     speeds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_ms: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways) if number % 2 else reversed(list(ways)):
-            begun = time.perf_counter()
+            begun, cpu = time.perf_counter(), replica.cpu_times()
             tokens = await ways[name](prompts)
             speeds[name].append(tokens / (time.perf_counter() - begun))
+            spent, cpu_before = replica.cpu_times(), cpu.user + cpu.system
+            cpu_ms[name].append((spent.user + spent.system - cpu_before) * 1e6 / tokens)
         print(f"round {number + 1}: " + "  ".join(f"{name} {each[-1]:,.0f} tok/s" for name, each in speeds.items()))
-    return speeds
+    return speeds, cpu_ms
 
 
 def together(request: Request, repeats: int) -> Round:

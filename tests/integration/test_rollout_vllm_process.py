@@ -122,9 +122,29 @@ async def test_versions_arrive_in_flight_and_a_killed_engine_comes_back(running,
     assert list(answer.samples[0].token_ids) == greedy(third, PROMPT, 12)
 
     family = running.process.children(recursive=True)
-    running.process.terminate()
+    await _a_drain_hands_requests_over(running)
     _, alive = await asyncio.to_thread(psutil.wait_procs, [*family], timeout=30)
     assert not alive
+
+
+async def _a_drain_hands_requests_over(running: Running) -> None:
+    """What does not end in time ends with its tokens so far, on a stream and as a whole answer."""
+    whole = asyncio.ensure_future(running.client.generate(PROMPT, LONG, n=2))
+    stream = running.client.stream(PROMPT, LONG, n=2)
+    messages = []
+    async for message in stream:
+        messages.append(message)
+        if message.chunk.deltas and (await running.client.status()).running == 4:
+            break
+    answer = await running.client.drain(0.0)
+    assert answer.samples_left == 4
+    messages += [message async for message in stream]
+    deltas = [delta.tokens for message in messages for delta in message.chunk.deltas]
+    for sample in (await whole).samples:
+        streamed = [tokens for tokens in deltas if tokens.index == sample.index]
+        assert sample.finish_reason == streamed[-1].finish_reason == tokens_pb2.FINISH_REASON_ABORT
+        for count in (len(sample.token_ids), sum(len(tokens.token_ids) for tokens in streamed)):
+            assert 0 < count < LONG.max_tokens
 
 
 async def _spans_of_a_request_with_an_update_on_its_way(running: Running, second: Path) -> list[tuple[int, Version]]:
