@@ -13,6 +13,7 @@ from sluice.telemetry import configure_logging
 BENCHMARKS = {
     "rollout": ("benchmarks.rollout", "tokens/s through Generate over gRPC against the engine used in process"),
     "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths"),
+    "e2e": ("benchmarks.e2e", "the quickstart's task against TRL: time to a reward, seconds and CPU a step"),
     "orchestrator": (
         "benchmarks.orchestrator",
         "episodes/s and episodes in flight of one orchestrator, simulated around it",

@@ -1,0 +1,83 @@
+"""CPU seconds of a run by the part of the system that used them, read from outside: every process below `sluice rl`."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import psutil
+
+SERVICES = ("orchestrator", "rollout", "trainer", "weightsync")
+
+_CHILDREN = {"rollout": "engine", "orchestrator": "environments", "trainer": "trainer"}
+"""What the processes do that a service starts."""
+
+_LOOK_S = 0.25
+
+
+@dataclass
+class CpuMeter:
+    """Looks at a process and everything below it, again and again; one that ended keeps what it had used at the last look."""
+
+    _seconds: dict[tuple[int, float], tuple[str, float]] = field(default_factory=dict)
+    _times: list[float] = field(default_factory=list)
+    _sums: list[dict[str, float]] = field(default_factory=list)
+
+    async def follow(self, pid: int) -> None:
+        """Look until cancelled or until the process has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(pid)
+            while True:
+                self._look(top)
+                await asyncio.sleep(_LOOK_S)
+
+    def between(self, begin: float, end: float) -> dict[str, float]:
+        """Return the CPU seconds by part between two times of the wall clock, linear between looks.
+
+        Raises:
+            ValueError: if nothing was seen.
+        """
+        if not self._times:
+            raise ValueError("no process was seen")
+        before, after = self._at(begin), self._at(end)
+        return {name: after[name] - before.get(name, 0.0) for name in after}
+
+    def _at(self, moment: float) -> Mapping[str, float]:
+        place = bisect.bisect(self._times, moment)
+        if place in (0, len(self._times)):
+            return self._sums[min(place, len(self._sums) - 1)]
+        low, high = self._times[place - 1 : place + 1]
+        share = (moment - low) / (high - low)
+        below, above = self._sums[place - 1 : place + 1]
+        return {name: below.get(name, 0.0) + share * (above[name] - below.get(name, 0.0)) for name in above}
+
+    def _look(self, top: psutil.Process) -> None:
+        for process in [top, *top.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                times = process.cpu_times()
+                key = (process.pid, process.create_time())
+                self._seconds[key] = (_part(process, top), float(times.user + times.system))
+        sums: dict[str, float] = defaultdict(float)
+        for part, seconds in self._seconds.values():
+            sums[part] += seconds
+        self._times.append(time.time())
+        self._sums.append(dict(sums))
+
+
+def _part(process: psutil.Process, top: psutil.Process) -> str:
+    """Return the part of the system that a process belongs to: a service, or what a service started, which may be its fork."""
+    part, each = "rest", process
+    while each.pid != top.pid:
+        service = next((word for word in each.cmdline() if word in SERVICES), None)
+        if service is not None:
+            part = service if each is process else _CHILDREN.get(service, "rest")
+        parent = each.parent()
+        if parent is None:
+            return "rest"
+        each = parent
+    return part

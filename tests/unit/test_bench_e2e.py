@@ -1,0 +1,63 @@
+"""What `sluice bench e2e` computes from the steps of a session, and from looks at processes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.e2e import SETTLED, Session
+from benchmarks.process_tree import CpuMeter
+
+
+def session(rewards: list[float], step_s: float = 0.5) -> Session:
+    return Session(rewards, [step_s * (number + 1) for number in range(len(rewards))])
+
+
+def test_a_goal_is_reached_when_the_mean_of_three_steps_is() -> None:
+    one = session([0.5, 0.9, 0.9, 0.7, 0.9, 0.95])
+    assert one.reached_s(0.83) == 2.0
+    assert one.reached_s(0.84) == 3.0
+    assert one.reached_s(0.9) is None
+
+
+def test_one_good_step_reaches_nothing() -> None:
+    assert session([1.0, 0.0, 0.0]).reached_s(0.85) is None
+    assert session([1.0]).reached_s(0.85) is None
+
+
+def test_the_first_steps_are_left_out_of_the_speed() -> None:
+    slow_start = Session([0.5] * (SETTLED + 4), [9.0] * SETTLED + [9.2, 9.4, 9.6, 9.8])
+    assert slow_start.step_s == pytest.approx(0.2)
+
+
+BUSY = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass\nprint(flush=True); input()"
+
+
+def test_cpu_is_counted_by_the_service_that_used_it() -> None:
+    used = asyncio.run(_used_by_a_service_and_its_child())
+    assert used["orchestrator"] == pytest.approx(0.4, abs=0.2)
+    assert used["environments"] == pytest.approx(0.4, abs=0.2)
+    assert set(used) <= {"orchestrator", "environments", "rest"}
+
+
+async def _used_by_a_service_and_its_child() -> dict[str, float]:
+    """Run a tree of three: a top, a service named in its command line, and the service's child."""
+    child = f"subprocess.Popen([sys.executable, '-c', {BUSY!r}, 'child'], stdin=subprocess.PIPE)"
+    service = f"import subprocess, sys\nchild = {child}\n{BUSY}"
+    top = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', sys.argv[1], 'orchestrator'])"
+    process = subprocess.Popen(  # noqa: ASYNC220 - reading its pipe is what takes time, and that is in a thread
+        [sys.executable, "-c", top, service], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    meter, begun = CpuMeter(), time.time()
+    following = asyncio.create_task(meter.follow(process.pid))
+    assert process.stdout is not None
+    for _ in range(2):  # the service's line and its child's
+        await asyncio.to_thread(process.stdout.readline)
+    await asyncio.sleep(0.6)  # time for one more look
+    following.cancel()
+    process.communicate("\n")
+    return meter.between(begun, time.time())
