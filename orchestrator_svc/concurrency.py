@@ -89,7 +89,7 @@ class ConcurrencyLimit:
             return
         reserve = max(_GROUPS_WAITING * self._group, int(self._config.queue_share * load.max_running))
         if self._preemptions is None and load.max_running:
-            self._limit = self._bounded(min(self._limit, _FIRST_PLACES * load.max_running + reserve))
+            self._limit = self._bounded(_FIRST_PLACES * load.max_running + reserve)
         preempted = max(0, load.preemptions - (load.preemptions if self._preemptions is None else self._preemptions))
         self._preemptions = load.preemptions
         self._queues.append((now, load.queued))

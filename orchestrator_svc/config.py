@@ -208,9 +208,11 @@ class ConcurrencyConfig(Section):
         description="Give a replica more samples while it has room, and fewer when they queue there or its KV cache is too small; false leaves `max_running` as the only limit.",
     )
     initial_samples: int = Field(
-        1024, ge=1, description="Samples in flight at a replica at first, before its load is known."
+        1024,
+        ge=1,
+        description="Samples in flight at a replica at first if it does not say how many it generates at a time; else twice that number and a reserve.",
     )
-    most_samples: int = Field(8192, ge=1, description="Most samples in flight at a replica.")
+    most_samples: int = Field(65536, ge=1, description="Most samples in flight at a replica.")
     kv_high: float = Field(
         0.9, gt=0, le=1, description="Share of the KV cache in use above which a replica is given no more samples."
     )
