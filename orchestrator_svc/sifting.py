@@ -13,7 +13,7 @@ Its environment's `overlong.policy` says what becomes of it:
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,18 +28,25 @@ class ScoredGroup:
     """The outcome of a group's episodes.
 
     Attributes:
-        records: Trajectories that may be trained; empty if none may.
-        rewards: Rewards of all episodes as the environment gave them; NaN marks a missing one.
-        dropped: Trajectories that may not be trained, by reason.
+        everyone: All records, in order.
+        rewards: Their rewards as the environment gave them; NaN marks a missing one.
+        records: Those that may be trained; empty if none may.
+        untrainable: Reason of each that may not, by trajectory.
         overlong: Trajectories that the rule for long episodes changed or left out.
         without_signal: Whether the settings say that another group shall take the place of this one.
     """
 
-    records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
+    everyone: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
+    records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
+    untrainable: dict[str, str] = field(default_factory=dict)
     overlong: int = 0
     without_signal: bool = False
+
+    def leave_out(self, reason: str) -> None:
+        """Train none of the records, for one reason."""
+        self.untrainable |= {each.trajectory.trajectory_id: reason for each in self.records}
+        self.records = []
 
 
 def sift(
@@ -53,36 +60,36 @@ def sift(
         most_tokens: Limit of one turn in tokens.
     """
     group = ScoredGroup(
-        rewards=[each.trajectory.reward if each.trajectory.HasField("reward") else float("nan") for each in records]
+        list(records), [each.trajectory.reward if each.trajectory.HasField("reward") else math.nan for each in records]
     )
-    masked = 0
+    policy = settings.overlong.policy
     for record in records:
         trajectory = record.trajectory
         if not trajectory.HasField("reward"):
-            group.dropped[Reason.MISSING_REWARD] += 1
+            group.untrainable[trajectory.trajectory_id] = Reason.MISSING_REWARD
         elif not sampled_tokens(trajectory):
-            group.dropped[Reason.NO_TOKENS] += 1
-        elif settings.overlong.policy == "filter" and _cut_off(trajectory):
-            group.dropped[Reason.OVERLONG] += 1
+            group.untrainable[trajectory.trajectory_id] = Reason.NO_TOKENS
+        elif policy == "filter" and _cut_off(trajectory):
+            group.untrainable[trajectory.trajectory_id] = Reason.OVERLONG
             group.overlong += 1
         else:
             group.records.append(record)
-    rewards = []
-    for record in group.records:
-        trajectory = record.trajectory
-        if settings.overlong.policy == "penalise":
-            lost = penalty(trajectory, settings.overlong, most_tokens)
-            trajectory.reward -= lost
+    if policy == "penalise":
+        for record in group.records:
+            lost = penalty(record.trajectory, settings.overlong, most_tokens)
+            record.trajectory.reward -= lost
             group.overlong += lost > 0
-        rewards.append(trajectory.reward)
-        if settings.overlong.policy == "mask" and _cut_off(trajectory):
-            mask(trajectory)
-            masked += 1
-    group.overlong += masked
-    if group.records and masked == len(group.records):
-        group.dropped[Reason.OVERLONG] += masked
-        group.records = []
-    group.without_signal = bool(group.records) and _without_signal(rewards, settings.filter)
+    group.without_signal = bool(group.records) and _without_signal(
+        [each.trajectory.reward for each in group.records], settings.filter
+    )
+    if policy == "mask":
+        cut = [each for each in group.records if _cut_off(each.trajectory)]
+        group.overlong += len(cut)
+        if len(cut) == len(group.records):
+            group.leave_out(Reason.OVERLONG)
+            group.without_signal = False
+        for record in cut:
+            mask(record.trajectory)
     return group
 
 

@@ -41,7 +41,7 @@ def settings(**rules) -> EpisodeConfig:
 def test_what_has_no_reward_or_no_tokens_is_not_trained() -> None:
     group = sift([record("a", 1.0), record("b", None), record("c", 0.0, tokens=0)], settings(), LIMIT)
     assert [each.trajectory.trajectory_id for each in group.records] == ["a"]
-    assert group.dropped == {"MISSING_REWARD": 1, "NO_TOKENS": 1}
+    assert group.untrainable == {"b": "MISSING_REWARD", "c": "NO_TOKENS"}
     assert math.isnan(group.rewards[1])
 
 
@@ -74,7 +74,7 @@ def test_filtered_episodes_leave_the_statistics_of_their_group() -> None:
         settings(overlong={"policy": "filter"}, filter={"drop_degenerate": True}),
         LIMIT,
     )
-    assert (len(group.records), group.dropped, group.overlong) == (2, {"OVERLONG": 1}, 1)
+    assert (len(group.records), group.untrainable, group.overlong) == (2, {"c": "OVERLONG"}, 1)
     assert group.without_signal
 
 
@@ -84,7 +84,7 @@ def test_a_masked_episode_counts_in_its_groups_statistics_and_in_nothing_else() 
         settings(overlong={"policy": "mask"}, filter={"drop_degenerate": True}),
         LIMIT,
     )
-    assert (len(group.records), dict(group.dropped), group.overlong) == (3, {}, 1)
+    assert (len(group.records), group.untrainable, group.overlong) == (3, {}, 1)
     assert not group.without_signal, "its reward differs"
     samples, faults = convert(
         [each.trajectory for each in group.records], Expectations(vocabulary=100, newest=BASE, has_estimator=True)
@@ -100,10 +100,10 @@ def test_a_masked_episode_counts_in_its_groups_statistics_and_in_nothing_else() 
 
 
 def test_a_group_in_which_every_episode_is_masked_brings_nothing() -> None:
-    group = sift(
-        [record("a", 1.0, finish=CUT), record("b", 0.0, finish=CUT)], settings(overlong={"policy": "mask"}), LIMIT
-    )
-    assert (group.records, group.dropped, group.without_signal) == ([], {"OVERLONG": 2}, False)
+    cut = [record("a", 1.0, finish=CUT), record("b", 1.0, finish=CUT)]
+    group = sift(cut, settings(overlong={"policy": "mask"}, filter={"drop_degenerate": True}), LIMIT)
+    assert (group.records, group.untrainable) == ([], dict.fromkeys("ab", "OVERLONG"))
+    assert not group.without_signal
 
 
 @pytest.mark.parametrize(
