@@ -159,7 +159,7 @@ class Curriculum:
             settings.name: _Source(settings, TaskStream(tasks, settings.pools, seed, split=settings.split))
             for settings, tasks in environments
         }
-        self._mix = Shares({name: each.settings.ratio for name, each in self._sources.items()})
+        self._shares = Shares({name: each.settings.ratio for name, each in self._sources.items()})
         self._running: dict[int, _RunningGroup] = {}
         self.refills = 0
         # Looked up once: a start applies a million facts.
@@ -173,6 +173,12 @@ class Curriculum:
             "curriculum_noted": self._restore,
             "counts_noted": self._counted,
         }
+
+    def _mix(self) -> Shares:
+        """Return the mix, with the ratios that the settings have now: they may change while the run lives."""
+        for name, each in self._sources.items():
+            self._shares.want(name, each.settings.ratio)
+        return self._shares
 
     # Choose.
 
@@ -191,7 +197,7 @@ class Curriculum:
         for name in able:
             if self._sources[name].owed:
                 return self._draw_from(name, NO_SIGNAL)
-        chosen = self._mix.choose(able)
+        chosen = self._mix().choose(able)
         if chosen is None:
             return None
         return self._draw_from(chosen, "", tuple(name for name in self._sources if name not in able))
@@ -256,9 +262,9 @@ class Curriculum:
         elif not fact.redraw_reason:
             able = [name for name in self._sources if name not in fact.passed_over or name == fact.environment]
             for name in self._sources.keys() - set(able):
-                owed = self._mix.share(name) + max(0.0, self._mix.credits[name])
+                owed = self._mix().share(name) + max(0.0, self._mix().credits[name])
                 self._sources[name].counts.passed_on += owed
-            self._mix.give(fact.environment, able)
+            self._mix().give(fact.environment, able)
         source.stream.drawn(fact.task_id, fact.position, in_turn=fact.redraw_reason in ("", NO_SIGNAL))
         source.running += 1
 
@@ -309,17 +315,7 @@ class Curriculum:
         for each in noted.environments:
             if (source := self._sources.get(each.environment)) is not None:
                 source.stream.restore(each)
-                self._mix.credits[each.environment] = each.credit
-
-    def want(self, environment: str, ratio: float) -> None:
-        """Change the weight of an environment in the mix.
-
-        Raises:
-            KeyError: if the run has no such environment.
-        """
-        if environment not in self._sources:
-            raise KeyError(environment)
-        self._mix.want(environment, ratio)
+                self._mix().credits[each.environment] = each.credit
 
     # Look.
 
@@ -357,7 +353,7 @@ class Curriculum:
 
     def share(self, environment: str) -> float:
         """Return the share of the groups that an environment is meant to have, 0 to 1."""
-        return self._mix.share(environment)
+        return self._mix().share(environment)
 
     def noted(self) -> journal_pb2.CurriculumNoted:
         """Return where the choice of tasks stands; as a fact, it brings this state back under other settings too."""
@@ -365,7 +361,7 @@ class Curriculum:
         for name, source in self._sources.items():
             each = noted.environments.add()
             each.CopyFrom(source.stream.noted())
-            each.environment, each.credit = name, self._mix.credits[name]
+            each.environment, each.credit = name, self._mix().credits[name]
         return noted
 
 

@@ -39,6 +39,9 @@ class Shares:
         """Give a place to a name, chosen among `able`."""
         self.credits, _ = self._due(able)
         self.credits[name] -= 1
+        if max(map(abs, self.credits.values())) > 1 + _ROUNDING:
+            # These places were given under other shares, which a start that counts them again does not know.
+            self.credits = dict.fromkeys(self.credits, 0.0)
 
     def _due(self, able: Collection[str]) -> tuple[dict[str, float], dict[str, float]]:
         """Return the credits with those of the next place, and the shares of it of those who can take it.
