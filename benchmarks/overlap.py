@@ -43,14 +43,14 @@ class LongTail:
 
     def tasks(self, split: str, seed: int) -> list[Task]:
         """Return the tasks, placed so that the stream, which shuffles them by the seed, gives them in the wanted order."""
-        from orchestrator_svc.dispatch import TaskStream  # noqa: PLC0415 - brings gRPC, which scoring processes do not need
+        from orchestrator_svc.task_stream import TaskStream  # noqa: PLC0415 - brings pydantic, which the processes do not need
 
         del split
         count = len(self._answer_tokens)
-        places = TaskStream(self.name, [Task(str(number)) for number in range(count)], seed)
+        places = TaskStream([Task(str(number)) for number in range(count)], seed)
         tasks: dict[int, Task] = {}
         for position, tokens in enumerate(self._answer_tokens):
-            tasks[int(places.at(position).task_id)] = Task(f"{position:05d}", max_tokens=tokens)
+            tasks[int(places.at(position))] = Task(f"{position:05d}", max_tokens=tokens)
         return [tasks[place] for place in range(count)]
 
     def messages(self, task: Task) -> Sequence[Message]:

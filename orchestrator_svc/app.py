@@ -15,9 +15,10 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.dispatch import Dispatcher, TaskStream
+from orchestrator_svc.curriculum import Curriculum
+from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.envs.processes import EnvironmentProcesses
-from orchestrator_svc.evaluation import Evaluations
+from orchestrator_svc.evaluation import Evaluated, Evaluations
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
@@ -118,7 +119,7 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicer: Orchestr
         "orchestrator",
         config.server,
         common.security,
-        features=[f"workflow.{config.workflow}"],
+        features=sorted({f"workflow.{each.workflow}" for each in config.mix}),
         run=common.run,
         call_log=common.run_dir / "calls/orchestrator.jsonl",
     )
@@ -138,19 +139,23 @@ async def _built(
     """Build the run and its parts; those with files or processes are closed in reverse order."""
     start_limit = (config.deadlines.start_s, "orchestrator.deadlines.start_s")
     async with contextlib.AsyncExitStack() as stack:
-        environment = await stack.enter_async_context(
-            EnvironmentProcesses(config.environment, config.environment_args, config.environment_processes, start_limit)
-        )
-        workflow = choose_workflow(config, environment)
-        journal = _journal(common, config, environment.name)
+        processes = {
+            each.name: await stack.enter_async_context(
+                EnvironmentProcesses(each.environment, each.args, each.environment_processes, start_limit)
+            )
+            for each in config.mix
+        }
+        workflows = {each.name: choose_workflow(each, processes[each.name]) for each in config.mix}
+        try:
+            tasks = [(each, await processes[each.name].tasks(each.split, common.seed)) for each in config.mix]
+            curriculum = Curriculum(tasks, common.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        journal = _journal(common, config, curriculum)
         settings = LiveSettings(common, config)
         settings.restore(journal.ledger.settings)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
-        try:
-            tasks = TaskStream(environment.name, await environment.tasks(config.split, common.seed), common.seed)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
 
         changed, events = asyncio.Event(), EventLog(journal.ledger.start)
 
@@ -164,10 +169,13 @@ async def _built(
             config.replicas,
             on_replica,
             concurrency=config.concurrency,
-            group=config.group_size,
+            group=max(each.group_size for each in config.mix),
         )
         engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
-        runner = GroupRunner(workflow, engine, common.seed, request_prefix=common.run)
+        runners = {
+            name: GroupRunner(workflow, engine, common.seed, request_prefix=common.run)
+            for name, workflow in workflows.items()
+        }
         bound = StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent)
         scheduler = Scheduler(
             journal.ledger,
@@ -177,18 +185,27 @@ async def _built(
             max_steps=config.max_steps,
             max_running=config.max_running,
         )
-        status = RunStatus(common.run, config, scheduler, pool, events)
-        reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environment=environment)
+        status = RunStatus(common.run, config, scheduler, pool, events, curriculum=curriculum)
+        reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environments=processes)
         evaluations = None
         if config.evaluation.every_steps:
-            held_out = await environment.tasks(config.evaluation.split, common.seed)
             # An evaluation is not continued, so a later process must not get the answers of this one.
-            evaluating = replace(runner, request_prefix=f"{common.run}/{journal.ledger.start}")
-            evaluations = Evaluations(config, pool, evaluating, held_out, reporter)
+            prefix = f"{common.run}/{journal.ledger.start}"
+            evaluated = [
+                Evaluated(
+                    each,
+                    replace(runners[each.name], request_prefix=prefix),
+                    (await processes[each.name].tasks(config.evaluation.split, common.seed))[
+                        : config.evaluation.prompts
+                    ],
+                )
+                for each in config.mix
+            ]
+            evaluations = Evaluations(config, pool, evaluated, reporter)
         client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
         trainer = TrainerLink(client, common.run, config.deadlines)
-        dispatcher = Dispatcher(config, scheduler, journal, status, tasks, runner=runner, changed=changed)
-        training = Training(config, scheduler, journal, status, trainer=trainer, pool=pool, changed=changed)
+        dispatcher = Dispatcher(config, scheduler, journal, status, curriculum, runners=runners, changed=changed)
+        training = Training(config, scheduler, journal, status, curriculum, trainer=trainer, pool=pool, changed=changed)
         run = Run(
             settings,
             journal,
@@ -210,8 +227,8 @@ async def _close_files(journal: Journal, recorder: Recorder) -> None:
             raise outcome
 
 
-def _journal(common: CommonConfig, config: OrchestratorConfig, environment: str) -> Journal:
-    """Open the run's journal; `environment` is the name of its environment.
+def _journal(common: CommonConfig, config: OrchestratorConfig, curriculum: Curriculum) -> Journal:
+    """Open the run's journal; the curriculum gets its facts.
 
     Raises:
         ConfigError: if there is one and it does not belong to this run, or the run is not to be resumed.
@@ -219,12 +236,18 @@ def _journal(common: CommonConfig, config: OrchestratorConfig, environment: str)
     try:
         journal = Journal(
             common.run_dir,
-            {"run": common.run, "seed": str(common.seed), "environment": config.environment, "split": config.split},
-            environment=environment,
+            {
+                "run": common.run,
+                "seed": str(common.seed),
+                "environment": ", ".join(each.environment for each in config.mix),
+                "split": ", ".join(each.split for each in config.mix),
+            },
+            environment=config.mix[0].name,
             software_version=version("sluice"),
             fsync_interval_s=config.journal.fsync_interval_ms / 1000,
             segment_bytes=config.journal.segment_mb << 20,
             queue_records=config.journal.queue_records,
+            follow=curriculum.apply,
         )
     except JournalError as error:
         raise ConfigError(str(error)) from error

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.journal.ledger import Redraw
 from orchestrator_svc.shares import Shares
 from orchestrator_svc.task_stream import TaskStream
 from sluice.v1 import journal_pb2
@@ -68,15 +69,6 @@ class StartRate:
 
     def _level(self, now: float) -> float:
         return min(self._most, self._held + (now - self._at) * (self.per_s or 0.0))
-
-
-class Redraw(NamedTuple):
-    """A task that has to be drawn again."""
-
-    environment: str
-    task_id: str
-    position: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +148,7 @@ class Curriculum:
 
     def __init__(self, environments: Iterable[tuple[EnvironmentConfig, Sequence[Task]]], seed: int) -> None:
         self._sources = {
-            settings.name: _Source(settings, TaskStream(tasks, settings.pools, seed, split=settings.split))
+            settings.name: _Source(settings, TaskStream(tasks, seed, settings.pools, split=settings.split))
             for settings, tasks in environments
         }
         self._shares = Shares({name: each.settings.ratio for name, each in self._sources.items()})
@@ -172,6 +164,7 @@ class Curriculum:
             "task_quarantined": self._quarantined,
             "curriculum_noted": self._restore,
             "counts_noted": self._counted,
+            "history_imported": self._imported,
         }
 
     def _mix(self) -> Shares:
@@ -192,7 +185,7 @@ class Curriculum:
         able = [name for name, each in self._sources.items() if each.can_deliver(now)]
         for each in redraws:
             name, task_id = each.environment, each.task_id
-            if name in able and self.drawable(name, task_id):
+            if name in able and (self.drawable(name, task_id) or not task_id):
                 return Draw(name, task_id, each.position, self._draws(name, task_id), each.reason)
         for name in able:
             if self._sources[name].owed:
@@ -243,6 +236,10 @@ class Curriculum:
     def _quarantined(self, fact: journal_pb2.TaskQuarantined) -> None:
         if fact.environment in self._sources:
             self._sources[fact.environment].stream.quarantine(fact.task_id, fact.failures, fact.problem)
+
+    def _imported(self, fact: journal_pb2.HistoryImported) -> None:
+        if fact.environment in self._sources:
+            self._sources[fact.environment].stream.next_position = fact.next_position
 
     def _accepted(self, fact: journal_pb2.GroupAccepted) -> None:
         self._ended(fact.group, accepted=True)
@@ -329,10 +326,15 @@ class Curriculum:
         """Settings of each environment, by name."""
         return {name: each.settings for name, each in self._sources.items()}
 
-    def task(self, environment: str, task_id: str) -> Task | None:
-        """Return a task; None if the environment, or the task in it, no longer exists."""
+    def task(self, environment: str, task_id: str, position: int) -> Task | None:
+        """Return a task; None if the environment, or the task in it, no longer exists.
+
+        A journal of format 1 kept no names: then the position tells the task.
+        """
         source = self._sources.get(environment)
-        return source.stream[task_id] if source is not None and task_id in source.stream else None
+        if source is None:
+            return None
+        return source.stream.get(task_id or source.stream.at(position))
 
     def drawable(self, environment: str, task_id: str) -> bool:
         """Return whether a task exists and is not in quarantine."""

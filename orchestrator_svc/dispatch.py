@@ -8,88 +8,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import structlog
 
-from orchestrator_svc.config import FilterConfig, OrchestratorConfig
-from orchestrator_svc.envs.base import Task
+from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.curriculum import Curriculum, overlong_counter
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.journal.episodes import JournaledEpisodes
-from orchestrator_svc.journal.ledger import Group, Ledger, Reason, Stage
+from orchestrator_svc.journal.ledger import Group, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.scheduler import Scheduler
+from orchestrator_svc.sifting import ScoredGroup, sift
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.rpc import SluiceError
-from sluice.v1 import journal_pb2, orchestrator_pb2
-from sluice.versions import Version, sampled_tokens, versions_of
+from sluice.v1 import journal_pb2
+from sluice.versions import Version, versions_of
 
 log = structlog.get_logger(__name__)
 
 _LOOK_AGAIN_S = 0.5
 """Seconds between two looks at the replicas: the end of a cooldown notifies nobody."""
 
-
-class TaskStream:
-    """The endless stream of an environment's tasks: every task once per pass, each pass in another order.
-
-    The same seed gives the same task at the same position, so that a restart finds it again.
-
-    Args:
-        environment: Name of the environment within the run.
-
-    Raises:
-        ValueError: if there are no tasks.
-    """
-
-    def __init__(self, environment: str, tasks: Sequence[Task], seed: int) -> None:
-        if not tasks:
-            raise ValueError("the split has no tasks: check orchestrator.split and environment_args")
-        self._environment, self._tasks, self._seed = environment, tasks, seed
-        self._pass = -1
-        self._order: list[int] = []
-
-    def at(self, position: int) -> Task:
-        """Return the task at a position, from 0."""
-        number, place = divmod(position, len(self._tasks))
-        if number != self._pass:
-            self._order = list(range(len(self._tasks)))
-            random.Random(f"{self._seed}/{number}").shuffle(self._order)  # noqa: S311 - an order, not a secret
-            self._pass = number
-        return self._tasks[self._order[place]]
-
-    def draw(self, ledger: Ledger) -> journal_pb2.TaskDrawn:
-        """Return what is drawn next: a task that has to be drawn again, else the one whose turn has come."""
-        position, reason = ledger.next_positions.get(self._environment, 0), ""
-        if ledger.redraws:
-            position, reason = ledger.redraws[0].position, ledger.redraws[0].reason
-        task_id = self.at(position).task_id
-        return journal_pb2.TaskDrawn(
-            environment=self._environment,
-            task_id=task_id,
-            draw=ledger.draws.get((self._environment, task_id), 0),
-            group=ledger.next_group,
-            position=position,
-            redraw_reason=reason,
-        )
-
-    def task_of(self, group: Group) -> Task | None:
-        """Return the task of a group; None if the environment has another one in its place now."""
-        task = self.at(group.position)
-        # A journal of format 1 did not keep the task's name.
-        return task if group.task_id in ("", task.task_id) else None
+_PROBLEM_CHARACTERS = 1000
+"""Characters that are kept of the reason why a task is in quarantine."""
 
 
 class Dispatcher:
     """Draws tasks and runs their groups.
 
     Args:
+        curriculum: Chooses the tasks; follows the facts of the journal.
+        runners: Run the groups of each environment, with one engine.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -99,18 +54,18 @@ class Dispatcher:
         scheduler: Scheduler,
         journal: Journal,
         status: RunStatus,
-        tasks: TaskStream,
+        curriculum: Curriculum,
         *,
-        runner: GroupRunner,
+        runners: Mapping[str, GroupRunner],
         changed: asyncio.Event,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
-        self._runner, self._tasks, self._changed = runner, tasks, changed
+        self._runners, self._curriculum, self._changed = runners, curriculum, changed
         self._ledger = journal.ledger
-        self._pool = runner.engine.pool
-        self._sampling = Sampling(**config.sampling.model_dump())
+        self._engine = next(iter(runners.values())).engine
+        self._pool = self._engine.pool
         self.paused = False
-        self._fruitless: Counter[str] = Counter()
+        self._failed_in_a_row = 0
         self._lost_since: float | None = None
         self._counted: Counter[str] = Counter()
         groups = sorted(self._ledger.groups.values(), key=lambda each: each.number)
@@ -143,8 +98,9 @@ class Dispatcher:
                 while self._start_next(groups):
                     pass
                 self._changed.clear()
+                wait_s = self._curriculum.wait_s(time.monotonic())
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                    async with asyncio.timeout(_LOOK_AGAIN_S if wait_s is None else min(_LOOK_AGAIN_S, wait_s)):
                         await self._changed.wait()
 
     def _start_next(self, groups: asyncio.TaskGroup) -> bool:
@@ -157,16 +113,47 @@ class Dispatcher:
         if version is None:
             return False
         if unfinished is None:
-            group = self._draw(self._tasks.draw(self._ledger), version)
+            drawn = self._drawn()
+            if drawn is None:
+                return False
+            group = self._draw(drawn, version)
         else:
             self._unfinished.popleft()
             group = self._continue(unfinished, version)
         groups.create_task(self._run_group(group), name=group.name)
         return True
 
+    def _drawn(self) -> journal_pb2.TaskDrawn | None:
+        """Draw the next task; None while no environment can deliver one.
+
+        Raises:
+            SluiceError: ABORTED if every task is in quarantine.
+        """
+        now = time.monotonic()
+        draw = self._curriculum.choose(now, self._ledger.redraws)
+        if draw is None:
+            if self._curriculum.exhausted:
+                raise SluiceError.aborted(
+                    "ALL_QUARANTINED",
+                    "every task of the run is in quarantine, because its groups failed quarantine_after times one after the"
+                    " other: the report lists tasks and problems. Repair the environment, and begin a new run (--run NAME)",
+                )
+            return None
+        self._curriculum.start(draw.environment, now)
+        return journal_pb2.TaskDrawn(
+            environment=draw.environment,
+            task_id=draw.task_id,
+            draw=draw.draw,
+            group=self._ledger.next_group,
+            position=draw.position,
+            redraw_reason=draw.reason,
+            passed_over=draw.passed_over,
+        )
+
     def _draw(self, drawn: journal_pb2.TaskDrawn, version: Version) -> Group:
         """Record a draw, and return its group, which this version and newer ones may sample."""
-        drawn.episodes = self._config.group_size
+        settings = self._curriculum.environments.get(drawn.environment, self._config)
+        drawn.episodes = settings.group_size
         drawn.policy_version.CopyFrom(version.to_proto())
         self._journal.record(journal_pb2.Fact(task_drawn=drawn))
         return self._ledger.groups[drawn.group]
@@ -223,27 +210,35 @@ class Dispatcher:
 
     async def _run_group(self, group: Group) -> None:
         """Run one group to its end: accepted, or dropped and counted."""
-        task = self._tasks.task_of(group)
+        task = self._curriculum.task(group.environment, group.task_id, group.position)
         if task is None:
-            problem = f"the environment lists other tasks than before; {group.task_id} is no longer at its place"
+            problem = f"environment {group.environment} no longer lists task {group.task_id}"
             self._drop(group, Reason.TASK_CHANGED, problem)
             self._changed.set()
             return
+        settings = self._curriculum.environments[group.environment]
         reason, problem = "", ""
         scored = ScoredGroup()
         try:
             async with asyncio.timeout(self._config.deadlines.episode_s) as deadline:
-                episodes = JournaledEpisodes(self._journal, group)
-                records = await self._runner.run(
-                    task, group.name, group.episodes, self._sampling, group.floor, episode_log=episodes
+                records = await self._runners[group.environment].run(
+                    task,
+                    group.name,
+                    group.episodes,
+                    Sampling(**settings.sampling.model_dump()),
+                    group.floor,
+                    episode_log=JournaledEpisodes(self._journal, group),
                 )
-                scored = _sift(records, self._config.filter)
+                for each in records:
+                    each.trajectory.objective = settings.objective
+                scored = sift(records, settings, task.max_tokens or settings.sampling.max_tokens)
         except TimeoutError as error:
             if deadline.expired():
                 reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"
             else:  # the workflow's own
                 reason, problem = Reason.EPISODE_FAILED, repr(error)
         except EnvironmentFailedError as error:
+            # A call whose process another one ended says nothing about its task.
             reason, problem = error.reason if error.culprit else Reason.EPISODE_FAILED, str(error)
         except SluiceError as error:
             reason, problem = Reason.EPISODE_FAILED, str(error)
@@ -256,88 +251,103 @@ class Dispatcher:
             self._drop(group, reason, problem)
         else:
             self._end(group, scored)
-        self._note_counts()
+        self._note_counts(Counter({overlong_counter(group.environment, settings.overlong.policy): scored.overlong}))
         self._changed.set()
 
     def _end(self, group: Group, scored: ScoredGroup) -> None:
         """Record what the episodes of a group brought, and accept it unless they brought nothing to train."""
         self._status.group_scored(group.name, group.task_id, scored.rewards)
+        replaced = scored.without_signal and (
+            self._config.on_max_refills == "fail" or self._curriculum.refills < self._config.max_refills
+        )
+        if replaced:
+            scored.leave_out(Reason.NO_SIGNAL)
         places = self._journal.keep_trajectories(group.number, scored.records)
         ended = journal_pb2.EpisodesEnded(
             group=group.number, attempt=group.attempt, episodes=_ended_episodes(group, scored, places)
         )
         self._journal.record(journal_pb2.Fact(episodes_ended=ended))
+        if replaced:
+            self._replace(group)
+            return
         if not scored.records:
             reason = next(iter(scored.untrainable.values()), Reason.EPISODE_FAILED)
             self._drop(group, reason, f"{reason} of all episodes of task {group.task_id}; see the warnings above")
             return
-        self._fruitless.clear()
+        self._failed_in_a_row = 0
         versions = {version for record in scored.records for version in versions_of(record.trajectory)}
         accepted = journal_pb2.GroupAccepted(
             group=group.number, policy_versions=[each.to_proto() for each in sorted(versions)]
         )
         self._journal.record(journal_pb2.Fact(group_accepted=accepted))
 
+    def _replace(self, group: Group) -> None:
+        """Drop a group without signal: its place is free at once, and another task of its environment takes it.
+
+        Raises:
+            SluiceError: ABORTED if too many were replaced since the last batch.
+        """
+        dropped = journal_pb2.GroupDropped(group=group.number, reason=Reason.NO_SIGNAL)
+        self._journal.record(journal_pb2.Fact(group_dropped=dropped))
+        if self._curriculum.refills >= self._config.max_refills and self._config.on_max_refills == "fail":
+            raise SluiceError.aborted(
+                "NO_SIGNAL",
+                f"{self._curriculum.refills} groups since the last batch brought no signal by the settings of filter, the most that"
+                f" orchestrator.max_refills allows, the last one of task {group.task_id}. Choose tasks of another difficulty, correct"
+                ' the filter, or set orchestrator.on_max_refills = "train"; then start the run again: it continues',
+            )
+
     def _drop(self, group: Group, reason: str, problem: str) -> None:
-        """Drop a group, and give the run up when group after group brings nothing to train: it would never end."""
-        log.warning("a group brings nothing to train", group=group.name, reason=reason, problem=problem)
+        """Drop a group that failed, and put its task in quarantine if it fails again and again.
+
+        Raises:
+            SluiceError: ABORTED if group after group fails, because the run would never end.
+        """
+        log.warning(
+            "a group brings nothing to train",
+            group=group.name,
+            environment=group.environment,
+            task=group.task_id,
+            reason=reason,
+            problem=problem,
+        )
+        failures = self._curriculum.to_quarantine(group.number, reason)
         self._journal.record(
             journal_pb2.Fact(group_dropped=journal_pb2.GroupDropped(group=group.number, reason=reason))
         )
-        if reason == Reason.FILTERED:
-            setting, limit = "max_refills", self._config.max_refills
-        else:
-            setting, limit = "max_failed_groups", self._config.max_failed_groups
-        self._fruitless[setting] += 1
-        if self._fruitless[setting] >= limit:
+        if failures is not None:
+            self._quarantine(group, failures, f"{reason}: {problem}")
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self._config.max_failed_groups:
             raise SluiceError.aborted(
                 "GROUPS_FAIL",
-                f"{limit} groups in a row brought nothing to train (orchestrator.{setting}), the last one because: {problem}."
-                " Correct the environment, the filter or the deadline at fault, then start the run again: it continues",
+                f"{self._failed_in_a_row} groups in a row brought nothing to train (orchestrator.max_failed_groups), the last one"
+                f" because: {problem}. Correct the environment or the deadline at fault, then start the run again: it continues",
             )
 
-    def _note_counts(self) -> None:
-        counts = self._runner.engine.counts.copy()
-        more, self._counted = counts - self._counted, counts
-        if more:
-            self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=more)))
+    def _quarantine(self, group: Group, failures: int, problem: str) -> None:
+        """Draw the task of a group no more."""
+        log.error(
+            "a task is in quarantine: it is not drawn any more",
+            environment=group.environment,
+            task=group.task_id,
+            failures=failures,
+            problem=problem,
+        )
+        noted = journal_pb2.TaskQuarantined(
+            environment=group.environment,
+            task_id=group.task_id,
+            failures=failures,
+            problem=problem[:_PROBLEM_CHARACTERS],
+        )
+        self._journal.record(journal_pb2.Fact(task_quarantined=noted))
 
-
-@dataclass
-class ScoredGroup:
-    """The outcome of a group's episodes.
-
-    Attributes:
-        everyone: All records, in order.
-        records: Those that may be trained; empty if none may.
-        untrainable: Reason of each that may not, by trajectory.
-    """
-
-    everyone: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
-    records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
-    untrainable: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def rewards(self) -> list[float]:
-        """Rewards of all records; NaN marks a missing one."""
-        return [each.trajectory.reward if each.trajectory.HasField("reward") else math.nan for each in self.everyone]
-
-
-def _sift(records: list[orchestrator_pb2.TrajectoryRecord], rules: FilterConfig) -> ScoredGroup:
-    """Separate what may be trained from what may not."""
-    group = ScoredGroup(records)
-    for record in records:
-        if not record.trajectory.HasField("reward"):
-            group.untrainable[record.trajectory.trajectory_id] = Reason.MISSING_REWARD
-        elif not sampled_tokens(record.trajectory):
-            group.untrainable[record.trajectory.trajectory_id] = Reason.NO_TOKENS
-        else:
-            group.records.append(record)
-    rewards = [each.trajectory.reward for each in group.records]
-    if rewards and _filtered(rewards, rules):
-        group.untrainable |= {each.trajectory.trajectory_id: Reason.FILTERED for each in group.records}
-        group.records = []
-    return group
+    def _note_counts(self, more: Counter[str]) -> None:
+        """Record by how much counters grew: those of the engine, and these."""
+        counts = self._engine.counts.copy()
+        grown, self._counted = +(counts - self._counted + more), counts
+        if grown:
+            self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
 
 
 def _ended_episodes(
@@ -349,15 +359,15 @@ def _ended_episodes(
     """
     ended: dict[tuple[str, str], journal_pb2.EndedEpisode] = {}
     kept = {id(record): place for record, place in zip(scored.records, places, strict=True)}
-    for record in scored.everyone:
+    for record, reward in zip(scored.everyone, scored.rewards, strict=True):
         trajectory = record.trajectory
         reason = scored.untrainable.get(trajectory.trajectory_id, "")
         episode = ended.setdefault(
             (trajectory.episode_id, reason),
             journal_pb2.EndedEpisode(episode=_episode_number(group, trajectory.episode_id, len(ended)), reason=reason),
         )
-        if trajectory.HasField("reward"):
-            episode.reward = trajectory.reward
+        if not math.isnan(reward):
+            episode.reward = reward
         if reason:
             episode.untrainable.append(trajectory.trajectory_id)
         else:
@@ -369,12 +379,3 @@ def _episode_number(group: Group, episode_id: str, otherwise: int) -> int:
     """Return the number of an episode within its group, which our workflows put behind the group's name."""
     number = episode_id.removeprefix(f"{group.name}-")
     return int(number) if number.isdecimal() else otherwise
-
-
-def _filtered(rewards: list[float], rules: FilterConfig) -> bool:
-    mean = sum(rewards) / len(rewards)
-    return (
-        (rules.drop_degenerate and len(set(rewards)) == 1)
-        or (rules.min_reward_mean is not None and mean < rules.min_reward_mean)
-        or (rules.max_reward_mean is not None and mean > rules.max_reward_mean)
-    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 import structlog
 
-from orchestrator_svc.config import AttemptsConfig, OrchestratorConfig
+from orchestrator_svc.config import AttemptsConfig, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.replicas import Replica, ReplicaPool
 from orchestrator_svc.report import RunReporter
@@ -34,6 +34,15 @@ EXACT = 1.0 - 1e-9
 """A reward of 1 (or more) counts as an exact match."""
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An environment that is evaluated: its settings, who runs its episodes, and the tasks."""
+
+    settings: EnvironmentConfig
+    runner: GroupRunner
+    tasks: Sequence[Task]
+
+
 class Evaluations:
     """Evaluates between the steps of a run, one evaluation at a time, beside training.
 
@@ -47,17 +56,11 @@ class Evaluations:
     """
 
     def __init__(
-        self,
-        config: OrchestratorConfig,
-        pool: ReplicaPool,
-        runner: GroupRunner,
-        tasks: Sequence[Task],
-        reporter: RunReporter,
+        self, config: OrchestratorConfig, pool: ReplicaPool, environments: Sequence[Evaluated], reporter: RunReporter
     ) -> None:
         self.failed = 0
         self.held_all_replicas = False
-        self._config, self._pool, self._runner, self._reporter = config, pool, runner, reporter
-        self._tasks = tasks[: config.evaluation.prompts]
+        self._config, self._pool, self._environments, self._reporter = config, pool, environments, reporter
         self._running: asyncio.Task[None] | None = None
 
     def after_step(self, version: Version, beside: asyncio.TaskGroup) -> None:
@@ -73,7 +76,7 @@ class Evaluations:
 
     async def _run(self, wanted: Version) -> None:
         try:
-            version, result = await self._evaluate(wanted)
+            version, results = await self._evaluate(wanted)
         except (SluiceError, TimeoutError) as error:
             self.failed += 1
             log.error("evaluation failed", step=wanted.number, error=str(error) or "deadline")  # noqa: TRY400 - typed, says all
@@ -82,10 +85,11 @@ class Evaluations:
             self.failed += 1
             log.exception("evaluation failed unexpectedly", step=wanted.number)
             return
-        await self._reporter.evaluation(version, result.metrics())
+        for name, result in results.items():
+            await self._reporter.evaluation(version, name, result.metrics())
 
-    async def _evaluate(self, wanted: Version) -> tuple[Version, EvalResult]:
-        """Evaluate `wanted`, or what a replica serves after it.
+    async def _evaluate(self, wanted: Version) -> tuple[Version, dict[str, EvalResult]]:
+        """Evaluate `wanted`, or what a replica serves after it, on one environment after the other.
 
         Raises:
             SluiceError: if no replica can be held.
@@ -96,11 +100,14 @@ class Evaluations:
             replica = await self._pool.choose(wanted)
             self.held_all_replicas |= len(self._pool.replicas) == 1
             async with self._held(replica) as version:
-                train = self._config.sampling
-                sampling = Sampling(settings.temperature, train.max_tokens, train.stop)
-                # Of any seed of the run, so that runs of different seeds are evaluated alike.
-                runner = replace(self._runner, engine=self._runner.engine.pinned(replica), seed=0)
-                return version, await evaluate(runner, self._tasks, settings, sampling, version)
+                results = {}
+                for each in self._environments:
+                    train = each.settings.sampling
+                    sampling = Sampling(settings.temperature, train.max_tokens, train.stop)
+                    # Of any seed of the run, so that runs of different seeds are evaluated alike.
+                    runner = replace(each.runner, engine=each.runner.engine.pinned(replica), seed=0)
+                    results[each.settings.name] = await evaluate(runner, each.tasks, settings, sampling, version)
+                return version, results
 
     @contextlib.asynccontextmanager
     async def _held(self, replica: Replica) -> AsyncIterator[Version]:

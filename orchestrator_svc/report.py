@@ -166,10 +166,10 @@ class RunReporter:
         recorder: Recorder,
         *,
         engine: PolicyEngine,
-        environment: EnvironmentProcesses,
+        environments: Mapping[str, EnvironmentProcesses],
     ) -> None:
         self._common, self._config, self._ledger, self._status = common, config, ledger, status
-        self._recorder, self._engine, self._environment = recorder, engine, environment
+        self._recorder, self._engine, self._environments = recorder, engine, environments
         self._generated_before = ledger.generated.copy()
         self._last_step = time.monotonic()
         self._counted: Counter[str] = Counter()
@@ -204,11 +204,13 @@ class RunReporter:
             "orchestrator/loop_lag_p99_ms": self._status.loop_lag.take_p99_s() * 1e3,
         }
 
-    async def evaluation(self, version: Version, metrics: Mapping[str, float]) -> None:
-        """Show and record an evaluation."""
-        self._status.evaluation_finished(version, self._config.environment, metrics)
-        await self._recorder.scalars(version.number, {f"eval/{name}": value for name, value in metrics.items()})
-        log.info("evaluation", version=str(version), **{name: round(value, 4) for name, value in metrics.items()})
+    async def evaluation(self, version: Version, environment: str, metrics: Mapping[str, float]) -> None:
+        """Show and record an evaluation on one environment."""
+        self._status.evaluation_finished(version, environment, metrics)
+        prefix = "eval" if len(self._environments) == 1 else f"eval/{environment}"
+        await self._recorder.scalars(version.number, {f"{prefix}/{name}": value for name, value in metrics.items()})
+        shown = {name: round(value, 4) for name, value in metrics.items()}
+        log.info("evaluation", version=str(version), environment=environment, **shown)
 
     async def report(self, state: str, facts: Mapping[str, Any]) -> None:
         """Write the report.
@@ -231,7 +233,7 @@ class RunReporter:
                 "error": self._status.error,
                 "seed": self._common.seed,
                 "model": self._common.model,
-                "environment": self._config.environment,
+                "environment": ", ".join(each.environment for each in self._config.mix),
                 "steps": ledger.applied,
                 "epochs": ledger.epoch,
                 "wall_s": round(self._status.elapsed_s, 3),
@@ -245,7 +247,6 @@ class RunReporter:
                 "requests_spanning_versions": generated["spanning"],
                 "generation_retries": generated["retried"],
                 "samples_continued": generated["continued"],
-                "environment_failures": dict(self._environment.failures),
                 "changed_settings": [
                     {
                         "key": each.key,
@@ -256,10 +257,30 @@ class RunReporter:
                     }
                     for each in ledger.setting_changes
                 ],
+                "environment_failures": dict(sum((each.failures for each in self._environments.values()), Counter())),
+                "environments": [environment_row(each) for each in self._status.environments()],
                 **facts,
             }
         )
         log.info("report", state=state, steps=report["steps"], wall_s=report["wall_s"])
+
+
+def environment_row(environment: orchestrator_pb2.RunEnvironment) -> dict[str, Any]:
+    """Return an environment as the report has it, under the names of `RunEnvironment`."""
+    numbers = ("groups", "groups_accepted", "groups_refilled", "groups_failed", "quarantined_count")
+    return {
+        "name": environment.name,
+        "wanted_share": round(environment.wanted_share, 6),
+        **{name: getattr(environment, name) for name in numbers},
+        "groups_passed_on": round(environment.groups_passed_on, 3),
+        "pools": dict(environment.pools),
+        "groups_by_pool": dict(environment.groups_by_pool),
+        "overlong": dict(environment.overlong),
+        "quarantined": [
+            {"task_id": each.task_id, "failures": each.failures, "problem": each.problem}
+            for each in environment.quarantined
+        ],
+    }
 
 
 class Recorder:

@@ -52,8 +52,16 @@ class RunStatus:
     """
 
     def __init__(
-        self, run: str, config: OrchestratorConfig, scheduler: Scheduler, pool: ReplicaPool, events: EventLog
+        self,
+        run: str,
+        config: OrchestratorConfig,
+        scheduler: Scheduler,
+        pool: ReplicaPool,
+        events: EventLog,
+        *,
+        curriculum: Curriculum,
     ) -> None:
+        self._curriculum = curriculum
         self.events, self.history = events, TrajectoryHistory()
         self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
         self.error = ""
@@ -138,6 +146,7 @@ class RunStatus:
             trainer_idle=idle,
             dispatch_blocked=blocked,
             bottleneck=self._bottleneck,
+            environments=describe_environments(self._curriculum, most_quarantined=0),
         )
         self.events.append(orchestrator_pb2.RunEvent(load=load))
 
@@ -152,7 +161,7 @@ class RunStatus:
             policy_version=Version(ledger.epoch, ledger.applied).to_proto(),
             live_groups=len(ledger.groups),
             max_live_groups=scheduler.bound.capacity,
-            running_episodes=ledger.count(Stage.RUNNING) * self._config.group_size,
+            running_episodes=self._curriculum.running_episodes(),
             max_staleness=scheduler.bound.max_staleness,
             max_staleness_seen=self.max_staleness_seen,
             trajectories_accepted=ledger.accepted,
@@ -164,7 +173,13 @@ class RunStatus:
             metrics=self.metrics,
             bottleneck=self._bottleneck,
             changed_settings=ledger.setting_changes,
+            environments=self.environments(),
+            groups_failed=dict(ledger.failed_groups),
         )
+
+    def environments(self) -> list[orchestrator_pb2.RunEnvironment]:
+        """Describe the environments of the run, with the first tasks in quarantine."""
+        return describe_environments(self._curriculum)
 
 
 def describe_environments(

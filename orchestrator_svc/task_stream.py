@@ -52,7 +52,7 @@ class TaskStream:
         ValueError: if there are no tasks, or two of them have one id.
     """
 
-    def __init__(self, tasks: Sequence[Task], pools: PoolsConfig, seed: int, *, split: str = "") -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int, pools: PoolsConfig | None = None, *, split: str = "") -> None:
         if not tasks:
             raise ValueError(f"the split {split!r} has no tasks: check its name and the environment's args")
         self._tasks = {task.task_id: task for task in tasks}
@@ -62,16 +62,16 @@ class TaskStream:
                 f"two tasks of the split {split!r} have the id {twice!r}: a task's results are kept by its id, so give each its own"
             )
         self._names = list(self._tasks)
-        self._pools, self._seed = pools, seed
+        self._pools, self._seed = pools or PoolsConfig(), seed
         self._pass = -1
         self._order: list[int] = []
         self.next_position = 0
         self.progress: dict[str, Progress] = {}
         self.quarantined: dict[str, Progress] = {}
-        self.pool_shares = Shares({name: getattr(pools.shares, name) for name in POOLS})
+        self.pool_shares = Shares({name: getattr(self._pools.shares, name) for name in POOLS})
         self._sizes = Counter({NEW: len(self._tasks)})
         self._free: dict[str, list[tuple[int, int, str]]] = {name: [] for name in POOLS}
-        if pools.enabled:
+        if self._pools.enabled:
             self._free[NEW] = [self._entry(name, 0) for name in self._names]
             heapq.heapify(self._free[NEW])
 
@@ -83,8 +83,9 @@ class TaskStream:
     def __contains__(self, task_id: str) -> bool:
         return task_id in self._tasks
 
-    def __getitem__(self, task_id: str) -> Task:
-        return self._tasks[task_id]
+    def get(self, task_id: str) -> Task | None:
+        """Return a task; None if there is none of this id."""
+        return self._tasks.get(task_id)
 
     def at(self, position: int) -> str:
         """Return the task at a position of the stream without pools, from 0."""
@@ -165,9 +166,10 @@ class TaskStream:
         )
         for task_id, each in noted.tasks.items():
             known, before = self._known(task_id), self.pool(task_id)
-            known.draws, known.failures = each.draws, each.failures
-            known.solve_rate = each.solve_rate if each.HasField("solve_rate") else None
-            self._move(task_id, known, before)
+            noted_rate = each.solve_rate if each.HasField("solve_rate") else None
+            if (known.draws, known.solve_rate, known.failures) != (each.draws, noted_rate, each.failures):
+                known.draws, known.solve_rate, known.failures = each.draws, noted_rate, each.failures
+                self._move(task_id, known, before)
 
     def noted(self) -> journal_pb2.EnvironmentProgress:
         """Return what `restore` reads. A task that was only drawn says nothing and is left out."""

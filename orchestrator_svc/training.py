@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from orchestrator_svc.config import NO_ADVANTAGE, DeadlinesConfig, OrchestratorConfig
+from orchestrator_svc.config import NO_ADVANTAGE, DeadlinesConfig, EnvironmentConfig, OrchestratorConfig
+from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Batch, Group, LedgerError, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
@@ -29,7 +30,7 @@ from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.status import RunStatus
 from sluice.advantages import TRAINER_ESTIMATORS, Episode, estimate
 from sluice.client import TrainerClient
-from sluice.config.decide import check_sides
+from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
@@ -68,6 +69,7 @@ class Training:
     """Feeds one trainer until the last batch is applied.
 
     Args:
+        curriculum: A checkpoint notes where it stands.
         pool: Knows the tokenizer and the precision of the replicas.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
@@ -78,12 +80,14 @@ class Training:
         scheduler: Scheduler,
         journal: Journal,
         status: RunStatus,
+        curriculum: Curriculum,
         *,
         trainer: TrainerLink,
         pool: ReplicaPool,
         changed: asyncio.Event,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
+        self._curriculum = curriculum
         self._trainer, self._pool, self._changed = trainer, pool, changed
         self._ledger = journal.ledger
         self._at_trainer: set[int] = set()
@@ -92,16 +96,18 @@ class Training:
         self._reporting = False
 
     async def check_trainer(self) -> None:
-        """Wait for the trainer, and check that both sides agree on who estimates the advantages.
+        """Wait for the trainer, and check that it has the objectives, and that both sides agree on who estimates advantages.
 
         Raises:
             SluiceError: FAILED_PRECONDITION with the remedy if they do not; otherwise as `TrainerLink.wait_until_there`.
         """
         state = await self._trainer.wait_until_there(self._config.deadlines.start_s)
-        try:
-            check_sides(self._config.advantage, state.advantage_estimator)
-        except ValueError as error:
-            raise SluiceError.failed_precondition("OTHER_ESTIMATOR", str(error)) from error
+        for each in self._config.mix:
+            try:
+                check_sides(each.advantage, state.advantage_estimator)
+                check_objective(each.name, each.objective, state.objectives)
+            except ValueError as error:
+                raise SluiceError.failed_precondition("TRAINER_DOES_NOT_FIT", str(error)) from error
 
     @property
     def applied(self) -> int:
@@ -114,6 +120,7 @@ class Training:
         Raises:
             SluiceError: if it cannot be written.
         """
+        self._record(curriculum_noted=self._curriculum.noted())
         position = await self._journal.durable()
         answer = await self._trainer.client.save_checkpoint(
             self._trainer.run, position, timeout_s=self._config.checkpoint.deadline_s
@@ -217,10 +224,10 @@ class Training:
         if not self._scheduler.is_fresh(batch):
             return "its tokens are too old by now"
         try:
-            records = [record for group in batch.groups for record in await self._journal.trajectories(group)]
+            found = [(group, await self._journal.trajectories(group)) for group in batch.groups]
         except GroupDamagedError as error:
             return str(error)
-        _give_advantages(self._config.advantage, records)
+        records = self._with_advantages(found)
         if batch.digests and batch.digests != tuple(trajectory_digest(each.trajectory) for each in records):
             return "its trajectories are not the same bytes as when it was made: orchestrator.advantage was changed"
         return ""
@@ -346,11 +353,11 @@ class Training:
 
     async def _made_of(self, groups: Sequence[Group]) -> tuple[Batch, list[orchestrator_pb2.TrajectoryRecord]] | None:
         """Make the next batch of these groups; None if the disk damaged one of them."""
-        found = [await self._readable(group) for group in groups]
-        records = [record for each in found if each is not None for record in each]
-        if any(each is None for each in found):
+        found = [(group, await self._readable(group)) for group in groups]
+        readable = [(group, each) for group, each in found if each is not None]
+        if len(readable) < len(found):
             return None
-        _give_advantages(self._config.advantage, records)
+        records = self._with_advantages(readable)
         number, digests = self._ledger.next_batch, [trajectory_digest(each.trajectory) for each in records]
         learning_rate = self._ledger.settings.get(LEARNING_RATE)
         self._record(
@@ -366,6 +373,15 @@ class Training:
             )
         )
         return self._ledger.batches[number], records
+
+    def _with_advantages(
+        self, groups: Sequence[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]]
+    ) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Return the trajectories of a batch, with the advantages that their environments estimate."""
+        for each in self._config.mix:
+            own = [record for group, records in groups if group.environment == each.name for record in records]
+            _give_advantages(each.advantage, own)
+        return [record for _, records in groups for record in records]
 
     def _drop_stale(self) -> None:
         """Drop the groups that no batch may train any more."""
@@ -411,7 +427,7 @@ class Training:
             trajectory_count=len(records),
             tokenizer_digest=digest,
             sampler_dtype=self._pool.sampler_dtype(),
-            advantage_estimator="" if self._config.advantage == NO_ADVANTAGE else self._config.advantage,
+            advantage_estimator=_common_estimator(self._config.mix),
         )
         # The trainer gets only what the journal can give it again.
         await self._journal.durable()
@@ -496,6 +512,15 @@ def _applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.Bat
             reason = result.reason if result is not None else Reason.NOT_REPORTED
             fact.dropped[reason].trajectory_ids.append(trajectory_id)
     return fact
+
+
+def _common_estimator(mix: Sequence[EnvironmentConfig]) -> str:
+    """Return the estimator of all environments, which the trainer repeats for groups that lose a stale trajectory.
+
+    Empty if they differ, or estimate nothing: then advantages stay as the orchestrator estimated them.
+    """
+    estimators = {each.advantage for each in mix}
+    return estimators.pop() if len(estimators) == 1 and NO_ADVANTAGE not in estimators else ""
 
 
 def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:

@@ -17,7 +17,7 @@ import grpc
 import structlog
 import xxhash
 
-from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.envs.base import Message, Task, Turn
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.processes import EnvironmentProcesses, OpenEpisode, ReplayDiffersError
@@ -114,7 +114,7 @@ class RolloutWorkflow(Protocol):
         ...
 
 
-def choose_workflow(config: OrchestratorConfig, environment: EnvironmentProcesses) -> RolloutWorkflow:
+def choose_workflow(config: EpisodeConfig, environment: EnvironmentProcesses) -> RolloutWorkflow:
     """Return the workflow that the settings name; ``auto`` chooses by what the environment can do.
 
     Raises:

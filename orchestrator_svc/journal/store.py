@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -111,6 +111,7 @@ class Journal:
         fsync_interval_s: Seconds that facts are gathered before they are made durable.
         segment_bytes: Size at which a new segment is begun.
         queue_records: Facts that may wait; more are an error.
+        follow: Gets every fact after the ledger took it, those of earlier processes first.
         disk: Does the writing.
 
     Attributes:
@@ -131,10 +132,12 @@ class Journal:
         fsync_interval_s: float = 0.005,
         segment_bytes: int = 64 << 20,
         queue_records: int = 100_000,
+        follow: Callable[[journal_pb2.Fact], None] | None = None,
         disk: Disk | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._directory = run_dir / "journal"
+        self._follow = follow
         self._disk = disk or Disk()
         self._connection = _open(run_dir / DATABASE, environment)
         self._run = self._connection.execute  # in the journal's thread only, but for this constructor
@@ -156,6 +159,8 @@ class Journal:
         try:
             for seq, fact in _stored_facts(self._connection):
                 ledger.apply(seq, fact)
+                if self._follow is not None:
+                    self._follow(fact)
             # A row that was lost behind the last fact must not have its number given to another one.
             highest = self._run("SELECT seq FROM sqlite_sequence WHERE name = 'facts'").fetchone()
         except (LedgerError, DecodeError, sqlite3.DatabaseError) as error:
@@ -208,6 +213,8 @@ class Journal:
         seq = self.ledger.last_seq + 1
         fact.time.GetCurrentTime()
         self.ledger.apply(seq, fact)
+        if self._follow is not None:
+            self._follow(fact)
         self._waiting.facts.append((seq, fact))
         kind = fact.WhichOneof("kind")
         if kind == "group_dropped":

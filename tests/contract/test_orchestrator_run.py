@@ -22,12 +22,12 @@ from orchestrator_doubles import (
 from benchmarks.children import free_port
 from orchestrator_svc.app import serve
 from orchestrator_svc.config import DeadlinesConfig
-from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import segment_path
 from orchestrator_svc.journal.store import Journal, read_facts
 from orchestrator_svc.report import AppliedStep, Recorder, RunReporter
+from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.training import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
@@ -192,7 +192,7 @@ async def test_groups_that_say_nothing_can_be_drawn_anew(scene) -> None:
     answers = iter(["same", "same"] + ["ab", "aab"] * 100)
     scene.replicas[0].text = lambda request, index: next(answers)
     report = await scene.run(filter={"drop_degenerate": True}, max_running=1)
-    assert report["trajectories_dropped"] == {"FILTERED": 2}
+    assert report["trajectories_dropped"] == {"NO_SIGNAL": 2}
     assert report["steps"] == 4
 
 
@@ -356,8 +356,8 @@ async def test_a_damaged_group_of_a_batch_that_was_never_sent_is_dropped_and_its
     assert report["trajectories_dropped"] == {"JOURNAL_DAMAGED": 2}
     sent = [each for batch in scene.trainer.history.values() for each in batch]
     assert "g1" not in {each.group_id for each in sent}
-    stream = TaskStream("letters", [Task(f"train-{index}") for index in range(40)], seed=0)
-    assert {each.task_id for each in sent} == {stream.at(position).task_id for position in range(8)}, "none is left out"
+    stream = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0)
+    assert {each.task_id for each in sent} == {stream.at(position) for position in range(8)}, "none is left out"
 
 
 async def test_a_damaged_group_of_a_batch_that_the_trainer_holds_is_trained_all_the_same(scene) -> None:
@@ -442,8 +442,8 @@ async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
 
 
 async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late_episode(scene) -> None:
-    first = TaskStream("letters", [Task(f"train-{index}") for index in range(40)], seed=0).at(0)
-    report = await scene.run(environment_args={"slow": first.task_id}, environment_processes={"call_s": 1.0})
+    first = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0).at(0)
+    report = await scene.run(environment_args={"slow": first}, environment_processes={"call_s": 1.0})
     assert (report["state"], report["steps"]) == ("succeeded", 4)
     assert report["groups_failed"] == {"ENVIRONMENT_HUNG": 1}
     assert report["environment_failures"] == {"ENVIRONMENT_HUNG": 1}

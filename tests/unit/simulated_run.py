@@ -112,7 +112,7 @@ class SimulatedRun:
         """A group ends, and no batch may have it."""
         group = self._draw()
         self._end_episodes(group)
-        self._drop(group, "FILTERED")
+        self._drop(group, "NO_SIGNAL")
         self.accepted += EPISODES
 
     def group_grows_stale(self, reason: str = "STALE") -> None:

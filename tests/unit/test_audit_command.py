@@ -44,7 +44,7 @@ def test_the_files_of_a_run_are_exact(copy: Path, capsys: pytest.CaptureFixture[
     rows = {
         "accepted": 12 * EPISODES,
         "trained": 4 * (2 * EPISODES - 1),
-        "dropped: FILTERED": EPISODES,
+        "dropped: NO_SIGNAL": EPISODES,
         "dropped: STALE": 4,
         "in flight": 3 * EPISODES,
         "rolled back": 2 * EPISODES,

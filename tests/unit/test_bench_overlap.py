@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.overlap import EngineSpeed, LongTail, Workload, finish_times, lengths
-from orchestrator_svc.dispatch import TaskStream
+from orchestrator_svc.task_stream import TaskStream
 
 UNSHARED = EngineSpeed({1: 1.0, 64: 64.0})
 """One token per second and sample, however many there are."""
@@ -64,5 +64,5 @@ def test_every_session_asks_for_the_same_lengths_in_the_same_order() -> None:
     wanted = lengths(30, seed=5, median=40, p99=400, longest=448)
     assert wanted == lengths(30, seed=5, median=40, p99=400, longest=448)
     assert max(wanted) <= 448
-    stream = TaskStream("long_tail", LongTail(wanted, sessions=3).tasks("train", 7), 7)
-    assert [stream.at(position).max_tokens for position in range(90)] == wanted * 3
+    stream = TaskStream(LongTail(wanted, sessions=3).tasks("train", 7), 7)
+    assert [stream.get(stream.at(position)).max_tokens for position in range(90)] == wanted * 3

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.curriculum import Curriculum, Draw, Redraw, StartRate, overlong_counter
+from orchestrator_svc.curriculum import Curriculum, Draw, StartRate, overlong_counter
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.journal.ledger import Redraw
 from orchestrator_svc.shares import Shares
 from orchestrator_svc.task_stream import POOLS, TaskStream
 from sluice.v1 import journal_pb2 as pb
@@ -291,7 +292,7 @@ def test_tasks_come_by_pool_in_the_wanted_shares() -> None:
 
 
 def test_a_solve_rate_moves_with_the_newest_groups() -> None:
-    stream = TaskStream(tasks(1), environment(pools={"enabled": True, "newest_weight": 0.5}).pools, 0)
+    stream = TaskStream(tasks(1), 0, environment(pools={"enabled": True, "newest_weight": 0.5}).pools)
     for share, rate, pool in ((1.0, 1.0, "easy"), (0.0, 0.5, "medium"), (0.0, 0.25, "medium"), (0.0, 0.125, "medium")):
         stream.drawn("t0", 0, in_turn=True)
         stream.ended("t0", share)
@@ -383,8 +384,8 @@ def test_facts_of_what_no_longer_exists_are_passed_over() -> None:
     for fact in lived.facts:
         now.curriculum.apply(fact)
     now.redraws = [each for each in lived.redraws if each.task_id != "a0"]
-    assert now.curriculum.task("gone", "gone0") is None
-    assert now.curriculum.task("a", "a4") is None
+    assert now.curriculum.task("gone", "gone0", 0) is None
+    assert now.curriculum.task("a", "a4", 0) is None
     assert now.draw().draw.task_id == "a0"
 
 

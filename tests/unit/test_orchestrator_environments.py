@@ -7,8 +7,7 @@ import json
 import pytest
 
 from orchestrator_svc.config import EnvironmentProcessesConfig, OrchestratorConfig
-from orchestrator_svc.dispatch import TaskStream
-from orchestrator_svc.envs.base import SingleTurnEnvironment, Task
+from orchestrator_svc.envs.base import SingleTurnEnvironment
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.workflows import MultiTurn, Scored, choose_workflow
@@ -107,15 +106,3 @@ async def test_the_workflow_goes_by_what_the_environment_can_do(tmp_path) -> Non
         assert isinstance(choose_workflow(OrchestratorConfig(), single), Scored)
         with pytest.raises(ConfigError, match="workflow multi_turn does not fit environment single"):
             choose_workflow(OrchestratorConfig(workflow="multi_turn"), single)
-
-
-def test_every_pass_has_each_task_once_in_an_order_of_its_own() -> None:
-    tasks = [Task(str(number)) for number in range(20)]
-    stream = TaskStream("e", tasks, seed=3)
-    passes = [[stream.at(20 * number + place).task_id for place in range(20)] for number in range(3)]
-    assert all(sorted(each) == sorted(task.task_id for task in tasks) for each in passes)
-    assert passes[0] != passes[1] != passes[2]
-    assert stream.at(7).task_id == passes[0][7], "any place can be found again"
-    assert TaskStream("e", tasks, seed=3).at(47).task_id == passes[2][7]
-    with pytest.raises(ValueError, match="no tasks"):
-        TaskStream("e", [], 0)

@@ -43,9 +43,9 @@ class Facts:
 
     def filter(self, number: int, trajectories: int) -> None:
         names = [f"g{number}-{index}" for index in range(trajectories)]
-        ended = pb.EndedEpisode(reason=Reason.FILTERED, untrainable=names)
+        ended = pb.EndedEpisode(reason=Reason.NO_SIGNAL, untrainable=names)
         self.record(episodes_ended=pb.EpisodesEnded(group=number, episodes=[ended]))
-        self.drop(number, Reason.FILTERED)
+        self.drop(number, Reason.NO_SIGNAL)
 
     def make_batch(self, groups: Iterable[Group]) -> Batch:
         number = self.ledger.next_batch
