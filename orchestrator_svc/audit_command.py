@@ -14,7 +14,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +23,7 @@ from orchestrator_svc.journal.ledger import Ledger, LedgerError, Place, folded
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload, segment_numbers
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.batch_record import RecordFile, read_record_file, record_directory, record_paths
+from sluice.checkpoint_files import complete_checkpoints
 from sluice.config import Command, ConfigError, Options
 from sluice.v1 import checkpoint_pb2, journal_pb2
 from sluice.versions import Lineage, Version
@@ -93,7 +93,7 @@ def audit_run(directory: Path) -> AuditResult:
 
 
 def _read_once(directory: Path) -> AuditResult:
-    manifests = list(_manifests(directory))
+    manifests = complete_checkpoints(directory / "checkpoints")
     lineage = _lineage(directory, manifests)
     record = _RecordReader(record_directory(directory))
     result = audit(read_facts(directory), record.batches(), lineage, manifests)  # the record is read after the facts
@@ -112,17 +112,6 @@ def _read_once(directory: Path) -> AuditResult:
 
 
 # Checkpoints and epochs.
-
-
-def _manifests(directory: Path) -> Iterator[checkpoint_pb2.CheckpointManifest]:
-    for path in sorted(directory.glob("checkpoints/step_*/manifest.json")):
-        try:
-            text = path.read_text(encoding="utf-8")
-            yield json_format.Parse(text, checkpoint_pb2.CheckpointManifest(), ignore_unknown_fields=True)
-        except FileNotFoundError:
-            continue  # a live trainer removed it meanwhile
-        except (json_format.ParseError, UnicodeDecodeError):
-            continue  # not a complete checkpoint; the trainer says so
 
 
 def _lineage(directory: Path, manifests: Iterable[checkpoint_pb2.CheckpointManifest]) -> Lineage:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-import xxhash
 from google.protobuf import json_format
 
 from orchestrator_svc.audit_command import find_run
@@ -27,6 +26,7 @@ from orchestrator_svc.journal.ledger import Group, Ledger, LedgerError, Place, S
 from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import DATABASE, INSERT_FACT, fact_row, read_facts
 from sluice.batch_record import record_directory, record_paths
+from sluice.checkpoint_files import MANIFEST, complete_checkpoints, damaged, read_manifest
 from sluice.config import Command, ConfigError, Options
 from sluice.host_files import remove_tree
 from sluice.v1 import checkpoint_pb2, journal_pb2
@@ -35,9 +35,7 @@ from sluice.versions import Version
 FORKED = "FORKED"
 """Why a group of the new run is dropped whose payloads the old run had already deleted."""
 
-_MANIFEST = "manifest.json"
 _METRICS = "metrics.jsonl"
-_READ_BYTES = 16 << 20
 
 
 def run(argv: list[str]) -> int:
@@ -129,27 +127,13 @@ def _whole(directory: Path) -> checkpoint_pb2.CheckpointManifest:
     Raises:
         ConfigError: if it is not whole.
     """
-    try:
-        text = (directory / _MANIFEST).read_text(encoding="utf-8")
-        manifest = json_format.Parse(text, checkpoint_pb2.CheckpointManifest(), ignore_unknown_fields=True)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        known = sorted(path.parent.name for path in directory.parent.glob(f"step_*/{_MANIFEST}"))
-        raise ConfigError(f"there is no checkpoint {directory}; there are: {', '.join(known) or 'none'}") from error
-    except (json_format.ParseError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{directory / _MANIFEST} cannot be read ({error}): choose another checkpoint") from error
-    for file in manifest.files:
-        path = directory / file.path
-        if not path.is_file() or _digest(path) != file.digest:
-            raise ConfigError(f"{path} is missing or was changed after it was written: choose another checkpoint")
+    manifest = read_manifest(directory / MANIFEST)
+    if manifest is None:
+        known = ", ".join(each.checkpoint.name for each in complete_checkpoints(directory.parent))
+        raise ConfigError(f"{directory} is no complete checkpoint: choose one of {known or 'none'}")
+    if damage := damaged(manifest.files, directory):
+        raise ConfigError(damage)
     return manifest
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _copy_checkpoint(old: Path, manifest: checkpoint_pb2.CheckpointManifest, building: Path, run_name: str) -> None:
@@ -160,7 +144,7 @@ def _copy_checkpoint(old: Path, manifest: checkpoint_pb2.CheckpointManifest, bui
     copy = checkpoint_pb2.CheckpointManifest()
     copy.CopyFrom(manifest)
     copy.run = f"runs/{run_name}"
-    (target / _MANIFEST).write_text(json_format.MessageToJson(copy, preserving_proto_field_name=True), encoding="utf-8")
+    (target / MANIFEST).write_text(json_format.MessageToJson(copy, preserving_proto_field_name=True), encoding="utf-8")
 
 
 def _copy_record(old: Path, manifest: checkpoint_pb2.CheckpointManifest, building: Path) -> None:

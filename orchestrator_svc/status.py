@@ -257,9 +257,11 @@ class EventLog:
         try:
             while True:
                 while number < self._next:
-                    number = max(number, self._next - len(self._events))
-                    yield self._events[number - (self._next - len(self._events))]
-                    number += 1
+                    oldest = self._next - len(self._events)
+                    number = max(number, oldest)
+                    if number < self._next:  # a later process of the run has no event yet
+                        yield self._events[number - oldest]
+                        number += 1
                 if self._ended:
                     return
                 self._changed.clear()

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sluice import host_files
+from sluice.checkpoint_files import complete_checkpoints
 from sluice.cli.live_view import RunView
 from sluice.config import (
     ConfigError,
@@ -198,8 +199,7 @@ def _private_settings(config: RunConfig) -> Iterator[Path | None]:
 
 def newest_checkpoint(directory: Path) -> str:
     """Return the name of a run's newest complete checkpoint, such as ``step_50``; empty without one."""
-    complete = [path.parent.name for path in directory.glob("checkpoints/step_*/manifest.json")]
-    return max(complete, key=lambda name: int(name.removeprefix("step_")), default="")
+    return next((each.checkpoint.name for each in complete_checkpoints(directory / "checkpoints")), "")
 
 
 def describe_resume(directory: Path) -> str:

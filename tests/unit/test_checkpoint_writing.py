@@ -19,6 +19,7 @@ from thread_ranks import Meeting, ThreadRanks, on_ranks
 from tiny_policy import policy_step, ragged_batch, tiny_model
 from transformers import AutoModelForCausalLM
 
+from sluice import checkpoint_files
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint import saver
@@ -296,7 +297,7 @@ def test_a_disk_that_fails_on_one_rank_damages_no_checkpoint(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     EngineCheckpoints(engine(model)).save(tmp_path / "x")
-    digest = saver._digest
+    digest = checkpoint_files.file_digest
 
     def fails(path: Path) -> str:
         if threading.current_thread().name == "failing":
@@ -311,7 +312,7 @@ def test_a_disk_that_fails_on_one_rank_damages_no_checkpoint(
             return error
         return None
 
-    monkeypatch.setattr(saver, "_digest", fails)
+    monkeypatch.setattr(checkpoint_files, "file_digest", fails)
     errors = on_ranks(["failing", "whole"], load)
     assert all("Input/output error" in str(error) for error in errors)
 

@@ -18,10 +18,10 @@ from orchestrator_svc.journal.ledger import Ledger, folded
 from orchestrator_svc.journal.segments import segment_numbers
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.batch_record import read_record_file, record_directory, record_paths
+from sluice.checkpoint_files import MANIFEST, read_manifest
 from sluice.config import ConfigError
 from sluice.v1 import checkpoint_pb2
 from sluice.versions import Version
-from trainer_svc.checkpoint.saver import MANIFEST, read_manifest
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -175,12 +175,12 @@ def test_what_cannot_be_forked_is_refused_with_the_reason(tmp_path: Path) -> Non
 
     assert "give RUN/step_N" in refused("old")
     assert "no run 'other'" in refused("other/step_2")
-    assert "there are: step_2" in refused("old/step_7")
+    assert "choose one of step_2" in refused("old/step_7")
     assert "exists: choose another name" in refused("old/step_2", "old")
     manifest = old / "checkpoints" / "step_2" / MANIFEST
     text = manifest.read_text()
     manifest.write_text(text[:-20])
-    assert "cannot be read" in refused("old/step_2")
+    assert "is no complete checkpoint" in refused("old/step_2")
     changed = json.loads(text)
     changed["checkpoint"]["journal_position"] = "999999"
     manifest.write_text(json.dumps(changed))

@@ -66,6 +66,19 @@ async def test_a_watcher_that_reads_on_after_a_restart_misses_nothing() -> None:
     assert later[0].sequence_no > seen[-1]
 
 
+async def test_a_watcher_may_come_before_the_first_event_of_a_restarted_process() -> None:
+    log = EventLog(start=2)
+
+    async def watch() -> list[int]:
+        return [each.step_finished.step async for each in log.follow(0)]
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)
+    log.append(event(1))
+    log.end()
+    assert await watching == [1]
+
+
 FIRST = Version(1, 0)
 
 

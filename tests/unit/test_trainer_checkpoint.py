@@ -21,11 +21,13 @@ from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sluice import checkpoint_files
+from sluice.checkpoint_files import MANIFEST
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version
-from trainer_svc.checkpoint import checkpoints, saver
+from trainer_svc.checkpoint import checkpoints
 from trainer_svc.checkpoint.checkpoints import surplus
 from trainer_svc.checkpoint.saver import CheckpointDamagedError
 from trainer_svc.config import TrainerConfig
@@ -184,7 +186,7 @@ def test_a_damaged_file_is_noticed_before_it_is_trained_on(model: Path, tmp_path
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointDamagedError, match="restore another checkpoint"):
+    with pytest.raises(CheckpointDamagedError, match="use another checkpoint"):
         policy.checkpoints.load(policy.checkpoints.complete()[0], policy.update.engines)
     with pytest.raises(SluiceError) as error:
         policy.restore(2, "")
@@ -208,11 +210,11 @@ def _remove_a_file(checkpoint: Path) -> None:
 
 
 def _remove_the_manifest(checkpoint: Path) -> None:
-    (checkpoint / saver.MANIFEST).unlink()
+    (checkpoint / MANIFEST).unlink()
 
 
 def _tear_the_manifest(checkpoint: Path) -> None:
-    path = checkpoint / saver.MANIFEST
+    path = checkpoint / MANIFEST
     path.write_bytes(path.read_bytes()[:-40])
 
 
@@ -261,7 +263,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_at_the_base_mode
     assert error.value.code is grpc.StatusCode.DATA_LOSS
 
 
-@pytest.mark.parametrize("place", [(saver, "_digest"), (checkpoints, "read_manifest")])
+@pytest.mark.parametrize("place", [(checkpoint_files, "file_digest"), (checkpoint_files, "read_manifest")])
 def test_a_disk_that_fails_damages_no_checkpoint(
     place: tuple[Any, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,20 +10,12 @@ from pathlib import Path
 import structlog
 from google.protobuf.message import DecodeError
 
+from sluice.checkpoint_files import MANIFEST, complete_checkpoints, read_manifest, wrong_size
 from sluice.host_files import remove_tree
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
 from sluice.versions import BASE, ENDLESS, Lineage, Version
-from trainer_svc.checkpoint.saver import (
-    MANIFEST,
-    Export,
-    Saver,
-    read_manifest,
-    recover,
-    write_durably,
-    write_manifest,
-    wrong_size,
-)
+from trainer_svc.checkpoint.saver import Export, Saver, recover, write_durably, write_manifest
 from trainer_svc.checkpoint.state import LiveState
 from trainer_svc.engine.engine import TrainEngine
 
@@ -75,13 +67,8 @@ class Checkpoints:
             write_durably(self._epochs, _lineage_message(self.lineage).SerializeToString())
 
     def complete(self) -> list[checkpoint_pb2.CheckpointManifest]:
-        """Return the manifests of the complete checkpoints, newest version first.
-
-        A complete one has a manifest, and every file that it names in its size. The content is not read: `load` does that.
-        """
-        found = [read_manifest(path) for path in self.directory.glob(f"step_*/{MANIFEST}")]
-        whole = [each for each in found if each and not wrong_size(each.files, self.directory / each.checkpoint.name)]
-        return sorted(whole, key=origin_of, reverse=True)
+        """Return the manifests of the complete checkpoints, newest version first; `load` verifies their content."""
+        return complete_checkpoints(self.directory)
 
     def incomplete(self) -> dict[str, str]:
         """Return what is wrong with each directory that looks like a checkpoint and is none, by its name."""

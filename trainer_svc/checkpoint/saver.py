@@ -23,9 +23,9 @@ from typing import Self, TypeVar
 import structlog
 import torch
 import torch.distributed as dist
-import xxhash
 from google.protobuf import json_format
 
+from sluice.checkpoint_files import MANIFEST, damaged, file_digest, read_manifest
 from sluice.host_files import remove_tree
 from sluice.v1.checkpoint_pb2 import CheckpointFile, CheckpointManifest
 from trainer_svc.checkpoint.state import (
@@ -45,12 +45,8 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.ranks import ALONE, OtherRankError, Ranks, agree
 
-MANIFEST = "manifest.json"
 STATE = "state"
 EXPORT = "hf"
-
-READ_BYTES = 16 << 20
-"""Bytes digested at a time."""
 
 SAVE_S = 1800.0
 """Seconds that a checkpoint of one engine may take to be written."""
@@ -375,17 +371,6 @@ class CheckpointDamagedError(Exception):
     """A file of a checkpoint differs from its manifest, or is missing."""
 
 
-def read_manifest(path: Path) -> CheckpointManifest | None:
-    """Read a manifest. Warn and return None if it cannot be read: the directory is then not a complete checkpoint."""
-    try:
-        return json_format.Parse(path.read_text(encoding="utf-8"), CheckpointManifest(), ignore_unknown_fields=True)
-    except FileNotFoundError:
-        return None  # another process removed it meanwhile
-    except (json_format.ParseError, UnicodeDecodeError) as error:
-        log.warning("not a checkpoint: its manifest cannot be read", path=str(path), error=str(error))
-        return None
-
-
 def write_manifest(manifest: CheckpointManifest, directory: Path) -> None:
     """Write the manifest of a checkpoint; on return it is on disk."""
     text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
@@ -399,41 +384,10 @@ def describe_files(paths: Iterable[Path], directory: Path) -> list[CheckpointFil
         with path.open("rb") as file:
             os.fsync(file.fileno())
         name = path.relative_to(directory).as_posix()
-        described.append(CheckpointFile(path=name, size_bytes=path.stat().st_size, digest=_digest(path)))
+        described.append(CheckpointFile(path=name, size_bytes=path.stat().st_size, digest=file_digest(path)))
     for parent in {path.parent for path in paths}:
         sync_directory(parent)
     return described
-
-
-def damaged(files: Iterable[CheckpointFile], directory: Path) -> str:
-    """Compare files with their digests in the manifest. Return what is wrong with the first that differs; empty if none does."""
-    for file in files:
-        path = directory / file.path
-        if not path.is_file() or _digest(path) != file.digest:
-            return (
-                f"{path} is missing or was changed after it was written: restore another checkpoint, and check the disk"
-            )
-    return ""
-
-
-def wrong_size(files: Iterable[CheckpointFile], directory: Path) -> str:
-    """Compare the sizes of files with a manifest. Return what is wrong with the first that differs; empty if none does."""
-    for file in files:
-        try:
-            size = (directory / file.path).stat().st_size
-        except FileNotFoundError:
-            return f"{directory / file.path} is missing"
-        if size != file.size_bytes:
-            return f"{directory / file.path} has {size} bytes; {file.size_bytes} were written"
-    return ""
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def write_durably(path: Path, content: bytes) -> None:
