@@ -35,7 +35,7 @@ from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller
 from sluice.v1 import orchestrator_pb2 as pb
-from sluice.v1 import orchestrator_pb2_grpc
+from sluice.v1 import orchestrator_pb2_grpc, rollout_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -315,8 +315,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         return pb.RegisterReplicaResponse(lease=lease)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, _context: Context) -> pb.HeartbeatResponse:  # noqa: N802 - gRPC's name
-        """Renew a replica's lease."""
+        """Renew a replica's lease, unless it leaves."""
         self._check_run(request.run)
+        if request.leaving:
+            for replica in self._pool.replicas:
+                if replica.name == request.replica:
+                    replica.status.state = rollout_pb2.REPLICA_STATE_DRAINING  # as it says itself at the next poll
+            return pb.HeartbeatResponse()
         lease = Duration()
         try:
             lease.FromMilliseconds(int(self._pool.heartbeat(request.replica) * 1000))

@@ -15,6 +15,10 @@ LEAST_S = 0.001
 """Minimum seconds between two messages of a stream; an engine step takes longer."""
 
 
+LONGEST_LOOK = 64
+"""Most steps between two looks: a request that has ended is forgotten then."""
+
+
 class Steps:
     """Counts the steps of an engine and looks at its streams every so many of them. Used by one thread at a time.
 
@@ -28,7 +32,8 @@ class Steps:
         self._looks: dict[int, list[Callable[[], int]]] = {}
 
     def watch(self, steps: int, look: Callable[[], int]) -> None:
-        """Call `look` after so many steps, and again after as many as it returns; 0 ends it."""
+        """Call `look` after so many steps, at most `LONGEST_LOOK`, and again after as many as it returns; 0 ends it."""
+        steps = min(steps, LONGEST_LOOK)
         self._looks.setdefault(self.count + steps, []).append(look)
 
     def advance(self) -> None:

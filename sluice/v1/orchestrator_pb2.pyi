@@ -1214,7 +1214,7 @@ class HeartbeatRequest(_message.Message):
     replica: _builtins.str
     """Name of the replica."""
     leaving: _builtins.bool
-    """The replica leaves: its lease ends now, and it gets nothing new. What it has under way ends there or continues elsewhere."""
+    """The replica drains: its lease is not renewed, and it gets nothing new. What it has under way ends there or continues elsewhere."""
     def __init__(
         self,
         *,

@@ -609,7 +609,7 @@ async def test_a_replica_may_announce_itself_and_leave(tmp_path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, replicas)
         late = scene.replica_addresses.pop()
-        task = scene.start(replicas={"resolve_s": 0.05}, max_steps=2)
+        task = scene.start(replicas={"resolve_s": 0.05, "poll_s": 2.0}, max_steps=2)
         await scene.until(lambda: replicas[0].calls)
         async with scene.client() as client:
             stub = client._stub
@@ -618,7 +618,12 @@ async def test_a_replica_may_announce_itself_and_leave(tmp_path) -> None:
             await stub.Heartbeat(orchestrator_pb2.HeartbeatRequest(run="runs/test", replica="late"))
             with pytest.raises(grpc.aio.AioRpcError, match="RegisterReplica"):
                 await stub.Heartbeat(orchestrator_pb2.HeartbeatRequest(run="runs/test", replica="nobody"))
-            await scene.until_run(client, lambda run: len(run.replicas) == 2)
+            await scene.until_run(client, lambda run: [each.eligible for each in run.replicas] == [True, True])
+            replicas[1].state = rollout_pb2.REPLICA_STATE_DRAINING
+            leaving = orchestrator_pb2.HeartbeatRequest(run="runs/test", replica="late", leaving=True)
+            assert not (await stub.Heartbeat(leaving)).HasField("lease")
+            run = await client.run("test")
+            assert [each.reason for each in run.replicas] == ["", "is draining"]
         replicas[0].gate.set()
         await task
 

@@ -17,7 +17,7 @@ import altering_worker
 import pytest
 import pytest_asyncio
 import torch
-from engine_waits import until_tokens
+from engine_waits import parts_of, until_tokens
 from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, load, recompute, save_model, staged, versions_of
 
@@ -195,6 +195,10 @@ class TestOneWorker:
         await engine.apply(poisoned)
         sample = await one(engine)
         assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([], [], FinishReason.ERROR)
+        parts = [part async for part in parts_of(engine.stream(ask(n=3)))]
+        assert sorted((part.index, part.finish_reason, len(part.token_ids)) for part in parts) == [
+            (index, FinishReason.ERROR, 0) for index in range(3)
+        ]
         await engine.apply(staged(models[2], Version(1, 2)))
         for result in await asyncio.gather(*[engine.sample(ask(n=4)) for _ in range(4)]):
             for sample in result.samples:

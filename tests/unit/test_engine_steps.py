@@ -22,6 +22,19 @@ def test_a_look_comes_after_the_steps_that_it_asked_for():
     assert steps.count == 20
 
 
+def test_a_far_look_comes_in_between_so_that_an_ended_request_is_forgotten():
+    steps, looked = Steps(), []
+
+    def look() -> int:
+        looked.append(steps.count)
+        return 10**9 if len(looked) < 2 else 0
+
+    steps.watch(10**9, look)
+    for _ in range(500):
+        steps.advance()
+    assert looked == [64, 128]
+
+
 class Request:
     """One sample, which gets its tokens when the test says so."""
 
