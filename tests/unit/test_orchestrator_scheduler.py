@@ -47,9 +47,9 @@ class Facts:
         self.record(episodes_ended=pb.EpisodesEnded(group=number, episodes=[ended]))
         self.drop(number, Reason.NO_SIGNAL)
 
-    def make_batch(self, groups: Iterable[Group]) -> Batch:
-        number = self.ledger.next_batch
-        self.record(batch_made=pb.BatchMade(sequence_no=number, groups=[each.number for each in groups]))
+    def make_batch(self, groups: Iterable[Group], max_staleness: int | None = None) -> Batch:
+        number, members = self.ledger.next_batch, [each.number for each in groups]
+        self.record(batch_made=pb.BatchMade(sequence_no=number, groups=members, max_staleness=max_staleness))
         return self.ledger.batches[number]
 
     def unmake_unfit(self, scheduler: Scheduler) -> None:
@@ -83,7 +83,7 @@ class Running:
 
 
 class SimulatedRun(RuleBasedStateMachine):
-    """Replicas follow the trainer as late as they like; the trainer applies batches one by one."""
+    """Replicas follow the trainer as late as they like; the trainer applies batches one by one; limits change at any moment."""
 
     @initialize(
         staleness=st.integers(0, 3),
@@ -104,6 +104,7 @@ class SimulatedRun(RuleBasedStateMachine):
             max_steps=self.max_steps,
             max_running=1000,
         )
+        self.largest_capacity = self.scheduler.bound.capacity
         self.window = max(1, int(window * batch))
         self.replicas = [BASE] * replicas
         self.running: dict[int, Running] = {}
@@ -146,6 +147,14 @@ class SimulatedRun(RuleBasedStateMachine):
             number = self.ledger.next_group
             self.facts.draw(number, self.replicas[index])
             self.running[number] = Running(index, {self.replicas[index]})
+            assert len(self.ledger.groups) <= self.scheduler.bound.capacity
+
+    @rule(staleness=st.integers(0, 4), spare=st.integers(0, 8), running=st.integers(1, 20))
+    def limits_are_changed(self, staleness, spare, running):
+        batch = self.scheduler.bound.batch_groups
+        self.scheduler.change_bound(StalenessBound(staleness, batch, batch + spare))
+        self.scheduler.max_running = running
+        self.largest_capacity = max(self.largest_capacity, self.scheduler.bound.capacity)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), fate=st.sampled_from(["scored", "scored", "scored", "failed", "filtered"]))
@@ -171,7 +180,7 @@ class SimulatedRun(RuleBasedStateMachine):
             return
         assert len(groups) == self.scheduler.bound.batch_groups
         assert all(group.stage is Stage.READY for group in groups)
-        self.facts.make_batch(groups)
+        self.facts.make_batch(groups, self.scheduler.bound.max_staleness)
 
     @precondition(lambda self: self.ledger.batches)
     @rule()
@@ -181,7 +190,7 @@ class SimulatedRun(RuleBasedStateMachine):
         for group in batch.groups:
             for version in self.tokens[group.number]:
                 staleness = number - 1 - self.ledger.lineage.number(version)
-                assert staleness <= self.scheduler.bound.max_staleness
+                assert staleness <= self.scheduler.bound_of(batch)
         self.facts.apply(number, GROUP * len(batch.groups))
         self.history[number] = [group.number for group in batch.groups]
 
@@ -198,7 +207,7 @@ class SimulatedRun(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         rolled_back = self.ledger.epoch > 1
-        assert rolled_back or len(self.ledger.groups) <= self.scheduler.bound.capacity
+        assert rolled_back or len(self.ledger.groups) <= self.largest_capacity
 
     @invariant()
     def an_old_group_is_passed_by_few(self):
@@ -318,6 +327,22 @@ def test_a_stricter_bound_makes_ready_groups_too_old() -> None:
     assert each.stale_groups() == []
     each.change_bound(StalenessBound(0, 2, 100))
     assert each.stale_groups() == [facts.ledger.groups[3]]
+
+
+def test_a_batch_keeps_the_bound_that_it_was_made_under() -> None:
+    each, facts = scheduler(2)
+    run_batch(each, facts, 1, Version(1, 0))
+    for number in (3, 4):
+        facts.draw(number, Version(1, 0))
+        facts.accept(number, [Version(1, 0)], 1)
+    groups = each.choose_batch()
+    assert groups is not None
+    batch = facts.make_batch(groups, each.bound.max_staleness)
+    each.change_bound(StalenessBound(0, 2, 100))
+    assert each.is_fresh(batch)
+    assert each.bound_of(batch) == 2
+    facts.begin_epoch(each, BASE)
+    assert list(facts.ledger.batches) == [1, 2], "it is sent again as it was made"
 
 
 def test_no_more_groups_are_started_than_the_last_batch_needs() -> None:
