@@ -67,6 +67,7 @@ class LiveSettings:
             "max_staleness": (common, "max_staleness"),
             "orchestrator.max_concurrent": (config, "max_concurrent"),
             "orchestrator.max_running": (config, "max_running"),
+            "orchestrator.concurrency.most_samples": (config.concurrency, "most_samples"),
             "orchestrator.checkpoint.every_steps": (config.checkpoint, "every_steps"),
         }
         if config.evaluation.every_steps:  # otherwise the run has not loaded what it would evaluate
@@ -162,12 +163,6 @@ class LiveSettings:
 def ratio_key(environment: str) -> str:
     """Return the setting that is the weight of an environment in the mix."""
     return f"orchestrator.environments.{environment}.ratio"
-
-
-def environment_of(key: str) -> str:
-    """Return the environment whose weight a setting is; empty for another setting."""
-    name = key.removeprefix("orchestrator.environments.")
-    return name.removesuffix(".ratio") if name != key and key.endswith(".ratio") else ""
 
 
 def as_toml(value: Value) -> str:

@@ -1,5 +1,6 @@
 """`sluice rl` with the real services, sampled by transformers: deaths, Ctrl-C, resume and refusals."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import grpc
 import psutil
 import pytest
 
+from sluice.client import OrchestratorClient
+from sluice.config import SecurityConfig
 from sluice.rpc.principals import add_token
 from sluice.v1 import common_pb2, common_pb2_grpc
 
@@ -154,37 +157,68 @@ def test_a_wrong_setting_of_one_service_is_reported_before_anything_starts(start
     assert not run.directory.exists()
 
 
-def test_each_service_is_a_principal_of_its_own_with_the_least_role(started, tmp_path: Path) -> None:
+def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_operator_changes_the_run(
+    started, tmp_path: Path
+) -> None:
     file = tmp_path / "principals.toml"
-    roles = {
-        "orchestrator": "admin",
-        "trainer": "trainer",
-        "rollout": "replica",
-        "operator": "admin",
-        "stranger": "agent",
-    }
+    roles = {"orchestrator": "admin", "trainer": "trainer", "rollout": "replica", "operator": "admin", "other": "agent"}
     for name, role in roles.items():
         (tmp_path / name).write_text(add_token(file, name, role))
     tokens = {name: str(tmp_path / name) for name in ("orchestrator", "trainer", "rollout")}
     run = started(
-        *("--orchestrator.max-steps", "3", "--orchestrator.checkpoint.every-steps", "2"),
+        *("--orchestrator.max-steps", "100000", "--orchestrator.checkpoint.every-steps", "20"),
         *("--orchestrator.evaluation.every-steps", "2", "--orchestrator.evaluation.prompts", "2"),
         *("--security.principals-file", str(file), "--security.token-file", str(tmp_path / "operator")),
         *("--security.service-token-files", json.dumps(tokens)),
     )
+    run.until("step 2/")
+    change = (*SLUICE, "set", "small", "trainer.lr=1.5e-9", "--output-dir", str(tmp_path))
+    changed = subprocess.run(change, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert changed.stdout.startswith("trainer.lr: "), changed.stderr
+    refused = subprocess.run(
+        [*change, "--security.token-file", str(tmp_path / "other")],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert "ROLE_REQUIRED" in refused.stderr
+    run.child("orchestrator").kill()
+    run.until("orchestrator serves")
+    run.until("step ")
+    peers = tomllib.loads((run.directory / "config.toml").read_text())["peers"]
+
+    async def stop() -> None:
+        security = SecurityConfig(token_file=tmp_path / "operator")
+        async with OrchestratorClient(peers["orchestrator"], security) as orchestrator:
+            await orchestrator.stop("small", "seen enough")
+
+    asyncio.run(stop())
     assert run.end() == 0, "\n".join(run.seen)
-    assert json.loads((run.directory / "report.json").read_text())["steps"] == 3
+    report = json.loads((run.directory / "report.json").read_text())
+    assert report["stop_reason"] == "seen enough"
+    (setting,) = report["changed_settings"]
+    assert (setting["principal"], setting["key"], setting["new"]) == ("operator", "trainer.lr", "1.5e-09")
+    steps = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    rates = {step["step"]: step["trainer/learning_rate"] for step in steps if "trainer/learning_rate" in step}
+    later = {number: rate for number, rate in rates.items() if number >= setting["from_batch"]}
+    assert set(later.values()) == {1.5e-9}
+    assert 1.5e-9 not in {rate for number, rate in rates.items() if number not in later}
     calls = [
         json.loads(line)
         for path in sorted((run.directory / "calls").iterdir())
         for line in path.read_text().splitlines()
     ]
-    assert {(each["principal"], each["method"]) for each in calls} >= {
+    assert {(each["principal"], each["method"]) for each in calls} == {
         ("orchestrator", "TrainerService/BeginEpoch"),
         ("orchestrator", "TrainerService/SaveCheckpoint"),
         ("orchestrator", "RolloutAdminService/SetWeightPolicy"),
         ("trainer", "WeightSyncService/CommitVersion"),
+        ("operator", "OrchestratorService/SetRun"),
+        ("operator", "OrchestratorService/StopRun"),
+        ("other", "OrchestratorService/SetRun"),
     }
-    assert {each["code"] for each in calls} == {"OK"}
-    assert not any(token in run.logs() for token in ((tmp_path / name).read_text() for name in roles))
-    assert "PERMISSION_DENIED" not in run.logs()
+    assert {each["code"] for each in calls if each["principal"] != "other"} <= {"OK", "CANCELLED"}
+    assert [each["code"] for each in calls if each["principal"] == "other"] == ["PERMISSION_DENIED"]
+    assert not any((tmp_path / name).read_text() in run.logs() for name in roles)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.live_settings import LiveSettings, as_toml, environment_of, ratio_key
+from orchestrator_svc.live_settings import LiveSettings, as_toml
 from sluice.config import CommonConfig, load_run
 from sluice.rpc import SluiceError
 
@@ -21,6 +21,7 @@ KEYS = (
     "max_staleness",
     "orchestrator.max_concurrent",
     "orchestrator.max_running",
+    "orchestrator.concurrency.most_samples",
     "orchestrator.checkpoint.every_steps",
     "orchestrator.evaluation.every_steps",
     "orchestrator.environments.easy.ratio",
@@ -140,11 +141,6 @@ def test_a_start_takes_changed_values_back_and_says_so():
         ("warning", "orchestrator.environments.gone.ratio"),
     ]
     assert told[0]["of_the_file"] == "2"
-
-
-def test_the_weight_of_an_environment_is_known_by_its_key():
-    assert environment_of(ratio_key("v1.hard")) == "v1.hard"
-    assert environment_of("max_staleness") == environment_of("orchestrator.environments.x") == ""
 
 
 @given(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=20), st.text(max_size=20), max_size=4))
