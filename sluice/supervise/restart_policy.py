@@ -15,7 +15,7 @@ WINDOW_S = 600.0
 """Seconds after which a restart no longer counts: a child that dies once a day may go on."""
 
 FIRST_DELAY_S = 0.5
-"""Pause before the first restart, in seconds; doubles with each further restart within the window."""
+"""Pause before a restart, in seconds; doubles with each start in a row that did not come to serve."""
 
 MAX_DELAY_S = 8.0
 """Longest pause, in seconds."""
@@ -45,7 +45,9 @@ class GiveUp:
     reason: str
 
 
-def after_exit(code: int, now: float, restarts: Sequence[float], most: int, *, was_ready: bool) -> StartAgain | GiveUp:
+def after_exit(
+    code: int, now: float, restarts: Sequence[float], most: int, *, was_ready: bool, fruitless: int = 0
+) -> StartAgain | GiveUp:
     """Decide what to do about a child that ended by itself.
 
     Args:
@@ -54,6 +56,7 @@ def after_exit(code: int, now: float, restarts: Sequence[float], most: int, *, w
         restarts: When the child was restarted before, on the same clock.
         most: Most restarts within the window; 0 allows none.
         was_ready: Whether it, or an earlier process of this child, ever served.
+        fruitless: Processes of this child in a row, up to the one that ended, that did not come to serve.
     """
     if code == EXIT_CONFIG:
         return GiveUp("its settings are wrong")
@@ -67,4 +70,4 @@ def after_exit(code: int, now: float, restarts: Sequence[float], most: int, *, w
     recent = sum(now - at <= WINDOW_S for at in restarts)
     if recent >= most:
         return GiveUp(f"it was restarted {recent} times within {WINDOW_S:g} s")
-    return StartAgain(delay_s=min(FIRST_DELAY_S * 2.0**recent, MAX_DELAY_S), attempt=recent + 1)
+    return StartAgain(delay_s=min(FIRST_DELAY_S * 2.0**fruitless, MAX_DELAY_S), attempt=recent + 1)

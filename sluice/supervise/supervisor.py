@@ -206,7 +206,7 @@ class Supervisor:
         """
         restarts: list[float] = []
         log = ChildLog(spec.log_path)
-        was_ready = False
+        was_ready, fruitless = False, 0
         while True:
             self._listener.on_state(spec.name, ChildState.STARTING, "")
             child = await Child.start(spec, log, watchdog, lambda line: self._listener.on_line(spec.name, line))
@@ -215,7 +215,7 @@ class Supervisor:
             discard_outcome(ended)
             try:
                 ready = await self._serving(spec, ended)
-                was_ready = was_ready or ready
+                was_ready, fruitless = was_ready or ready, 0 if ready else fruitless + 1
                 if not ready and not ended.done():
                     reason = f"did not serve within {self._start_deadline_s:g} s (--start-deadline)"
                     return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
@@ -228,7 +228,7 @@ class Supervisor:
                 self._listener.on_state(spec.name, ChildState.LEFT, "was drained and is not started again")
                 return None
             now = time.monotonic()
-            decision = after_exit(code, now, restarts, self._max_restarts, was_ready=was_ready)
+            decision = after_exit(code, now, restarts, self._max_restarts, was_ready=was_ready, fruitless=fruitless)
             died = f"ended with {describe_exit(code)}"
             if isinstance(decision, GiveUp):
                 reason = f"{died}, and {decision.reason}" if decision.reason else died

@@ -9,13 +9,18 @@ from sluice.supervise.restart_policy import MAX_DELAY_S, WINDOW_S, GiveUp, Start
 KILLED = -9
 
 
-def test_a_child_that_served_is_started_again_after_a_growing_pause() -> None:
+def test_a_child_that_served_is_started_again_after_a_short_pause_however_often() -> None:
     earlier = [0.0, 1.0]
     assert [after_exit(KILLED, 2.0, earlier[:count], 3, was_ready=True) for count in (0, 1, 2)] == [
         StartAgain(0.5, 1),
-        StartAgain(1.0, 2),
-        StartAgain(2.0, 3),
+        StartAgain(0.5, 2),
+        StartAgain(0.5, 3),
     ]
+
+
+def test_the_pause_grows_while_a_child_does_not_come_to_serve() -> None:
+    pauses = [after_exit(KILLED, 2.0, [], 3, was_ready=True, fruitless=count) for count in (0, 1, 2, 9)]
+    assert pauses == [StartAgain(pause, 1) for pause in (0.5, 1.0, 2.0, MAX_DELAY_S)]
 
 
 def test_no_restart_beyond_the_bound() -> None:
@@ -49,12 +54,12 @@ def test_a_service_that_ends_by_itself_is_restarted() -> None:
     assert isinstance(after_exit(0, 0.0, [], 3, was_ready=True), StartAgain)
 
 
-@given(st.lists(st.floats(0, 200), max_size=60), st.integers(0, 5))
-def test_no_window_ever_holds_more_restarts_than_allowed(gaps: list[float], allowed: int) -> None:
+@given(st.lists(st.floats(0, 200), max_size=60), st.integers(0, 5), st.integers(0, 99))
+def test_no_window_ever_holds_more_restarts_than_allowed(gaps: list[float], allowed: int, fruitless: int) -> None:
     now, restarts = 0.0, []
     for gap in gaps:
         now += gap
-        decision = after_exit(KILLED, now, restarts, allowed, was_ready=True)
+        decision = after_exit(KILLED, now, restarts, allowed, was_ready=True, fruitless=fruitless)
         if isinstance(decision, StartAgain):
             restarts.append(now)
             assert 0 < decision.delay_s <= MAX_DELAY_S
