@@ -21,7 +21,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench quickstart picture real test test-fast lint format proto proto-check clean
+.PHONY: help install install-dev install-bench quickstart picture real test test-fast chaos lint format proto proto-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -64,6 +64,12 @@ test: install-dev ## run every test
 
 test-fast: install-dev ## run the tests that take seconds
 	$(PYTEST) -m "not slow and not docker and not gpu"
+
+SEEDS ?= 1
+FIRST_SEED ?= 0
+
+chaos: install ## kill, stop and starve the services of a run at random moments (SEEDS=10, FIRST_SEED=3)
+	$(BIN)/sluice bench chaos --seeds $(SEEDS) --first-seed $(FIRST_SEED)
 
 lint: install-dev ## formatters, linters, types, contracts and generated pages, changing nothing
 	$(BIN)/ruff format --check .

@@ -13,6 +13,10 @@ from sluice.telemetry import configure_logging
 BENCHMARKS = {
     "rollout": ("benchmarks.rollout", "tokens/s through Generate over gRPC against the engine used in process"),
     "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths"),
+    "chaos": (
+        "benchmarks.chaos",
+        "runs whose services are killed, stopped, cut off and starved, and what became of them",
+    ),
     "e2e": ("benchmarks.e2e", "the quickstart's task against TRL: time to a reward, seconds and CPU a step"),
     "orchestrator": (
         "benchmarks.orchestrator",
@@ -33,7 +37,7 @@ BENCHMARKS = {
 
 
 def run(argv: list[str]) -> int:
-    """Run one benchmark and print its JSON line."""
+    """Run one benchmark and print its JSON line; return 1 if the line names `failures`."""
     if not argv or argv[0] in {"--help", "-h"}:
         width = max(map(len, BENCHMARKS))
         print("usage: sluice bench NAME [ARGUMENTS]\n")
@@ -45,7 +49,7 @@ def run(argv: list[str]) -> int:
     configure_logging("bench", "warning")  # a line per call would be measured too
     result: Mapping[str, Any] = importlib.import_module(BENCHMARKS[name][0]).run(arguments)
     print(json.dumps({"bench": name, **result}))
-    return 0
+    return 1 if result.get("failures") else 0
 
 
 COMMAND = Command("bench", "measure a part of the system side by side with its alternative", run)

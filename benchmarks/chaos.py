@@ -1,0 +1,362 @@
+"""Runs of the quickstart's size whose services are killed, stopped, cut off and starved at random moments.
+
+A seed decides what goes wrong, and in which order. Each run has two replicas and must end with every step applied, with an exact
+audit, and with a reward within two standard deviations of undisturbed runs. Its files lie on a small disk of its own, so that
+this disk can be full; where the system lets nobody mount one, that fault is left out, and the output says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import faults
+from benchmarks.children import log_tail
+from benchmarks.faults import Fault
+from orchestrator_svc.audit_command import audit_run
+from sluice.config import ConfigError
+
+REPLICAS = ("rollout-0", "rollout-1")
+
+DISK_MIB = 2048
+
+LAST_STEPS = 20
+"""Steps at the end of a run whose mean reward is compared."""
+
+GOING_ON_STEPS = 4
+"""Steps after a fault that show that all of the run goes on: more than any token may lag behind, so that weights arrive, too."""
+
+NO_REPLICA = ", while no replica serves"
+
+START_S = 240.0
+RECOVERY_S = 180.0
+"""Seconds that a run may stand still."""
+
+RUN_S = 1500.0
+PREPARE_S = 600.0
+_LOOK_S = 0.02
+
+
+def run(argv: list[str]) -> Mapping[str, Any]:
+    """Disturb runs and print what became of them; return the content of the JSON line, whose `failures` must be empty.
+
+    Raises:
+        ConfigError: if the example is not there.
+    """
+    parser = argparse.ArgumentParser(prog="sluice bench chaos", description=__doc__)
+    parser.add_argument("--example", type=Path, default=Path("examples/reverse_text"), help="directory of the example")
+    parser.add_argument("--model", type=Path, help="warm checkpoint to begin with; default: make one")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first disturbed run")
+    parser.add_argument("--seeds", type=int, default=1, help="disturbed runs, each with the next seed")
+    parser.add_argument("--undisturbed", type=int, default=5, help="runs without faults to compare with; 0: none")
+    parser.add_argument("--steps", type=int, default=150, help="steps of a run")
+    parser.add_argument("--kills", type=int, default=2, help="times that each process is killed alone")
+    parser.add_argument("--pairs", type=int, default=4, help="times that two are killed together")
+    parser.add_argument("--keep", type=Path, help="directory to keep everything in")
+    options = parser.parse_args(argv)
+    if not (options.example / "rl.toml").is_file():
+        raise ConfigError(
+            f"{options.example} has no rl.toml: run this in the root of the repository, or give --example"
+        )
+    if options.keep is not None:
+        options.keep.mkdir(parents=True)
+        return asyncio.run(_all_runs(options, options.keep.resolve()))
+    with tempfile.TemporaryDirectory(prefix="sluice-chaos-") as scratch:
+        return asyncio.run(_all_runs(options, Path(scratch)))
+
+
+@dataclass
+class Report:
+    """What became of one run.
+
+    Attributes:
+        reward: Mean reward of the last steps.
+        recovery_s: Seconds until the run went on, by fault. Where no replica served meanwhile the fault says so: an engine had to
+            start.
+        failures: What must not be.
+    """
+
+    seed: int
+    seconds: float = 0.0
+    reward: float = float("nan")
+    steps: int = 0
+    recovery_s: list[tuple[str, float]] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)
+    generated: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return one line."""
+        tokens, lost = self.generated.get("tokens", 0), self.generated.get("tokens_lost", 0)
+        thrown = f", {lost / tokens:.2%} of the tokens thrown away" if tokens else ""
+        audit = ", ".join(f"{name} {value}" for name, value in self.audit.items())
+        return (
+            f"{self.steps} steps in {self.seconds:.0f} s, reward {self.reward:.3f}, {len(self.recovery_s)} faults{thrown};"
+            f" audit: {audit or 'none'}; {'; '.join(self.failures) or 'all well'}"
+        )
+
+
+async def _all_runs(options: argparse.Namespace, directory: Path) -> Mapping[str, Any]:
+    model = options.model or await _warm_model(options.example, directory)
+    disk = _may_mount()
+    if not disk:
+        print("the system lets nobody mount a disk: a full one is left out", flush=True)
+    job = _Job(options.example, model.resolve(), directory, options.steps, disk)
+    calm = []
+    for seed in range(options.undisturbed):
+        calm.append(await job.run(f"calm-{seed}", seed, []))
+        print(f"undisturbed, seed {seed}: {calm[-1]}", flush=True)
+    rewards = [each.reward for each in calm]
+    disturbed = []
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        drawn = faults.draw_faults(seed, REPLICAS, kills=options.kills, pairs=options.pairs, disk=disk)
+        print(f"seed {seed}: {len(drawn)} faults", flush=True)
+        report = await job.run(f"chaos-{seed}", seed, drawn)
+        if len(rewards) > 1 and not abs(report.reward - statistics.fmean(rewards)) <= 2 * statistics.stdev(rewards):
+            report.failures.append(
+                f"reward {report.reward:.3f} is more than two standard deviations ({statistics.stdev(rewards):.3f}) from"
+                f" {statistics.fmean(rewards):.3f}"
+            )
+        disturbed.append(report)
+        print(f"seed {seed}: {report}", flush=True)
+    return _results(calm, disturbed)
+
+
+def _results(calm: Sequence[Report], disturbed: Sequence[Report]) -> Mapping[str, Any]:
+    by_fault: dict[str, list[float]] = defaultdict(list)
+    for report in disturbed:
+        for fault, seconds in report.recovery_s:
+            by_fault[fault].append(seconds)
+    medians = {name: round(statistics.median(times), 2) for name, times in sorted(by_fault.items())}
+    for name, seconds in medians.items():
+        worst = max(by_fault[name])
+        print(
+            f"{name:<56} {len(by_fault[name]):>3} times, goes on after {seconds:5.1f} s (median), {worst:5.1f} s (worst)"
+        )
+    tokens = sum(each.generated.get("tokens", 0) for each in disturbed)
+    lost = sum(each.generated.get("tokens_lost", 0) for each in disturbed)
+    return {
+        "seeds": [each.seed for each in disturbed],
+        "failures": [f"seed {each.seed}: {problem}" for each in [*calm, *disturbed] for problem in each.failures],
+        "recovery_median_s": medians,
+        "tokens_lost_share": round(lost / tokens, 5) if tokens else None,
+        "reward_undisturbed": [round(each.reward, 4) for each in calm],
+        "reward": [round(each.reward, 4) for each in disturbed],
+        "audits": [each.audit for each in disturbed],
+        "seconds": [round(each.seconds, 1) for each in disturbed],
+    }
+
+
+def _may_mount() -> bool:
+    """Return whether a process may mount a disk that only it and its children see."""
+    if shutil.which("unshare") is None:
+        return False
+    trial = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(trial, capture_output=True, check=False, timeout=30).returncode == 0  # noqa: S603 - constants
+
+
+async def _warm_model(example: Path, directory: Path) -> Path:
+    """Make the model from scratch and warm it up, as the quickstart does."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
+    log = directory / "prepare.log"
+    with log.open("wb") as output:
+        command = ("sh", str(example / "prepare.sh"), str(directory))
+        child = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=environment)
+    try:
+        code = await asyncio.wait_for(child.wait(), PREPARE_S)
+    finally:
+        if child.returncode is None:
+            child.kill()
+    if code:
+        raise RuntimeError(f"the model could not be made:\n{log_tail(log)}")
+    return directory / "sft"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every run trains.
+
+    Attributes:
+        disk: Whether the files of a run lie on a disk of its own.
+    """
+
+    example: Path
+    model: Path
+    directory: Path
+    steps: int
+    disk: bool
+
+    async def run(self, name: str, seed: int, drawn: Sequence[Fault]) -> Report:
+        """Run once under some faults."""
+        began, report = time.monotonic(), Report(seed)
+        async with self._started(name, seed) as started:
+            try:
+                await started.disturb(drawn, report)
+                code = await asyncio.wait_for(started.process.wait(), RUN_S)
+                if code:
+                    report.failures.append(f"`sluice rl` ended with code {code}: {log_tail(started.log)}")
+            except TimeoutError as error:
+                report.failures.append(f"{error or 'the run did not end'}: {log_tail(started.log)}")
+        report.seconds = time.monotonic() - began
+        await asyncio.to_thread(self._judge, self.directory / name, report)
+        return report
+
+    @contextlib.asynccontextmanager
+    async def _started(self, name: str, seed: int) -> AsyncIterator[_Started]:
+        """Start `sluice rl`; kill it with all its processes if it is still there at the end."""
+        scratch = self.directory / "disk" if self.disk else self.directory
+        scratch.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "sluice.cli.main", "rl", "@", str(self.example / "rl.toml"), "--plain"]
+        command += [f"--model={self.model}", f"--run={name}", f"--output-dir={scratch}", f"--seed={seed}"]
+        command += [f"--replicas={len(REPLICAS)}", f"--orchestrator.max-steps={self.steps}", "--max-restarts=1000"]
+        if self.disk:
+            keep = f"cp -a {shlex.quote(str(scratch / name))} {shlex.quote(str(self.directory))}"
+            script = (
+                f"mount -t tmpfs -o size={DISK_MIB}m none {shlex.quote(str(scratch))} || exit 99\n"
+                f"trap 'kill -INT $!' INT TERM\n{shlex.join(command)} &\nwait $!\ncode=$?\n{keep}\nexit $code"
+            )
+            command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+        log = self.directory / f"{name}.log"
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        try:
+            yield _Started(process, scratch / name, log, self.disk)
+        finally:
+            if process.returncode is None:
+                await _kill_tree(process)
+
+    def _judge(self, directory: Path, report: Report) -> None:
+        """Read what the run left: its steps, its rewards, and its audit."""
+        try:
+            rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+            summary = json.loads((directory / "report.json").read_text())
+        except (OSError, ValueError) as error:
+            report.failures.append(f"the run left no report: {error}")
+            return
+        rewards = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
+        report.steps = max((row["step"] for row in rows), default=0)
+        report.reward = statistics.fmean([rewards[step] for step in sorted(rewards)][-LAST_STEPS:])
+        report.generated = summary.get("generated", {})
+        if report.steps != self.steps:
+            report.failures.append(f"{report.steps} steps instead of {self.steps}")
+        result = audit_run(directory)
+        report.audit = {"accepted": result.accepted, "trained": result.trained, "dropped": dict(result.dropped)}
+        report.audit |= {"rolled back": result.rolled_back, "in flight": result.in_flight}
+        report.failures += [f"audit: {each.problem}" for each in result.differences[:5]]
+
+
+async def _kill_tree(process: asyncio.subprocess.Process) -> None:
+    """Kill a process and everything below it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+@dataclass
+class _Started:
+    """A run that is under way."""
+
+    process: asyncio.subprocess.Process
+    directory: Path
+    log: Path
+    disk: bool
+
+    async def disturb(self, drawn: Sequence[Fault], report: Report) -> None:
+        """Do one fault after the other, each some time after the run has gone on from the one before.
+
+        Raises:
+            TimeoutError: if the run stands still.
+        """
+        if not drawn:
+            return
+        await self._until_steps(GOING_ON_STEPS, START_S, "after its start")
+        supervisor = self._supervisor()
+        for fault in drawn:
+            await asyncio.sleep(fault.wait_s)
+            if self.process.returncode is not None:
+                report.failures.append(f"the run ended before the fault `{fault}`")
+                return
+            before, began = self._steps(), time.monotonic()
+            doing = asyncio.create_task(self._do(supervisor, fault))
+            if fault.kind == "disk full":
+                began += await doing
+            alone = await self._until_steps(before + GOING_ON_STEPS, RECOVERY_S, f"after the fault `{fault}`")
+            seconds, kind = time.monotonic() - began, str(fault) + (NO_REPLICA if alone else "")
+            await doing
+            report.recovery_s.append((kind, seconds))
+            print(f"  step {before}: {kind}, {GOING_ON_STEPS} steps on after {seconds:.1f} s", flush=True)
+
+    async def _do(self, supervisor: psutil.Process, fault: Fault) -> float:
+        """Do a fault, and return how many seconds it lasts."""
+        began = time.monotonic()
+        match fault.kind:
+            case "kill":
+                await faults.kill(supervisor, fault)
+            case "stop":
+                await faults.stop(supervisor, fault)
+            case "cut":
+                faults.cut(supervisor, fault)
+            case "disk full":
+                await faults.fill_disk(self._seen_from_here())
+        return time.monotonic() - began
+
+    def _supervisor(self) -> psutil.Process:
+        top = psutil.Process(self.process.pid)
+        if not self.disk:
+            return top
+        return next(each for each in top.children() if "sluice.cli.main" in each.cmdline())
+
+    def _seen_from_here(self) -> Path:
+        """Return the run's directory as a process sees it that does not have its disk."""
+        if not self.disk:
+            return self.directory
+        return Path(f"/proc/{self.process.pid}/root{self.directory}")
+
+    def _steps(self) -> int:
+        """Return the lines of metrics, which are steps as they were applied, also a second time."""
+        with contextlib.suppress(OSError):
+            return (self._seen_from_here() / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def _a_replica_serves(self) -> bool:
+        """Return whether the supervisor said of some replica last that it serves."""
+        said = re.findall(r"^(rollout-\d+) (.*)$", self.log.read_text(errors="replace"), re.MULTILINE)
+        return "serves" in dict(said).values()
+
+    async def _until_steps(self, number: int, limit_s: float, when: str) -> bool:
+        """Wait until so many steps were applied; return whether no replica served at some time meanwhile.
+
+        Raises:
+            TimeoutError: if that takes too long.
+        """
+        give_up, alone = time.monotonic() + limit_s, False
+        while self._steps() < number and self.process.returncode is None:
+            alone = alone or not self._a_replica_serves()
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"the run stood still for {limit_s:g} s {when}")
+            await asyncio.sleep(_LOOK_S)
+        return alone
