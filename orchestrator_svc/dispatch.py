@@ -239,7 +239,7 @@ class Dispatcher:
                 reason, problem = Reason.EPISODE_FAILED, repr(error)
         except EnvironmentFailedError as error:
             # A call whose process another one ended says nothing about its task.
-            reason, problem = error.reason if error.culprit else Reason.EPISODE_FAILED, str(error)
+            reason, problem = error.reason if error.culprit else Reason.EPISODE_FAILED, error.message
         except SluiceError as error:
             reason, problem = Reason.EPISODE_FAILED, str(error)
         except JournalError:

@@ -205,8 +205,9 @@ def _rows(progress: RunProgress) -> Iterator[tuple[str, RenderableType]]:
 
 def _environments(load: orchestrator_pb2.LoadReport) -> Iterator[str]:
     """Yield one line per environment that is not alone, or has something to say."""
-    drawn = sum(each.groups for each in load.environments) or 1
-    for each in load.environments:
+    # A group that replaces another one costs no share.
+    shared = [each.groups - each.groups_refilled for each in load.environments]
+    for each, own in zip(load.environments, shared, strict=True):
         counts = {
             "replaced": each.groups_refilled,
             "failed": each.groups_failed,
@@ -215,7 +216,7 @@ def _environments(load: orchestrator_pb2.LoadReport) -> Iterator[str]:
         }
         told = "".join(f", {count} {what}" for what, count in counts.items() if count)
         if told or len(load.environments) > 1:
-            yield f"{each.name} {each.groups / drawn:.0%} of {each.wanted_share:.0%} wanted{told}"
+            yield f"{each.name} {own / (sum(shared) or 1):.0%} of {each.wanted_share:.0%} wanted{told}"
 
 
 @dataclass

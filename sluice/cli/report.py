@@ -75,14 +75,15 @@ def environment_tables(run_dir: Path) -> list[Table]:
     except (OSError, json.JSONDecodeError):
         return []
     environments = report.get("environments") or []
-    drawn = sum(each["groups"] for each in environments) or 1
+    # A group that replaces another one costs no share.
+    shared = [each["groups"] - each["groups_refilled"] for each in environments]
     told = len(environments) > 1 or any(each["groups_refilled"] or each["groups_failed"] for each in environments)
     mix = _table("groups by environment", "environment", _MIX_HEADINGS)
     pools = _table("tasks by solve rate (groups drawn of them)", "environment", (*_POOLS, "in quarantine"))
     faulty = _table("tasks in quarantine", "environment", ("task", "failures", "problem"))
-    for each in environments:
+    for each, own in zip(environments, shared, strict=True):
         overlong = ", ".join(f"{count} {rule}" for rule, count in sorted(each["overlong"].items()))
-        shares = f"{each['wanted_share']:.1%}", f"{each['groups'] / drawn:.1%}"
+        shares = f"{each['wanted_share']:.1%}", f"{own / (sum(shared) or 1):.1%}"
         counts = (each[name] for name in ("groups", "groups_accepted", "groups_refilled", "groups_failed"))
         mix.add_row(each["name"], *shares, *map(str, counts), f"{each['groups_passed_on']:.1f}", overlong or "0")
         sizes = (f"{each['pools'].get(name, 0)} ({each['groups_by_pool'].get(name, 0)})" for name in _POOLS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import OrchestratorConfig
@@ -19,23 +19,28 @@ from sluice.versions import BASE, Version
 DIGEST = "same-tokenizer"
 
 ENVIRONMENT = '''
+import os
+import signal
 import time
 
 from orchestrator_svc.envs.base import Task
 
 class Letters:
-    """Scores how many letters of the completion are an a; scoring may fail, a question may break or hang."""
+    """Scores how many letters of the completion are an a; scoring may fail, a question may break, hang or kill its process."""
     name = "letters"
 
-    def __init__(self, fail="", broken_split="", slow=""):
+    def __init__(self, fail="", broken_split="", slow="", deadly=(), count=40):
         self.fail, self.broken_split, self.slow = fail, broken_split, slow
+        self.deadly, self.count = deadly, count
 
     def tasks(self, split, seed):
-        return [Task(f"{split}-{index}", {"text": "abc"}) for index in range(40)]
+        return [Task(f"{split}-{index}", {"text": "abc"}) for index in range(self.count)]
 
     def messages(self, task):
         if self.broken_split and task.task_id.startswith(self.broken_split):
             raise KeyError(task.task_id)
+        if task.task_id in self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
         if task.task_id == self.slow:
             time.sleep(3600.0)
         return [{"role": "user", "content": task.data["text"]}]
@@ -172,6 +177,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     last_batch_ids: dict[int, str] = field(default_factory=dict)
     phase: int = trainer_pb2.TRAINER_PHASE_READY
     estimator: str = ""
+    objectives: Sequence[str] = ()
     verdict: Callable[[tokens_pb2.Trajectory], str] = lambda trajectory: ""
 
     async def ListCheckpoints(self, request, context):
@@ -275,6 +281,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             phase=self.phase,
             policy_version=self.version.to_proto(),
             advantage_estimator=self.estimator,
+            objectives=self.objectives,
             queued_batches=len(self.waiting),
             next_sequence_no=self.version.number + len(self.waiting) + 1,
             oldest_reported_number=min(self.reports, default=self.version.number + 1),

@@ -46,7 +46,7 @@ def drawn(progress: RunProgress, children: dict[str, ChildState] | None = None) 
 
 def test_the_panel_shows_the_mix_and_what_does_not_come_through(progress: RunProgress) -> None:
     mixed = [
-        pb.RunEnvironment(name="reverse", wanted_share=0.75, groups=30, groups_refilled=7),
+        pb.RunEnvironment(name="reverse", wanted_share=0.75, groups=37, groups_refilled=7),
         pb.RunEnvironment(name="sums", wanted_share=0.25, groups=10, quarantined_count=1),
     ]
     progress.apply(pb.RunEvent(load=pb.LoadReport(environments=mixed)))

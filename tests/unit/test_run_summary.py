@@ -60,7 +60,7 @@ def test_the_command_shows_the_mix_the_pools_and_the_tasks_in_quarantine(tmp_pat
     write(tmp_path, {"step": 1, "time": 1.0, "reward/mean": 0.5}, {"step": 2, "time": 2.0, "reward/mean": 0.5})
     faulty = {"task_id": "3+4", "failures": 3, "problem": "ENVIRONMENT_DIED: killed"}
     mixed = [
-        environment("reverse", wanted_share=0.75, groups=30, groups_refilled=7),
+        environment("reverse", wanted_share=0.7, groups=37, groups_refilled=7),
         environment("sums", groups_by_pool={"new": 4, "hard": 6}, quarantined=[faulty], quarantined_count=1),
     ]
     (tmp_path / "report.json").write_text(json.dumps({"environments": mixed}))

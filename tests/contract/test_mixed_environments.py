@@ -1,0 +1,187 @@
+"""Runs with several environments: their mix, their own settings, quarantine, refills, and rules for long episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from pathlib import Path
+
+import pytest
+from orchestrator_doubles import RolloutDouble
+from test_orchestrator_run import Scene, make_scene, restarted
+
+from orchestrator_svc.config import EnvironmentConfig
+from orchestrator_svc.curriculum import Curriculum
+from orchestrator_svc.envs.base import Task
+from orchestrator_svc.journal.store import Journal
+from sluice.config import FailedForGoodError
+from sluice.v1 import journal_pb2 as pb
+from sluice.v1 import tokens_pb2
+
+pytestmark = pytest.mark.slow
+
+CUT, STOPPED = tokens_pb2.FINISH_REASON_LENGTH, tokens_pb2.FINISH_REASON_STOP
+
+
+@pytest.fixture
+async def scene(tmp_path: Path):
+    async with contextlib.AsyncExitStack() as stack:
+        yield await make_scene(tmp_path, stack, [RolloutDouble()])
+
+
+def mixed(scene: Scene, *environments: dict) -> dict:
+    """Settings of a run with these environments, all of them the letters."""
+    reference = f"{scene.directory / 'letters_env.py'}:Letters"
+    return {"environment": "", "environments": [{"environment": reference, **each} for each in environments]}
+
+
+def named(report: dict, name: str) -> dict:
+    return next(each for each in report["environments"] if each["name"] == name)
+
+
+def trained(scene: Scene) -> list[tokens_pb2.Trajectory]:
+    return [each for batch in scene.trainer.history.values() for each in batch]
+
+
+async def test_each_environment_has_its_share_and_its_own_settings(scene) -> None:
+    scene.trainer.objectives = ["soft"]
+    many = {"name": "many", "ratio": 3, "group_size": 3, "sampling": {"temperature": 0.5}}
+    few = {"name": "few", "objective": "soft", "advantage": "rloo", "sampling": {"max_tokens": 7}}
+    loads = asyncio.create_task(scene.events("load"))
+    report = await scene.run(**mixed(scene, many, few), batch_size=4)
+    assert {each.name for each in (await loads)[-1].load.environments} == {"many", "few"}
+    assert [named(report, name)["groups"] for name in ("many", "few")] == [12, 4]
+    assert [named(report, name)["wanted_share"] for name in ("many", "few")] == [0.75, 0.25]
+    requests = [call.request for call in scene.replicas[0].calls]
+    assert sorted((each.n, each.sampling.temperature, each.sampling.max_tokens) for each in requests) == [
+        *[(2, 1.0, 7)] * 4,
+        *[(3, 0.5, 256)] * 12,
+    ]
+    soft = [each for each in trained(scene) if each.objective == "soft"]
+    assert len(soft) == 4 * 2
+    assert sorted({round(each.advantages[0], 4) for each in soft}) == [-0.1667, 0.1667], "rloo of 1/2 and 2/3"
+    assert scene.trainer.headers[0].advantage_estimator == "", "no estimator is that of all groups"
+
+
+async def test_an_objective_that_the_trainer_does_not_have_ends_the_run_before_anything_is_drawn(scene) -> None:
+    with pytest.raises(FailedForGoodError, match=r"names the objective 'soft', but trainer\.objectives has none"):
+        await scene.run(**mixed(scene, {"name": "a", "objective": "soft"}, {"name": "b"}))
+    assert scene.replicas[0].calls == []
+
+
+async def test_a_task_that_kills_its_process_is_put_in_quarantine_and_named(scene) -> None:
+    deadly = {"name": "deadly", "args": {"deadly": ["train-1"], "count": 3}, "quarantine_after": 2}
+    report = await scene.run(**mixed(scene, deadly, {"name": "sound"}), max_steps=6)
+    found = named(report, "deadly")
+    assert (report["state"], found["quarantined_count"], found["groups_failed"]) == ("succeeded", 1, 2)
+    (task,) = found["quarantined"]
+    assert (task["task_id"], task["failures"]) == ("train-1", 2)
+    assert task["problem"].startswith("ENVIRONMENT_DIED: ")
+    assert report["groups_failed"] == {"ENVIRONMENT_DIED": 2}
+    assert sum(found["pools"].values()) == 2
+    assert named(report, "sound")["quarantined"] == []
+
+
+async def test_a_run_all_of_whose_tasks_are_in_quarantine_fails_and_says_why(scene) -> None:
+    every = {"deadly": ["train-0", "train-1"], "count": 2}
+    with pytest.raises(FailedForGoodError, match="every task of the run is in quarantine"):
+        await scene.run(environment_args=every, quarantine_after=1, max_running=1)
+    report = scene.report()
+    assert {each["task_id"] for each in report["environments"][0]["quarantined"]} == {"train-0", "train-1"}
+
+
+async def test_groups_without_signal_are_replaced_from_their_own_environment(scene) -> None:
+    answers = itertools.cycle(["same", "same", "ab", "aab"])
+    scene.replicas[0].text = lambda request, index: next(answers) if request.n == 2 else "ab"[: index + 1]
+    picky = {"name": "picky", "filter": {"drop_degenerate": True}}
+    plain = {"name": "plain", "group_size": 4}
+    report = await scene.run(**mixed(scene, picky, plain), max_running=1)
+    found = named(report, "picky")
+    assert found["groups_refilled"] == found["groups"] - found["groups_accepted"] >= 3
+    assert abs(named(report, "plain")["groups"] - found["groups_accepted"]) <= 1, "replaced groups cost no share"
+    assert report["trajectories_dropped"]["NO_SIGNAL"] == 2 * found["groups_refilled"]
+
+
+async def test_after_the_bound_on_refills_groups_without_signal_are_trained(scene) -> None:
+    scene.replicas[0].text = lambda request, index: "same"
+    report = await scene.run(
+        filter={"drop_degenerate": True}, max_refills=3, on_max_refills="train", max_running=1, max_steps=2
+    )
+    assert report["state"] == "succeeded"
+    assert report["environments"][0]["groups_refilled"] == 3 * 2, "three for each batch"
+    assert report["trajectories_trained"] == 8
+
+
+async def test_masked_episodes_count_in_their_group_and_their_tokens_are_not_trained(scene) -> None:
+    ends = itertools.cycle([STOPPED, CUT])
+    scene.replicas[0].finish = lambda request: next(ends)
+    scene.trainer.verdict = lambda trajectory: "MASKED" if len(trajectory.mask_runs) == 1 else ""
+    report = await scene.run(overlong={"policy": "mask"}, max_steps=2)
+    assert report["trajectories_dropped"] == {"MASKED": 4}
+    assert report["trajectories_trained"] == 4
+    assert report["environments"][0]["overlong"] == {"mask": 4}
+    for trajectory in trained(scene):
+        assert abs(trajectory.advantages[0]) == pytest.approx(1 / 12), "of the two rewards 1/2 and 2/3"
+        if trajectory.finish_reason == CUT:
+            assert list(trajectory.mask_runs) == [len(trajectory.token_ids)]
+            assert not trajectory.logprobs
+            assert not trajectory.version_spans
+
+
+async def test_penalised_and_filtered_episodes_are_counted(scene) -> None:
+    ends = itertools.cycle([STOPPED, CUT, STOPPED])
+    scene.replicas[0].finish = lambda request: next(ends)
+    soft = {"name": "soft", "overlong": {"policy": "penalise", "penalty": 0.25}}
+    strict = {"name": "strict", "overlong": {"policy": "filter"}}
+    report = await scene.run(**mixed(scene, soft, strict), group_size=3, max_running=1)
+    assert named(report, "soft")["overlong"] == {"penalise": 4}
+    assert named(report, "strict")["overlong"] == {"filter": 4}
+    assert report["trajectories_dropped"] == {"OVERLONG": 4}
+    assert {round(each.reward, 4) for each in trained(scene) if each.finish_reason == CUT} == {round(2 / 3 - 0.25, 4)}
+
+
+async def test_a_run_that_goes_on_draws_on_where_it_stopped(scene) -> None:
+    settings = mixed(scene, {"name": "many", "ratio": 3}, {"name": "few"})
+    before = await scene.run(**settings, max_steps=3)
+    after = await restarted(scene, **settings, max_steps=8)
+    assert (before["steps"], after["steps"]) == (3, 8)
+    assert [named(after, name)["groups"] for name in ("many", "few")] == [12, 4]
+    tasks = [(each.group_id, each.task_id) for each in trained(scene)]
+    groups = dict(tasks)
+    assert len(groups) == 16
+    assert len(set(groups.values())) >= 12, "no task of an environment comes twice in a pass"
+
+
+async def test_a_task_to_draw_again_survives_a_kill(tmp_path) -> None:
+    """The journal alone knows that a stale group's task has to be drawn again."""
+
+    def opened() -> tuple[Curriculum, Journal]:
+        settings = EnvironmentConfig(name="letters", environment="m:Letters")
+        curriculum = Curriculum([(settings, [Task(f"t{number}") for number in range(5)])], 0)
+        return curriculum, Journal(tmp_path, {"run": "r"}, fsync_interval_s=0.0, follow=curriculum.apply)
+
+    def record(journal: Journal, **kind) -> None:
+        journal.record(pb.Fact(**kind))
+
+    curriculum, journal = opened()
+    drawn = curriculum.choose(0.0, journal.ledger.redraws)
+    task = pb.TaskDrawn(environment="letters", task_id=drawn.task_id, group=1, position=drawn.position, episodes=1)
+    record(journal, task_drawn=task)
+    ended = pb.EndedEpisode(episode=0, reward=1.0)
+    ended.trajectories.add(trajectory_id="g1-0")
+    record(journal, episodes_ended=pb.EpisodesEnded(group=1, episodes=[ended]))
+    record(journal, group_accepted=pb.GroupAccepted(group=1))
+    record(journal, group_dropped=pb.GroupDropped(group=1, reason="STALE", trajectories=1, redraw=True))
+    await journal.durable()  # what follows is lost: the process is killed here
+    curriculum, again = opened()
+    chosen = curriculum.choose(0.0, again.ledger.redraws)
+    assert (chosen.task_id, chosen.reason, chosen.draw) == (drawn.task_id, "STALE", 1)
+    position = chosen.position
+    task = pb.TaskDrawn(
+        environment="letters", task_id=chosen.task_id, group=2, position=position, redraw_reason="STALE"
+    )
+    record(again, task_drawn=task)
+    assert curriculum.choose(0.0, again.ledger.redraws).reason == ""
+    await again.close()
+    await journal.close()
