@@ -58,6 +58,9 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument(
         "--multi-turn", type=int, default=2_000, help=f"of episodes of {TURNS} turns; 0 leaves them out"
     )
+    parser.add_argument(
+        "--rate", type=float, help="episodes/s to hold; default: 70%% of the peak, which is measured first"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="measured seconds of each level")
     parser.add_argument("--group", type=int, default=16, help="episodes per group")
     parser.add_argument("--batch", type=int, default=64, help="groups per batch")
@@ -132,8 +135,10 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
         print(f"{level.name}: {found}", flush=True)
         return found
 
-    peak = await measure(Level("peak", options.in_flight, FASTEST))
-    held = await measure(Level("held", options.in_flight, SHARE * peak.episodes_per_s))
+    rate = options.rate
+    if not rate:
+        rate = SHARE * (await measure(Level("peak", options.in_flight, FASTEST))).episodes_per_s
+    held = await measure(Level("held", options.in_flight, rate))
     for in_flight in options.also:
         await measure(Level(f"{in_flight}-in-flight", in_flight, FASTEST))
     if options.multi_turn:
@@ -141,7 +146,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
     return {
         "ratios": {"episodes_per_s_over_1000": round(held.episodes_per_s / 1000, 3)},
         "options": {name: value for name, value in vars(options).items() if name != "keep"},
-        "peak_episodes_per_s": peak.episodes_per_s,
+        "peak_episodes_per_s": levels["peak"].episodes_per_s if "peak" in levels else None,
         **{name: value for name, value in vars(held).items() if name != "busy"},
         "levels": {name: vars(level) for name, level in levels.items()},
     }
@@ -195,6 +200,10 @@ async def _services(options: argparse.Namespace, directory: Path, level: Level) 
         f"--group-size={options.group}",
         f"--max-running={groups}",
         f"--max-concurrent={groups + STALENESS_RESERVE * options.batch}",
+        *(
+            f"--concurrency.{name}-samples={-(-groups // options.replicas) * options.group}"
+            for name in ("initial", "most")
+        ),
         "--max-steps=1000000",
         f"--sampling.max-tokens={options.tokens}",
         f"--write-trajectories={json.dumps(options.write_trajectories)}",
