@@ -89,7 +89,8 @@ class Growing:
             append_spans(sample.version_spans, tokens.version_spans, self._begun)
             sample.token_ids.MergeFrom(tokens.token_ids)
             sample.logprobs.MergeFrom(tokens.logprobs)
-            sample.top_logprobs.MergeFrom(tokens.top_logprobs)
+            if tokens.top_logprobs:
+                sample.top_logprobs.MergeFrom(tokens.top_logprobs)
             self._text.append(tokens.text)
         if tokens.finish_reason:
             self._stopped = True

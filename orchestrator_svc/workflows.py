@@ -215,20 +215,27 @@ class SingleTurn:
             return await _generate(engine, data, request, (attempt, 0, range(data.episodes)))
 
         response = await _until_it_fits(data, 0, sample)
-        prompt = response.prompt_token_ids
-        return [
-            _record(
-                data,
-                sample.index,
-                [*messages, tokens_pb2.ChatMessage(role="assistant", content=sample.text)],
-                token_ids=[*prompt, *sample.token_ids],
-                mask_runs=[len(prompt), len(sample.token_ids)],
-                logprobs=sample.logprobs,
-                version_spans=sample.version_spans,
-                finish_reason=sample.finish_reason,
-            )
-            for sample in response.samples
-        ]
+        return [self._record(data, messages, response.prompt_token_ids, sample) for sample in response.samples]
+
+    @staticmethod
+    def _record(
+        data: EpisodeData,
+        messages: Sequence[tokens_pb2.ChatMessage],
+        prompt: Sequence[int],
+        sample: rollout_pb2.GeneratedSample,
+    ) -> orchestrator_pb2.TrajectoryRecord:
+        """Return the record of one sample. Repeated fields are copied whole, never token by token."""
+        record = _new_record(data, sample.index)
+        trajectory = record.trajectory
+        trajectory.token_ids.extend(prompt)
+        trajectory.token_ids.extend(sample.token_ids)
+        trajectory.mask_runs.extend((len(prompt), len(sample.token_ids)))
+        trajectory.logprobs.extend(sample.logprobs)
+        trajectory.version_spans.extend(sample.version_spans)
+        trajectory.finish_reason = sample.finish_reason
+        record.conversation.messages.extend(messages)
+        record.conversation.messages.add(role="assistant", content=sample.text)
+        return record
 
 
 class MultiTurn:
@@ -379,19 +386,19 @@ class _Transcript:
 
     def record(self) -> orchestrator_pb2.TrajectoryRecord:
         """Return the trajectory; its reward is the sum of its turns' rewards, missing if no turn had one."""
-        return _record(
-            self.data,
-            self.index,
-            self.messages,
-            token_ids=self.ids,
-            mask_runs=self.mask_runs,
-            logprobs=self.logprobs,
-            version_spans=self.spans,
-            finish_reason=self.finish_reason,
-            reward=sum(each.reward for each in self.rewards) if self.rewards else None,
-            turn_rewards=self.rewards,
-            turn_runs=self.turn_runs,
-        )
+        record = _new_record(self.data, self.index)
+        trajectory = record.trajectory
+        trajectory.token_ids.extend(self.ids)
+        trajectory.mask_runs.extend(self.mask_runs)
+        trajectory.logprobs.extend(self.logprobs)
+        trajectory.version_spans.extend(self.spans)
+        trajectory.finish_reason = self.finish_reason
+        if self.rewards:
+            trajectory.reward = sum(each.reward for each in self.rewards)
+        trajectory.turn_rewards.extend(self.rewards)
+        trajectory.turn_runs.extend(self.turn_runs)
+        record.conversation.messages.extend(self.messages)
+        return record
 
 
 _ATTEMPTS = 4
@@ -441,25 +448,14 @@ async def _generate(
     return response
 
 
-def _record(
-    data: EpisodeData,
-    index: int,
-    messages: Iterable[tokens_pb2.ChatMessage],
-    **fields: Any,  # noqa: ANN401 - those of the message Trajectory
-) -> orchestrator_pb2.TrajectoryRecord:
-    """Return the record of one episode; `fields` are those of its trajectory that only the workflow knows."""
-    name = f"{data.group_id}-{index}"
-    trajectory = tokens_pb2.Trajectory(
-        trajectory_id=name,
-        task_id=data.task.task_id,
-        group_id=data.group_id,
-        episode_id=name,
-        temperature=data.sampling.temperature,
-        **fields,
-    )
-    return orchestrator_pb2.TrajectoryRecord(
-        trajectory=trajectory, conversation=tokens_pb2.Conversation(messages=messages)
-    )
+def _new_record(data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRecord:
+    """Return the record of one episode, without what was sampled."""
+    record = orchestrator_pb2.TrajectoryRecord()
+    trajectory = record.trajectory
+    trajectory.trajectory_id = trajectory.episode_id = f"{data.group_id}-{index}"
+    trajectory.task_id, trajectory.group_id = data.task.task_id, data.group_id
+    trajectory.temperature = data.sampling.temperature
+    return record
 
 
 def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb2.SamplingParams:
