@@ -224,7 +224,7 @@ class RunReporter:
         generated = self._generated_before + self._engine.counts
         if state == "succeeded":
             # Nothing will train them; a continued run would.
-            left = sum(len(each.trajectories) for each in ledger.groups.values() if each.stage is not Stage.RUNNING)
+            left = sum(each.size for each in ledger.groups.values() if each.stage is not Stage.RUNNING)
             dropped[Reason.RUN_ENDED] += left
         report = await self._recorder.report(
             {

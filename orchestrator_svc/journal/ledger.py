@@ -16,6 +16,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sluice.v1 import journal_pb2 as pb
@@ -111,7 +112,8 @@ class Group:
         floor: Oldest version that may sample it.
         versions: Those of its tokens; while it runs: the floor alone.
         oldest: Number that the oldest of `versions` counts as in the present epoch.
-        trajectories: Those that may be trained.
+        ended: Its episodes that ended.
+        size: Trajectories that may be trained.
         generations: Answers of replicas, while it runs.
         turns: Answers of the environment by episode, attempt and turn, while it runs.
         passed: Younger groups that were batched while it was running.
@@ -129,7 +131,8 @@ class Group:
     versions: tuple[Version, ...]
     oldest: int
     stage: Stage = Stage.RUNNING
-    trajectories: list[Accepted] = field(default_factory=list)
+    ended: list[pb.EpisodesEnded] = field(default_factory=list)
+    size: int = 0
     generations: list[Generation] = field(default_factory=list)
     turns: dict[tuple[int, int, int], EndedTurn] = field(default_factory=dict)
     passed: int = 0
@@ -141,11 +144,23 @@ class Group:
         return f"g{self.number}"
 
     @property
+    def trajectories(self) -> list[Accepted]:
+        """The trajectories that may be trained, in order."""
+        # Read from the facts when they are wanted: a start folds many groups of which nobody asks for this.
+        episodes = chain.from_iterable(fact.episodes for fact in self.ended)
+        return [
+            Accepted(each.trajectory_id, Place.from_proto(each.place))
+            for episode in episodes
+            for each in episode.trajectories
+        ]
+
+    @property
     def first_segment(self) -> int | None:
         """The first segment that holds a payload of it; None if none does."""
         if self.generations:
             return self.generations[0].place.segment
-        return self.trajectories[0].place.segment if self.trajectories else None
+        places = (each.place.segment for fact in self.ended for episode in fact.episodes for each in episode.trajectories)
+        return next(places, None)
 
 
 @dataclass(slots=True)
@@ -262,6 +277,7 @@ class Ledger:
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
     _dropped: Counter[str] = field(default_factory=Counter)
     _stages: Counter[Stage] = field(default_factory=Counter)
+    _numbers: dict[Version, int] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         """Find the method of each kind of fact."""
@@ -348,7 +364,7 @@ class Ledger:
             fact.attempt,
             floor,
             (floor,),
-            self.lineage.number(floor),
+            self._number(floor),
         )
         before = self.groups.get(fact.group)
         if before is not None:
@@ -386,15 +402,17 @@ class Ledger:
 
     def _episodes_ended(self, fact: pb.EpisodesEnded) -> None:
         group = self._running(fact.group)
+        group.ended.append(fact)
+        kept = 0
         for episode in fact.episodes:
-            for each in episode.trajectories:
-                place = Place.from_proto(each.place)
-                self.last_segment = max(self.last_segment, place.segment)
-                group.trajectories.append(Accepted(each.trajectory_id, place))
-            lost = len(episode.untrainable)
-            self.accepted += len(episode.trajectories) + lost
-            if lost:
+            kept += len(episode.trajectories)
+            if episode.trajectories:
+                self.last_segment = max(self.last_segment, episode.trajectories[-1].place.segment)
+            if lost := len(episode.untrainable):
+                self.accepted += lost
                 self._dropped[episode.reason] += lost
+        group.size += kept
+        self.accepted += kept
 
     def _group_accepted(self, fact: pb.GroupAccepted) -> None:
         group = self._running(fact.group)
@@ -409,8 +427,8 @@ class Ledger:
             raise LedgerError(f"group {fact.group} is in a batch or not live: it cannot be dropped")
         if group.stage is Stage.RUNNING:
             self.failed_groups[fact.reason] += 1
-        if group.trajectories:
-            self._dropped[fact.reason] += len(group.trajectories)
+        if group.size:
+            self._dropped[fact.reason] += group.size
         self._remove(group)
         if fact.redraw:
             self._draw_again(group, fact.reason)
@@ -489,6 +507,7 @@ class Ledger:
             self.lineage = self.lineage.begin(fact.epoch, origin)
         except ValueError as error:
             raise LedgerError(str(error)) from error
+        self._numbers.clear()
         self.epoch, self.applied = fact.epoch, origin.number
         for number in [each for each in self._outcomes if each > origin.number]:
             outcome = self._outcomes.pop(number)
@@ -580,7 +599,14 @@ class Ledger:
         self.redraws.append(Redraw(group.environment, group.task_id, group.position, reason))
 
     def _oldest(self, group: Group) -> int:
-        return min(map(self.lineage.number, group.versions))
+        return min(map(self._number, group.versions))
+
+    def _number(self, version: Version) -> int:
+        """Return the number that a version counts as in the present epoch."""
+        number = self._numbers.get(version)
+        if number is None:
+            number = self._numbers[version] = self.lineage.number(version)
+        return number
 
     def _add(self, group: Group) -> None:
         self.groups[group.number] = group

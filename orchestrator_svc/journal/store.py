@@ -270,7 +270,7 @@ class Journal:
             JournalError: if nothing can be read now.
         """
         if group.number not in self._in_memory:
-            if not group.trajectories:
+            if not group.size:
                 raise GroupDamagedError(f"group {group.number} of the journal has no trajectories")
             records = await self.read([each.place for each in group.trajectories], orchestrator_pb2.TrajectoryRecord)
             if group.number not in self.ledger.groups:
