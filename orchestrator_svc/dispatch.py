@@ -105,8 +105,10 @@ class Dispatcher:
 
     def _start_next(self, groups: asyncio.TaskGroup) -> bool:
         """Start a group if one may start now: first those that an earlier process left unfinished."""
-        unfinished = self._unfinished[0] if self._unfinished else None
-        wanted = None if self.paused else self._wanted_version(unfinished)
+        unfinished, wanted = self._unfinished[0] if self._unfinished else None, None
+        if not self.paused:
+            scheduler = self._scheduler
+            wanted = scheduler.wanted_version() if unfinished is None else scheduler.wanted_version_of(unfinished)
         if wanted is not None and not self._pool.has_room(self._ledger.count(Stage.RUNNING) - len(self._unfinished)):
             wanted = None
         version = self._version_to_start_on(wanted)
@@ -160,8 +162,7 @@ class Dispatcher:
 
     def _continue(self, group: Group, version: Version) -> Group:
         """Return an unfinished group as it goes on: where it stopped, or as its next attempt if its version is too old by now."""
-        wanted = self._scheduler.wanted_version_of(group)
-        if wanted is None or self._goes_on(group, wanted):
+        if self._scheduler.goes_on(group):
             return group
         again = journal_pb2.TaskDrawn(
             environment=group.environment,
@@ -172,18 +173,6 @@ class Dispatcher:
             attempt=group.attempt + 1,
         )
         return self._draw(again, version)
-
-    def _wanted_version(self, unfinished: Group | None) -> Version | None:
-        """Return the oldest version that may sample the next group; None while none may start."""
-        if unfinished is None:
-            return self._scheduler.wanted_version()
-        wanted = self._scheduler.wanted_version_of(unfinished)
-        return unfinished.floor if wanted is not None and self._goes_on(unfinished, wanted) else wanted
-
-    @staticmethod
-    def _goes_on(group: Group, wanted: Version) -> bool:
-        """Whether an unfinished group is continued, with the very requests that it began with."""
-        return bool(group.generations) or (group.floor >= wanted and group.episodes > 0)
 
     def _version_to_start_on(self, wanted: Version | None) -> Version | None:
         """Return the version of a replica that may sample one more group; None while none may."""

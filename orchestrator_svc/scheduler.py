@@ -117,9 +117,23 @@ class Scheduler:
         return Version(ledger.epoch, self.bound.oldest_usable(ledger.applied, len(ledger.groups)))
 
     def wanted_version_of(self, group: Group) -> Version | None:
-        """Return the oldest version that may sample a group which an earlier process left unfinished; None while none may."""
+        """Return the oldest version that may sample a group which an earlier process left unfinished; None while none may.
+
+        A group that `goes_on` wants the version that it began with.
+        """
         if not self.is_open:
             return None
+        return group.floor if self.goes_on(group) else self._oldest_usable_for(group)
+
+    def goes_on(self, group: Group) -> bool:
+        """Return whether an unfinished group is continued with the very requests that it began with.
+
+        Otherwise its version has become too old meanwhile, and it begins again as its next attempt. What was sampled of it is
+        used in any case. A journal of format 1 did not keep how many episodes were wanted.
+        """
+        return bool(group.generations) or (group.floor >= self._oldest_usable_for(group) and group.episodes > 0)
+
+    def _oldest_usable_for(self, group: Group) -> Version:
         older = sum(number < group.number for number in self.ledger.groups)
         return Version(self.ledger.epoch, self.bound.oldest_usable(self.ledger.applied, older))
 

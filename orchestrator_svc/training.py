@@ -398,7 +398,7 @@ class Training:
         """Drop a group that was accepted and is in no batch."""
         self._record(
             group_dropped=journal_pb2.GroupDropped(
-                group=group.number, reason=reason, trajectories=group.size, redraw=redraw
+                group=group.number, reason=reason, trajectories=group.size, redraw=redraw and not group.redrawn
             )
         )
 

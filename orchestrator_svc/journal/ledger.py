@@ -117,7 +117,7 @@ class Group:
         generations: Answers of replicas, while it runs.
         turns: Answers of the environment by episode, attempt and turn, while it runs.
         passed: Younger groups that were batched while it was running.
-        redrawn: Whether its task was drawn again after it was trained too late.
+        redrawn: Whether its task has to be, or was, drawn again.
     """
 
     number: int
@@ -159,7 +159,9 @@ class Group:
         """The first segment that holds a payload of it; None if none does."""
         if self.generations:
             return self.generations[0].place.segment
-        places = (each.place.segment for fact in self.ended for episode in fact.episodes for each in episode.trajectories)
+        places = (
+            each.place.segment for fact in self.ended for episode in fact.episodes for each in episode.trajectories
+        )
         return next(places, None)
 
 
@@ -476,8 +478,7 @@ class Ledger:
         redrawn = set(fact.redrawn)
         for group in batch.groups:
             self._remove(group)
-            if group.number in redrawn and not group.redrawn:
-                group.redrawn = True
+            if group.number in redrawn:
                 self._draw_again(group, Reason.STALE)
         self.applied_batches[fact.sequence_no] = batch
         self.applied = max(self.applied, fact.sequence_no)
@@ -596,7 +597,10 @@ class Ledger:
         return group
 
     def _draw_again(self, group: Group, reason: str) -> None:
-        self.redraws.append(Redraw(group.environment, group.task_id, group.position, reason))
+        # Once: a rollback may bring a group back whose task was drawn again, and it may be lost a second time.
+        if not group.redrawn:
+            group.redrawn = True
+            self.redraws.append(Redraw(group.environment, group.task_id, group.position, reason))
 
     def _oldest(self, group: Group) -> int:
         return min(map(self._number, group.versions))

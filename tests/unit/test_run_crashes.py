@@ -1,0 +1,585 @@
+"""A run with the real journal whose process dies at any write, beside a trainer that dies as well: nothing is lost or trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import sqlite3
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+from unittest.mock import patch
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from orchestrator_svc.journal import store
+from orchestrator_svc.journal.episodes import JournaledEpisodes
+from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
+from orchestrator_svc.journal.segments import Disk, JournalError
+from orchestrator_svc.journal.store import Journal, read_facts
+from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.selection import window_size
+from sluice.digests import batch_digest, trajectory_digest
+from sluice.v1 import journal_pb2 as pb
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
+from sluice.versions import BASE, Lineage, Version
+
+GROUP = 2
+STEPS = 10
+MEMORY = Path("/dev/shm")
+
+
+class CrashedError(Exception):
+    """The process was killed."""
+
+
+class CrashingDisk(Disk):
+    """Kills the process at one of its calls, before or after it took effect. What was not synced may be lost or torn.
+
+    Args:
+        calls: Calls until then; None: never.
+        chance: Decides what is left of what was not synced.
+    """
+
+    def __init__(self, calls: int | None, *, after: bool, chance: random.Random) -> None:
+        self.dead = False
+        self.died_in = ""
+        self._calls, self._after, self._chance = calls, after, chance
+        self._files: dict[str, tuple[BinaryIO, int]] = {}
+        self._unsynced_names: set[str] = set()
+
+    @contextlib.contextmanager
+    def _call(self, name: str):
+        if self.dead:
+            raise CrashedError
+        dies = self._calls == 0
+        if self._calls is not None:
+            self._calls -= 1
+        if dies:
+            self.dead, self.died_in = True, f"{'after' if self._after else 'before'} {name}"
+        if dies and not self._after:
+            raise CrashedError
+        yield
+        if dies:
+            raise CrashedError
+
+    def write(self, file: BinaryIO, content: bytes) -> None:
+        if file.name not in self._files:
+            self._files[file.name] = (file, 0)
+            self._unsynced_names.add(file.name)
+        with self._call("write"):
+            super().write(file, content)
+
+    def sync(self, file: BinaryIO) -> None:
+        with self._call("sync"):
+            super().sync(file)
+            self._files[file.name] = (file, file.tell())
+
+    def sync_directory(self, directory: Path) -> None:
+        with self._call("sync of the directory"):
+            super().sync_directory(directory)
+            self._unsynced_names.clear()
+
+    def commit(self, connection: sqlite3.Connection) -> None:
+        with self._call("commit"):
+            super().commit(connection)
+
+    def lose(self) -> None:
+        """Lose what a crash of the machine may lose."""
+        self.dead = True
+        for name, (file, synced) in self._files.items():
+            with contextlib.suppress(ValueError):
+                file.close()
+            path = Path(name)
+            if not path.exists():
+                continue  # it was deleted because nobody needs it
+            if name in self._unsynced_names and self._chance.random() < 0.5:
+                path.unlink()
+            else:
+                os.truncate(path, self._chance.randint(synced, path.stat().st_size))
+
+
+class Inline:
+    """Runs at once what the journal's thread would do, so that a run repeats itself exactly."""
+
+    def __init__(self, name: str) -> None:
+        del name
+
+    def submit(self, function, *arguments):
+        answer = asyncio.get_running_loop().create_future()
+        try:
+            answer.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - as the thread does
+            answer.set_exception(error)
+        return answer
+
+    def end(self) -> None:
+        pass
+
+
+@dataclass
+class Trainer:
+    """Applies batches in order; keeps checkpoints and, as a real one, a record of what its weights hold."""
+
+    version: Version = BASE
+    lineage: Lineage = field(default_factory=Lineage)
+    is_open: bool = False
+    queue: list[tuple[int, str, list[tokens_pb2.Trajectory]]] = field(default_factory=list)
+    record: dict[int, pb.BatchApplied] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    checkpoints: list[tuple[Version, int]] = field(default_factory=list)
+
+    def crash(self) -> None:
+        self.is_open = False
+        self.queue.clear()
+
+    def begin_epoch(self, epoch: int, last_seq: int) -> Version:
+        usable = [version for version, position in self.checkpoints if position <= last_seq]
+        assert len(usable) == len(self.checkpoints), "a checkpoint names a fact that was lost"
+        origin = usable[-1] if usable else BASE
+        self.version, self.is_open = Version(epoch, origin.number), True
+        self.lineage = self.lineage.begin(epoch, origin)
+        self.queue.clear()
+        for number in [each for each in self.record if each > origin.number]:
+            del self.record[number], self.digests[number]
+        return origin
+
+    @property
+    def last_accepted(self) -> int:
+        return self.version.number + len(self.queue)
+
+    def submit(self, number: int, batch_id: str, trajectories: list[tokens_pb2.Trajectory]) -> None:
+        assert number == self.last_accepted + 1
+        self.queue.append((number, batch_id, trajectories))
+
+    def apply(self, bound: StalenessBound, late: str) -> None:
+        """Apply the oldest batch; `late` is a trajectory that it declares too old."""
+        number, _, trajectories = self.queue.pop(0)
+        for each in trajectories:
+            for span in each.version_spans:
+                staleness = self.lineage.staleness(Version.from_proto(span.policy_version), self.version)
+                assert staleness <= bound.max_staleness
+        self.version = Version(self.version.epoch, number)
+        outcome = pb.BatchApplied(sequence_no=number, policy_version=self.version.to_proto())
+        for each in trajectories:
+            if each.trajectory_id == late:
+                outcome.dropped[Reason.STALE].trajectory_ids.append(late)
+            else:
+                outcome.trained.append(each.trajectory_id)
+        self.record[number] = outcome
+        self.digests[number] = batch_digest(map(trajectory_digest, trajectories))
+
+
+class CrashingRun(RuleBasedStateMachine):
+    """One run: its directory outlives the processes that die."""
+
+    @initialize(
+        staleness=st.integers(0, 2),
+        batch=st.integers(1, 4),
+        window=st.sampled_from([0.0, 0.3, 1.0]),
+        seed=st.integers(0, 1 << 16),
+    )
+    def begin(self, staleness, batch, window, seed):
+        self.chance = random.Random(seed)
+        self.bound = StalenessBound(staleness, batch, 1000)
+        self.window_fraction, self.window = window, window_size(batch, window)
+        self.home = tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)
+        self.directory = Path(self.home.name)
+        self.loop = asyncio.Runner()
+        self.trainer = Trainer()
+        self.replica = BASE
+        self.durable_seq = 0
+        self.disk = CrashingDisk(None, after=False, chance=self.chance)
+        self.start()
+
+    # The process.
+
+    def start(self):
+        """Start a process; one whose disk kills it at once is started again."""
+        while True:
+            try:
+                with patch.object(store, "SerialThread", Inline):
+                    self.journal = Journal(
+                        self.directory, {"run": "r"}, fsync_interval_s=0.0, segment_bytes=400, disk=self.disk
+                    )
+            except CrashedError:
+                self.disk.lose()
+                self.disk = CrashingDisk(None, after=False, chance=self.chance)
+            else:
+                break
+        self.ledger: Ledger = self.journal.ledger
+        assert self.ledger == folded(read_facts(self.directory))
+        assert self.ledger.last_seq > self.durable_seq, "what was durable is lost"
+        self.scheduler = Scheduler(
+            self.ledger,
+            self.bound,
+            window_fraction=self.window_fraction,
+            on_stale=OnStale.REQUEUE,
+            max_steps=STEPS,
+            max_running=1000,
+        )
+        self.unfinished = {n for n, group in self.ledger.groups.items() if group.stage is Stage.RUNNING}
+        self.run(self.open_epoch())
+
+    def run(self, work):
+        """Do some work of the process; it may die meanwhile."""
+        try:
+            return self.loop.run(work)
+        except JournalError:
+            assert self.disk.dead
+            self.killed(None, after=False)
+
+    def killed(self, calls, *, after):
+        """End the process, lose what was not on disk, and start the next one, which dies at a call of its disk."""
+
+        async def leave():
+            if self.journal._flushing is not None:
+                self.journal._flushing.cancel()
+                await asyncio.wait({self.journal._flushing})
+            self.journal._connection.close()
+
+        self.loop.run(leave())
+        self.disk.lose()
+        self.disk = CrashingDisk(calls, after=after, chance=self.chance)
+        self.start()
+
+    async def durable(self):
+        self.durable_seq = await self.journal.durable()
+        if self.chance.random() < 0.2:
+            assert folded(read_facts(self.directory)) == self.ledger
+
+    def record(self, **kind):
+        self.journal.record(pb.Fact(**kind))
+
+    async def open_epoch(self):
+        """As `Training` does."""
+        ledger, trainer = self.ledger, self.trainer
+        self.scheduler.is_open = False
+        lived_on = trainer.is_open and trainer.version.epoch == ledger.epoch > 0
+        if not lived_on or trainer.version.number < ledger.applied:
+            epoch = ledger.allotted + 1
+            self.record(epoch_allotted=pb.EpochAllotted(epoch=epoch))
+            await self.durable()
+            origin = trainer.begin_epoch(epoch, ledger.last_seq)
+            ledger.check_reach(origin.number)
+            self.record(epoch_begun=pb.EpochBegun(epoch=epoch, origin=origin.to_proto()))
+        to_send = [batch for batch in ledger.to_send if batch.sequence_no > trainer.last_accepted]
+        for place, batch in enumerate(to_send):
+            if not self.scheduler.is_fresh(batch):
+                for each in reversed(to_send[place:]):
+                    self.record(batch_unmade=pb.BatchUnmade(sequence_no=each.sequence_no))
+                break
+        await self.durable()
+        for batch in ledger.unreported:
+            self.take_in(trainer.record[batch.sequence_no])
+        self.scheduler.is_open = True
+
+    # What happens in a run.
+
+    @rule(calls=st.integers(1, 24), after=st.booleans())
+    def the_next_process_dies_at_a_write(self, calls, after):
+        self.killed(calls, after=after)
+
+    @rule()
+    def the_process_is_killed(self):
+        self.killed(None, after=False)
+
+    @rule()
+    def the_trainer_is_killed(self):
+        self.trainer.crash()
+        self.run(self.open_epoch())
+
+    @rule(calls=st.integers(1, 24), after=st.booleans())
+    def both_are_killed(self, calls, after):
+        self.trainer.crash()
+        self.killed(calls, after=after)
+
+    @rule()
+    def the_replica_follows(self):
+        self.replica = self.trainer.version
+
+    @rule()
+    def facts_reach_the_disk(self):
+        self.run(self.durable())
+
+    @rule(wanted=st.integers(1, 6))
+    def dispatch(self, wanted):
+        async def start():
+            for _ in range(wanted):
+                if self.unfinished:
+                    self.continue_one()
+                    continue
+                version = self.scheduler.wanted_version()
+                if version is None or self.replica < version:
+                    return
+                self.draw(self.next_task())
+
+        self.run(start())
+
+    def next_task(self):
+        ledger = self.ledger
+        redraw = ledger.redraws[0] if ledger.redraws else None
+        position = redraw.position if redraw else ledger.next_positions.get("e", 0)
+        reason = redraw.reason if redraw else ""
+        return pb.TaskDrawn(
+            environment="e",
+            task_id=f"t{position}",
+            group=ledger.next_group,
+            position=position,
+            redraw_reason=reason,
+            draw=ledger.draws.get(("e", f"t{position}"), 0),
+        )
+
+    def draw(self, drawn):
+        drawn.episodes = GROUP
+        drawn.policy_version.CopyFrom(self.replica.to_proto())
+        self.record(task_drawn=drawn)
+
+    def continue_one(self):
+        """As `Dispatcher` does."""
+        group = self.ledger.groups[min(self.unfinished)]
+        wanted = self.scheduler.wanted_version_of(group)
+        if wanted is None or self.replica < wanted:
+            return
+        self.unfinished.discard(group.number)
+        if not self.scheduler.goes_on(group):
+            again = pb.TaskDrawn(group=group.number, attempt=group.attempt + 1, environment="e")
+            again.task_id, again.position = group.task_id, group.position
+            self.draw(again)
+
+    def running(self):
+        return [g for n, g in self.ledger.groups.items() if g.stage is Stage.RUNNING and n not in self.unfinished]
+
+    @precondition(lambda self: self.running())
+    @rule(choice=st.integers(0, 100))
+    def a_replica_answers(self, choice):
+        async def answer():
+            groups = self.running()
+            self.sample(groups[choice % len(groups)])
+
+        self.run(answer())
+
+    def sample(self, group):
+        if group.generations:
+            return
+        spans = [tokens_pb2.VersionSpan(policy_version=self.replica.to_proto())]
+        samples = [rollout_pb2.GeneratedSample(index=i, version_spans=spans) for i in range(GROUP)]
+        response = rollout_pb2.GenerateResponse(samples=samples)
+        JournaledEpisodes(self.journal, group).keep_generation(group.attempt, 0, range(GROUP), "r", response)
+
+    @precondition(lambda self: self.running())
+    @rule(choice=st.integers(0, 100), fails=st.sampled_from([False, False, False, True]))
+    def a_group_ends(self, choice, fails):
+        async def end():
+            groups = self.running()
+            await self.end(groups[choice % len(groups)], fails=fails)
+
+        self.run(end())
+
+    async def end(self, group: Group, *, fails: bool):
+        if fails:
+            self.record(group_dropped=pb.GroupDropped(group=group.number, reason=Reason.EPISODE_FAILED))
+            return
+        self.sample(group)
+        response = await JournaledEpisodes(self.journal, group).generation(group.attempt, 0, range(GROUP))
+        assert response is not None
+        records = [
+            orchestrator_pb2.TrajectoryRecord(
+                trajectory=tokens_pb2.Trajectory(
+                    trajectory_id=f"g{group.number}-{each.index}", version_spans=each.version_spans
+                )
+            )
+            for each in response.samples
+        ]
+        places = self.journal.keep_trajectories(group.number, records)
+        episodes = [
+            pb.EndedEpisode(
+                episode=index,
+                trajectories=[pb.AcceptedTrajectory(trajectory_id=each.trajectory.trajectory_id, place=place)],
+            )
+            for index, (each, place) in enumerate(zip(records, places, strict=True))
+        ]
+        self.record(episodes_ended=pb.EpisodesEnded(group=group.number, episodes=episodes))
+        versions = {
+            span.policy_version.SerializeToString(): span.policy_version for span in response.samples[0].version_spans
+        }
+        self.record(group_accepted=pb.GroupAccepted(group=group.number, policy_versions=versions.values()))
+
+    @rule()
+    def make_a_batch(self):
+        self.run(self.make_batch())
+
+    async def make_batch(self):
+        for group in self.scheduler.stale_groups():
+            dropped = pb.GroupDropped(group=group.number, reason=Reason.STALE, trajectories=group.size)
+            dropped.redraw = not group.redrawn
+            self.record(group_dropped=dropped)
+        groups = self.scheduler.choose_batch()
+        if groups is None:
+            return
+        trajectories = await self.trajectories(groups)
+        digests = [trajectory_digest(each) for each in trajectories]
+        number = self.ledger.next_batch
+        made = pb.BatchMade(sequence_no=number, batch_id=f"b{number}", groups=[each.number for each in groups])
+        made.trajectory_ids.extend(each.trajectory_id for each in trajectories)
+        made.trajectory_digests.extend(digests)
+        made.content_digest = batch_digest(digests)
+        self.record(batch_made=made)
+
+    async def trajectories(self, groups):
+        return [each.trajectory for group in groups for each in await self.journal.trajectories(group)]
+
+    @precondition(lambda self: self.next_to_send() is not None)
+    @rule()
+    def send_a_batch(self):
+        self.run(self.send())
+
+    def next_to_send(self) -> Batch | None:
+        waiting = [each for each in self.ledger.to_send if each.sequence_no > self.trainer.last_accepted]
+        return waiting[0] if waiting and self.trainer.is_open and len(self.trainer.queue) < 2 else None
+
+    async def send(self):
+        batch = self.next_to_send()
+        trajectories = await self.trajectories(batch.groups)
+        assert batch.digests == tuple(trajectory_digest(each) for each in trajectories), "not the same bytes"
+        await self.durable()
+        self.trainer.submit(batch.sequence_no, batch.batch_id, trajectories)
+        self.record(batch_sent=pb.BatchSent(sequence_no=batch.sequence_no, epoch=self.ledger.epoch))
+
+    @precondition(lambda self: self.trainer.queue)
+    @rule(late=st.booleans())
+    def the_trainer_applies_a_batch(self, late):
+        self.trainer.apply(self.bound, self.trainer.queue[0][2][0].trajectory_id if late else "")
+
+    def may_report(self) -> bool:
+        return self.ledger.applied < self.trainer.version.number and self.trainer.is_open
+
+    @precondition(may_report)
+    @rule()
+    def a_report_arrives(self):
+        async def report():
+            self.take_in(self.trainer.record[self.ledger.applied + 1])
+
+        self.run(report())
+
+    def take_in(self, outcome):
+        applied = pb.BatchApplied()
+        applied.CopyFrom(outcome)
+        late = {each for dropped in outcome.dropped.values() for each in dropped.trajectory_ids}
+        for group in self.ledger.batches[outcome.sequence_no].groups:
+            if not group.redrawn and any(each.trajectory_id in late for each in group.trajectories):
+                applied.redrawn.append(group.number)
+        self.record(batch_applied=applied)
+
+    @precondition(lambda self: self.trainer.is_open)
+    @rule()
+    def a_checkpoint_is_written(self):
+        async def save():
+            await self.durable()
+            position, version = self.durable_seq, self.trainer.version
+            self.trainer.checkpoints.append((version, position))
+            covered = pb.CheckpointCovered(name="c", policy_version=version.to_proto(), position=position)
+            self.record(checkpoint_covered=covered)
+
+        self.run(save())
+
+    @rule(rounds=st.integers(1, 3), late=st.booleans(), fails=st.integers(0, 3), waits=st.integers(0, 1))
+    def a_stretch_of_the_run(self, rounds, late, fails, waits):
+        """What a run does most of the time, so that a death at a write finds it anywhere in between."""
+        for _ in range(rounds):
+            self.a_round(late, fails, waits)
+
+    def a_round(self, late, fails, waits):
+        self.the_replica_follows()
+        self.dispatch(8)
+        for place in range(max(0, len(self.running()) - waits)):
+            if self.running():
+                self.a_group_ends(place, fails=place < fails)
+        self.make_a_batch()
+        if self.next_to_send() is not None:
+            self.send_a_batch()
+        if self.trainer.queue:
+            self.the_trainer_applies_a_batch(late=late)
+        if self.may_report():
+            self.a_report_arrives()
+
+    # What must be true.
+
+    @invariant()
+    def every_trajectory_is_accounted_for(self):
+        if hasattr(self, "ledger"):
+            ledger = self.ledger
+            waiting = sum(group.size for group in ledger.groups.values() if group.stage is not Stage.RUNNING)
+            assert ledger.accepted - ledger.trained - sum(ledger.dropped.values()) == waiting
+
+    @invariant()
+    def an_old_group_is_passed_by_few(self):
+        if hasattr(self, "ledger") and self.ledger.epoch == 1:
+            assert all(group.passed <= self.window - 1 for group in self.ledger.groups.values())
+
+    def teardown(self):
+        """Whatever happened, a run whose parts work from now on comes to its end, with every trajectory trained once or dropped."""
+        if not hasattr(self, "ledger"):
+            return
+        self.killed(None, after=False)
+        for _ in range(200):
+            if self.ledger.applied >= STEPS:
+                break
+            self.the_replica_follows()
+            self.dispatch(20)
+            while self.running():
+                self.a_group_ends(0, fails=False)
+            self.make_a_batch()
+            while self.next_to_send() is not None:
+                self.send_a_batch()
+            while self.trainer.queue:
+                self.the_trainer_applies_a_batch(late=False)
+            while self.may_report():
+                self.a_report_arrives()
+        self.facts_reach_the_disk()
+        assert self.ledger.applied == STEPS
+        self.check_the_end()
+        self.loop.run(self.journal.close())
+        self.loop.close()
+        self.home.cleanup()
+
+    def check_the_end(self):
+        facts = [fact for _, fact in read_facts(self.directory)]
+        applied, made, accepted, dropped = {}, {}, Counter(), Counter()
+        redraws, redrawn = [], []
+        for fact in facts:
+            kind = fact.WhichOneof("kind")
+            if kind == "episodes_ended":
+                accepted.update(each.trajectory_id for e in fact.episodes_ended.episodes for each in e.trajectories)
+            elif kind == "batch_made":
+                made[fact.batch_made.sequence_no] = fact.batch_made
+            elif kind == "batch_applied":
+                applied[fact.batch_applied.sequence_no] = fact.batch_applied
+                redraws += fact.batch_applied.redrawn
+            elif kind == "epoch_begun":
+                applied = {n: each for n, each in applied.items() if n <= fact.epoch_begun.origin.number}
+            elif kind == "task_drawn" and fact.task_drawn.redraw_reason:
+                redrawn.append(fact.task_drawn.position)
+            elif kind == "group_dropped" and fact.group_dropped.reason == Reason.STALE:
+                redraws += [fact.group_dropped.group] * fact.group_dropped.redraw
+                dropped.update(
+                    f"g{fact.group_dropped.group}-{index}" for index in range(fact.group_dropped.trajectories)
+                )
+        trained = Counter(each for fact in applied.values() for each in fact.trained)
+        late = Counter(each for fact in applied.values() for each in fact.dropped[Reason.STALE].trajectory_ids)
+        left = Counter(each.trajectory_id for group in self.ledger.groups.values() for each in group.trajectories)
+        assert accepted == trained + late + dropped + left
+        assert set(accepted.values()) <= {1}
+        assert trained == Counter(each for fact in self.trainer.record.values() for each in fact.trained)
+        assert {n: made[n].content_digest for n in applied} == self.trainer.digests
+        assert len(redraws) == len(set(redraws)) == len(redrawn) + len(self.ledger.redraws)
+
+
+CrashingRun.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestCrashingRun = CrashingRun.TestCase
