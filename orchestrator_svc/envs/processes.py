@@ -49,7 +49,7 @@ _EXIT_S = 1.0
 _MEMORY_POLL_S = 0.25
 """Seconds between two looks at the memory of the processes; a looping allocation takes about 0.5 GiB meanwhile."""
 
-_MOST_LOSSES = 3
+_MOST_LOSSES = 8
 """Processes that may end under a call or an episode because of others, before it fails as well."""
 
 
