@@ -307,4 +307,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(ConnectionError):  # the orchestrator has ended, or is about to kill this process
+        main()

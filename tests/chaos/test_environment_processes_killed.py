@@ -62,5 +62,8 @@ async def test_episodes_end_as_they_would_alone_while_others_kill_their_process(
             assert {number for number, how in ended.items() if how == "failed"} == set(poison)
             assert {number for number, how in ended.items() if how == "left"} <= set(leaving)
             assert sum(environment.failures.values()) == len(poison)
-            async with environment.episode(Task("last", {"do": ""}), 0) as one, environment.episode(Task("last"), 0) as two:
+            async with (
+                environment.episode(Task("last", {"do": ""}), 0) as one,
+                environment.episode(Task("last"), 0) as two,
+            ):
                 assert [(await each.step("open")).reward for each in (one, two)] == [1.0, 1.0], "one in each process"
