@@ -62,8 +62,7 @@ async def test_episodes_end_as_they_would_alone_while_others_kill_their_process(
             assert {number for number, how in ended.items() if how == "failed"} == set(poison)
             assert {number for number, how in ended.items() if how == "left"} <= set(leaving)
             assert sum(environment.failures.values()) == len(poison)
-            async with (
-                environment.episode(Task("last", {"do": ""}), 0) as one,
-                environment.episode(Task("last"), 0) as two,
-            ):
-                assert [(await each.step("open")).reward for each in (one, two)] == [1.0, 1.0], "one in each process"
+            task = Task("last", {"do": ""})
+            async with environment.episode(task, 0) as one, environment.episode(task, 0) as two:
+                open_episodes = [(await each.step("open")).reward for each in (one, two)]
+            assert open_episodes in ([1.0, 1.0], [2.0, 2.0]), "these two, in two processes or in one"
