@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -130,6 +130,17 @@ def _reward_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dic
         "groups/degenerate": degenerate,
         "groups/count": float(len(by_group)),
     }
+
+
+def reward_by_environment(
+    records: Sequence[orchestrator_pb2.TrajectoryRecord], environments: Mapping[str, str]
+) -> dict[str, float]:
+    """Return the mean reward of each environment's trajectories; `environments` are by group."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for each in records:
+        if each.trajectory.HasField("reward"):
+            rewards[environments[each.trajectory.group_id]].append(each.trajectory.reward)
+    return {f"environments/{name}/reward_mean": math.fsum(own) / len(own) for name, own in rewards.items()}
 
 
 def _length_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:

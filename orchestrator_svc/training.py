@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.live_settings import LEARNING_RATE
 from orchestrator_svc.replicas import ReplicaPool
-from orchestrator_svc.report import AppliedStep, summarise
+from orchestrator_svc.report import AppliedStep, reward_by_environment, summarise
 from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.status import RunStatus
 from sluice.advantages import TRAINER_ESTIMATORS, Episode, estimate
@@ -482,7 +483,11 @@ class Training:
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
         bound = self._scheduler.bound_of(batch)
-        await on_step(summarise(step, applied, records, self._ledger.lineage, bound, past=past))
+        summary = summarise(step, applied, records, self._ledger.lineage, bound, past=past)
+        if len(self._config.mix) > 1:
+            environments = {group.name: group.environment for group in batch.groups}
+            summary = replace(summary, metrics={**summary.metrics, **reward_by_environment(records, environments)})
+        await on_step(summary)
 
     async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Return the trajectories of a batch without those that are damaged in the journal; the trainer has them all.
@@ -490,14 +495,13 @@ class Training:
         Raises:
             JournalError: if the journal as a whole cannot be read now.
         """
-        records = []
+        found = []
         for group in batch.groups:
             try:
-                records += await self._journal.trajectories(group)
+                found.append((group, await self._journal.trajectories(group)))
             except GroupDamagedError as error:
                 log.warning("a trained group cannot be shown", group=group.name, error=str(error))
-        _give_advantages(self._config.advantage, records)
-        return records
+        return self._with_advantages(found)
 
 
 def _applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.BatchApplied:

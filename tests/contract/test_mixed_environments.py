@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def named(report: dict, name: str) -> dict:
     return next(each for each in report["environments"] if each["name"] == name)
 
 
+def rows_of(scene: Scene) -> list[dict]:
+    """The trajectories as the run's files have them."""
+    files = sorted((scene.run_dir / "trajectories").iterdir())
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
 def trained(scene: Scene) -> list[tokens_pb2.Trajectory]:
     return [each for batch in scene.trainer.history.values() for each in batch]
 
@@ -62,6 +69,11 @@ async def test_each_environment_has_its_share_and_its_own_settings(scene) -> Non
     assert len(soft) == 4 * 2
     assert sorted({round(each.advantages[0], 4) for each in soft}) == [-0.1667, 0.1667], "rloo of 1/2 and 2/3"
     assert scene.trainer.headers[0].advantage_estimator == "", "no estimator is that of all groups"
+    shown = [row for row in rows_of(scene) if row["advantage"] == pytest.approx(1 / 6) or row["reward"] is None]
+    assert len(shown) == 4, "the files have the advantages that were trained"
+    metrics = [json.loads(line) for line in (scene.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["environments/few/reward_mean"] == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert metrics[0]["environments/many/reward_mean"] == pytest.approx((1 / 2 + 2 / 3 + 3 / 4) / 3)
 
 
 async def test_an_objective_that_the_trainer_does_not_have_ends_the_run_before_anything_is_drawn(scene) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator_svc.config import OrchestratorConfig
-from sluice.config import ConfigError, dump_toml, load_run
+from sluice.config import ConfigError, check_tables_fit, dump_toml, load_run
 
 TWO = """
 [orchestrator]
@@ -82,3 +82,12 @@ def test_the_example_of_the_page_can_be_loaded(tmp_path: Path) -> None:
     reverse, sums = load_run(["@", str(tmp_path / "rl.toml")]).orchestrator.mix
     assert (reverse.ratio, reverse.overlong.policy, reverse.sampling.max_tokens) == (3, "penalise", 12)
     assert (sums.group_size, sums.sampling.max_tokens, sums.pools.enabled, sums.groups_per_s) == (8, 20, True, 20)
+
+
+def test_the_example_fits_together() -> None:
+    run = load_run(["@", "examples/mixed/rl.toml"])
+    check_tables_fit(run)
+    assert [(each.name, each.ratio, each.objective) for each in run.orchestrator.mix] == [
+        ("reverse_text", 3, ""),
+        ("sums", 1, "sums"),
+    ]

@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
+from thread_ranks import on_ranks
+from tiny_policy import ragged_batch, tiny_model
 
 from sluice.config import ConfigError, check_tables_fit, load_run
 from sluice.v1 import tokens_pb2
 from sluice.versions import BASE
-from tests.unit.tiny_policy import ragged_batch, tiny_model
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import Outputs, Sequence, pack
 from trainer_svc.config import TrainerConfig
+from trainer_svc.objectives.config import ObjectiveConfig
+from trainer_svc.objectives.objective import Objective, with_group_tokens
+from trainer_svc.objectives.several import mixed
+from trainer_svc.parallel.ranks import ALONE, Ranks
 from trainer_svc.service.batches import Expectations, convert
 from trainer_svc.update.policy import PolicyUpdate, load_frozen
 
@@ -122,3 +127,25 @@ def test_an_environment_that_names_an_unknown_objective_is_refused_before_anythi
         check_tables_fit(run)
     (tmp_path / "rl.toml").write_text((tmp_path / "rl.toml").read_text().replace("objectives.hard", "objectives.soft"))
     check_tables_fit(load_run(["@", str(tmp_path / "rl.toml")]))
+
+
+@pytest.mark.parametrize("aggregation", [{"aggregation": "prompt"}, {"aggregation": "token"}, {}])
+def test_ranks_that_share_a_batch_add_up_to_one_that_has_it_all(aggregation) -> None:
+    """Each objective's divisor is that of the whole batch, also on a rank that has none of its rows."""
+    objectives = {
+        "": Objective.of(ObjectiveConfig(preset="grpo", **aggregation)),
+        "other": Objective.of(ObjectiveConfig(preset="aipo")),
+    }
+    rows = [replace(each, objective="other" if each.group_id == "g1" else "") for each in with_group_tokens(batch())]
+
+    def part(own: list[Sequence], ranks: Ranks) -> float:
+        loss, weight = mixed(objectives, own, ranks)
+        total = 0.0
+        for each in pack(own, 256):
+            sampled = Outputs(logprobs=each.behaviour_logprobs + 0.1, entropy=torch.zeros_like(each.behaviour_logprobs))
+            total += float(loss(sampled, each)[0])
+        return total / ranks.total({"weight": weight(own)})["weight"]
+
+    whole = part(rows, ALONE)
+    for shares in ([rows[::2], rows[1::2]], [[r for r in rows if not r.objective], [r for r in rows if r.objective]]):
+        assert sum(on_ranks(shares, part)) == pytest.approx(whole, rel=1e-5)
