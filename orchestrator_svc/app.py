@@ -307,9 +307,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         for field, value in (("replica", request.replica), ("address", request.address)):
             if not value or len(value) > _NAME_CHARACTERS or not value.isprintable():
                 raise SluiceError.invalid_argument(field, f"give 1 to {_NAME_CHARACTERS} printable characters")
+        self._check_owner(request.replica)
         lease = Duration()
         try:
-            lease.FromMilliseconds(int(self._pool.register(request.replica, request.address) * 1000))
+            seconds = self._pool.register(request.replica, request.address, caller().name)
+            lease.FromMilliseconds(int(seconds * 1000))
         except ValueError as error:
             raise SluiceError.invalid_argument("address", str(error)) from error
         return pb.RegisterReplicaResponse(lease=lease)
@@ -317,18 +319,18 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, _context: Context) -> pb.HeartbeatResponse:  # noqa: N802 - gRPC's name
         """Renew a replica's lease, unless it leaves."""
         self._check_run(request.run)
+        if self._pool.owner(request.replica) is None:
+            raise SluiceError.not_found(
+                "UNKNOWN_REPLICA", f"replica {request.replica!r} has no lease: call RegisterReplica"
+            )
+        self._check_owner(request.replica)
         if request.leaving:
             for replica in self._pool.replicas:
                 if replica.name == request.replica:
                     replica.status.state = rollout_pb2.REPLICA_STATE_DRAINING  # as it says itself at the next poll
             return pb.HeartbeatResponse()
         lease = Duration()
-        try:
-            lease.FromMilliseconds(int(self._pool.heartbeat(request.replica) * 1000))
-        except KeyError as error:
-            raise SluiceError.not_found(
-                "UNKNOWN_REPLICA", f"replica {request.replica!r} has no lease: call RegisterReplica"
-            ) from error
+        lease.FromMilliseconds(int(self._pool.heartbeat(request.replica) * 1000))
         return pb.HeartbeatResponse(lease=lease)
 
     async def ListTrajectories(  # noqa: N802 - gRPC's name
@@ -337,6 +339,17 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """List the last trajectories, newest first."""
         self._check_run(request.run)
         return self._status.history.page(request)
+
+    def _check_owner(self, replica: str) -> None:
+        """Refuse a principal that speaks for a replica which another one announced."""
+        owner, who = self._pool.owner(replica), caller()
+        if owner not in (None, who.name) and who.role != "admin":
+            raise SluiceError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "OTHER_PRINCIPAL",
+                f"replica {replica!r} was announced by principal {owner!r}, not by {who.name!r}: give each replica a name of its"
+                " own (rollout.replica), or wait until that lease has ended",
+            )
 
     def _check_run(self, run: str) -> None:
         expected = f"runs/{self._name}"

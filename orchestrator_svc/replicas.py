@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grpc
 import structlog
@@ -272,6 +272,14 @@ class Replica:
         await self._channel.close()
 
 
+class Lease(NamedTuple):
+    """What a replica that announces itself is granted: used at this address until then, and by whom it was announced."""
+
+    target: str
+    expires: float
+    owner: str
+
+
 class ReplicaPool:
     """Finds, polls, evicts and chooses replicas; `run` does the first three.
 
@@ -320,7 +328,7 @@ class ReplicaPool:
         self._search = asyncio.Event()
         self._wanted: Version | None = None
         self._held_back = False
-        self._leases: dict[str, tuple[str, float]] = {}
+        self._leases: dict[str, Lease] = {}
         self._leased: set[str] = set()
         self._last_digest = self._last_dtype = ""
 
@@ -342,7 +350,7 @@ class ReplicaPool:
                 while True:
                     self._search.clear()
                     await self._follow_names()
-                    ends = [end - self._clock.now for _, end in self._leases.values()]
+                    ends = [lease.expires - self._clock.now for lease in self._leases.values()]
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(max(_LEAST_SEARCH_S, min([self.config.resolve_s, *ends]))):
                             await self._search.wait()
@@ -353,8 +361,8 @@ class ReplicaPool:
 
     async def _follow_names(self) -> None:
         now = self._clock.now
-        self._leases = {name: lease for name, lease in self._leases.items() if lease[1] > now}
-        leased = {target for target, _ in self._leases.values()}
+        self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}
+        leased = {lease.target for lease in self._leases.values()}
         targets = await resolve_targets([*self._addresses, *leased])
         for target in targets:
             self._join(target)
@@ -462,15 +470,21 @@ class ReplicaPool:
         self._tell_changes(replica)
         self._move(replica, self._clock.now)
 
-    def register(self, name: str, target: str) -> float:
+    def register(self, name: str, target: str, owner: str = "") -> float:
         """Use a replica that announced itself, at once; return the seconds within which it has to send a heartbeat.
+
+        Args:
+            name: Its name.
+            target: Its address.
+            owner: Name of the principal that announces it.
 
         Raises:
             ValueError: if its address cannot be one.
         """
         check_address(target)
-        is_new = self._leases.get(name, ("", 0.0))[0] != target
-        self._leases[name] = (target, self._clock.now + self.config.lease_s)
+        before = self._leases.get(name)
+        is_new = before is None or before.target != target
+        self._leases[name] = Lease(target, self._clock.now + self.config.lease_s, owner)
         if is_new:
             self._leased.add(target)
             if is_fixed(target):
@@ -484,7 +498,13 @@ class ReplicaPool:
         Raises:
             KeyError: if the lease is unknown or over.
         """
-        return self.register(name, self._leases[name][0])
+        lease = self._leases[name]
+        return self.register(name, lease.target, lease.owner)
+
+    def owner(self, name: str) -> str | None:
+        """Return the principal that announced a replica; None if it has no lease."""
+        lease = self._leases.get(name)
+        return None if lease is None else lease.owner
 
     def refused(self, replica: Replica) -> None:
         """Give a replica fewer samples at a time: its queue is full."""

@@ -110,16 +110,20 @@ def header(number: int, epoch: int, digest: str, count: int, run: str = RUN) -> 
     )
 
 
-async def train(client: TrainerClient, number: int, epoch: int, digest: str, run: str = RUN) -> trainer_pb2.StepReport:
+async def train(
+    client: TrainerClient, number: int, epoch: int, digest: str, run: str = RUN, *, learning_rate: float | None = None
+) -> trainer_pb2.StepReport:
     """Submit the batch of this number, the same in every epoch, and wait for its report."""
-    await submit(client, number, epoch, digest, run)
+    await submit(client, number, epoch, digest, run, learning_rate=learning_rate)
     async with aclosing(client.watch_steps(run, number, timeout_s=60)) as watch:
         async for response in watch:
             return response.step
     raise AssertionError("the stream ended without a report")
 
 
-async def submit(client: TrainerClient, number: int, epoch: int, digest: str, run: str = RUN) -> None:
+async def submit(
+    client: TrainerClient, number: int, epoch: int, digest: str, run: str = RUN, *, learning_rate: float | None = None
+) -> None:
     """Submit the batch of this number."""
     rows = []
     for member in range(4):
@@ -138,4 +142,7 @@ async def submit(client: TrainerClient, number: int, epoch: int, digest: str, ru
                 reward=float(member % 2),
             )
         )
-    await client.submit_batch(header(number, epoch, digest, len(rows), run), rows)
+    head = header(number, epoch, digest, len(rows), run)
+    if learning_rate is not None:
+        head.learning_rate = learning_rate
+    await client.submit_batch(head, rows)

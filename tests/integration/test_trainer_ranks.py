@@ -96,10 +96,11 @@ async def test_two_ranks_train_what_one_process_trains_and_survive_the_death_of_
         digest = (await ready(client, torchrun)).tokenizer_digest
         async with one_process(programs) as (reference, alone):
 
-            async def both_train(number: int, epoch: int) -> None:
+            async def both_train(number: int, epoch: int, rate: float | None = None) -> None:
                 """One batch to each; what the ranks publish is what one process holds."""
-                report = await train(client, number, epoch, digest)
-                expected = await train(alone, number, 1, digest, run=ALONE)
+                report = await train(client, number, epoch, digest, learning_rate=rate)
+                expected = await train(alone, number, 1, digest, run=ALONE, learning_rate=rate)
+                assert report.metrics["learning_rate"] == expected.metrics["learning_rate"]
                 assert report.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=TOLERANCE)
                 assert list(report.results) == list(expected.results), "each trajectory has its own answer on any rank"
                 assert report.metrics["loss_tokens"] == expected.metrics["loss_tokens"] == 28
@@ -127,10 +128,11 @@ async def test_two_ranks_train_what_one_process_trains_and_survive_the_death_of_
             assert Version.from_proto(begun.policy_version) == Version(2, 2)
             assert begun.last_batch_id == "b2"
             await both_train(3, 2)
-            await both_train(4, 2)
+            await both_train(4, 2, rate=0.01)  # every rank has to change it
+            await both_train(5, 2)
 
             before = [rank(torchrun.pid, number).pid for number in (0, 1)]
-            await train(client, 5, 2, digest)  # its version is on its way when the epoch ends
+            await train(client, 6, 2, digest)  # its version is on its way when the epoch ends
             again = await client.begin_epoch(RUN, 3)
             assert Version.from_proto(again.policy_version) == Version(3, 2)
             await train(client, 3, 3, digest)
