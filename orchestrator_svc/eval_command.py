@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ from sluice.config import Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName
 from sluice.models import check_files, check_model
 from sluice.tasks import settle
-from sluice.telemetry import configure_logging
+from sluice.telemetry import LEVEL_VARIABLE, configure_logging
 from sluice.versions import BASE
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def run(argv: list[str]) -> int:
         0, or 1 if a task failed or a reward is missing.
     """
     config = load_command(EvalConfig, argv, "eval", check=_check)
-    configure_logging("eval", "warning")
+    configure_logging("eval", os.environ.get(LEVEL_VARIABLE) or "warning")
     began = time.monotonic()
     metrics, version, rows = asyncio.run(run_evaluation(config))
     result = {

@@ -518,7 +518,7 @@ class EnvironmentProcesses:
         most = self._config.memory_mib
         while most:
             await asyncio.sleep(_MEMORY_POLL_S)
-            for worker in self._workers:
+            for worker in self._lives:
                 used = worker.memory_mib()
                 if used > most:
                     text = f"was killed: it had {used:.0f} MiB of memory, more than {most} ({_SECTION}.memory_mib)"

@@ -188,9 +188,10 @@ class Worker(asyncio.Protocol):
         self._transport.write(encode(settings))
         await self._started.wait()
         if not self._description:
+            how = await self.kill()
             raise ConfigError(
-                f"environment {settings['environment']} ended its process while it was imported or constructed"
-                f" (it {await self.kill()}); the last lines that it printed: {' | '.join(self._last_lines) or 'none'}"
+                f"the process of environment {settings['environment']} {self.end.text if self.end else how} while the environment was"
+                f" imported or constructed; the last lines that it printed: {' | '.join(self._last_lines) or 'none'}"
             )
         if "refused" in self._description:
             raise ConfigError(self._description["refused"])
@@ -221,6 +222,7 @@ class Worker(asyncio.Protocol):
         if not self.ended.is_set():
             self.end = end
             self.ended.set()
+            self._started.set()
 
     def _late(self, call: Call) -> None:
         text = f"was killed: {call.name} did not end within {call.limit_s:g} s ({call.setting})"

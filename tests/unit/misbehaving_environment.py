@@ -174,6 +174,21 @@ class Coroutines:
         return float(os.getpid())
 
 
+class HalfPlain:
+    """Only the messages are a coroutine."""
+
+    name = "half plain"
+
+    def tasks(self, split, seed):
+        return [Task("t")]
+
+    async def messages(self, task):
+        return []
+
+    def score(self, task, completion):
+        return act(completion)
+
+
 class HalfCoroutine(Several):
     """Only the step is a coroutine."""
 
@@ -195,7 +210,13 @@ class RaisesAtStart(Single):
 
 class ExitsAtStart(Single):
     def __init__(self):
+        print("cannot go on")
         os._exit(7)
+
+
+class HogsAtStart(Single):
+    def __init__(self):
+        hog()
 
 
 class HangsAtStart(Single):

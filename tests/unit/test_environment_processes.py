@@ -195,15 +195,17 @@ async def test_tasks_that_cannot_be_listed_are_a_wrong_setting(single, split, me
     ("name", "message"),
     [
         ("RaisesAtStart", r"cannot be constructed: LookupError: no server takes \*\*\*"),
-        ("ExitsAtStart", "ended its process while it was imported or constructed .it ended with exit code 7"),
+        ("ExitsAtStart", "ended with exit code 7 while the environment was .*printed: cannot go on"),
+        pytest.param("HogsAtStart", r"more than 300 .*memory_mib.* while the environment was", marks=linux_only),
         ("HangsAtStart", "was not imported and constructed within 1 s"),
         ("Nothing", "has no 'Nothing'; it defines"),
     ],
 )
 async def test_an_environment_that_cannot_start_is_a_wrong_setting(name, message) -> None:
     arguments = {"key": "sk-do-not-print"} if name == "RaisesAtStart" else {}
+    start_s = SHORT_S if name == "HangsAtStart" else LONG_S
     with pytest.raises(ConfigError, match=message):
-        async with pool(name, arguments=arguments, start_s=SHORT_S if name == "HangsAtStart" else LONG_S):
+        async with pool(name, arguments=arguments, start_s=start_s, memory_mib=300):
             pass
 
 
@@ -338,6 +340,15 @@ async def test_coroutines_run_side_by_side_and_one_that_is_late_is_cancelled_alo
         assert await environment.score(TASK, ["c"]) == [float(process)], "it was not killed for that"
         assert await environment.score(TASK, ["loop"]) == [None]
         assert environment.failures == {Reason.HUNG: 2, "missing": 2}
+
+
+async def test_a_plain_method_beside_coroutines_runs_in_a_thread_and_costs_its_process_when_it_hangs() -> None:
+    async with pool("HalfPlain", count=1, score_s=SHORT_S, score_retries=0) as environment:
+        assert await environment.score(TASK, ["a", "thread"]) == [1.0, 0.0]
+        (process,) = await environment.score(TASK, ["pid"])
+        assert await environment.score(TASK, ["sleep"]) == [None]
+        assert environment.failures == {Reason.HUNG: 1, "missing": 1}
+        assert await environment.score(TASK, ["pid"]) != [process]
 
 
 async def test_a_coroutine_where_no_loop_runs_is_an_error_with_the_remedy() -> None:
