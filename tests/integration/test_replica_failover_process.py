@@ -1,0 +1,106 @@
+"""Two replicas as processes: one is stopped, then killed, in the middle of a generation, and nobody can tell from the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import greedy, recompute, save_model, text_of
+from test_rollout_process import DEADLINE_S, listening, started
+
+from orchestrator_svc import generation
+from orchestrator_svc.config import ReplicasConfig
+from orchestrator_svc.generation import Part
+from orchestrator_svc.policy import PolicyEngine
+from orchestrator_svc.replicas import Replica, ReplicaPool
+from sluice.config import SecurityConfig
+from sluice.v1 import rollout_pb2, tokens_pb2
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [5, 9, 17]
+TOKENS = 400
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for another process; the test has a deadline."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+class Watched(Part):
+    """Counts the tokens that have arrived of the latest request."""
+
+    arrived = 0
+
+    def receive(self, message: rollout_pb2.GenerateStreamResponse) -> None:
+        super().receive(message)
+        Watched.arrived = self.gained
+
+
+async def disturbed(engine: PolicyEngine, end: Callable[[Replica], None] | None) -> rollout_pb2.GenerateResponse:
+    """Sample four continuations; do something to their replica when some tokens have arrived, and most have not."""
+    request = rollout_pb2.GenerateRequest(
+        token_ids={"ids": PROMPT},
+        n=4,
+        sampling={"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+        return_text=True,
+    )
+    Watched.arrived = 0
+    call = asyncio.create_task(engine.agenerate(request))
+    if end is not None:
+        await until(lambda: Watched.arrived > 0)
+        end(next(each for each in engine.pool.replicas if each.works))
+    return await call
+
+
+def assert_whole(response: rollout_pb2.GenerateResponse, model: Path, expected: list[int]) -> None:
+    assert list(response.prompt_token_ids) == PROMPT
+    assert [sample.index for sample in response.samples] == [0, 1, 2, 3]
+    logprobs = recompute(model, PROMPT, expected)
+    for sample in response.samples:
+        assert list(sample.token_ids) == expected
+        torch.testing.assert_close(torch.tensor(list(sample.logprobs)), logprobs, atol=1e-4, rtol=0.0)
+        assert [(span.start, span.policy_version.number) for span in sample.version_spans] == [(0, 0)]
+        assert sample.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
+        assert sample.text == text_of(token for token in expected if token > 1)
+
+
+async def test_a_generation_survives_a_stopped_and_a_killed_replica(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(generation, "Part", Watched)
+    directories = [tmp_path / "one", tmp_path / "two"]
+    for each in directories:
+        each.mkdir()
+    model = save_model(tmp_path / "same", 1)
+    expected = greedy(model, PROMPT, TOKENS)
+    async with started(directories[0]) as one, started(directories[1]) as two, asyncio.timeout(2 * DEADLINE_S):
+        targets = [target for target, _ in await asyncio.gather(listening(one), listening(two))]
+        processes = dict(zip(targets, (one, two), strict=True))
+        config = ReplicasConfig(poll_s=0.02, progress_s=2.0, coalesce_s=0.05)
+        pool = ReplicaPool(targets, SecurityConfig(), config, lambda _: None)
+        engine = PolicyEngine(pool, "test", DEADLINE_S)
+        polling = asyncio.create_task(pool.run())
+        try:
+            await until(lambda: sum(not each.why_not() for each in pool.replicas) == 2)
+            assert_whole(await disturbed(engine, None), model, expected)
+
+            def stop(replica: Replica) -> None:
+                os.kill(processes[replica.target].pid, signal.SIGSTOP)
+
+            assert_whole(await disturbed(engine, stop), model, expected)
+            assert (pool.counts["evicted_silent"], pool.counts["continued"]) == (1, 4)
+            stopped = next(each for each in pool.replicas if each.loss)
+            processes[stopped.target].send_signal(signal.SIGCONT)
+            await until(lambda: not stopped.why_not())
+
+            assert_whole(await disturbed(engine, lambda replica: processes[replica.target].kill()), model, expected)
+            assert (pool.counts["evicted_dead"], pool.counts["continued"]) == (1, 8)
+            assert pool.counts["tokens_kept"] > 0
+        finally:
+            polling.cancel()
+            await asyncio.wait({polling})
