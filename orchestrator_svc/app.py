@@ -35,7 +35,7 @@ from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller
 from sluice.v1 import orchestrator_pb2 as pb
-from sluice.v1 import orchestrator_pb2_grpc, rollout_pb2
+from sluice.v1 import orchestrator_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -325,9 +325,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             )
         self._check_owner(request.replica)
         if request.leaving:
-            for replica in self._pool.replicas:
-                if replica.name == request.replica:
-                    replica.status.state = rollout_pb2.REPLICA_STATE_DRAINING  # as it says itself at the next poll
+            self._pool.leave(request.replica)
             return pb.HeartbeatResponse()
         lease = Duration()
         lease.FromMilliseconds(int(self._pool.heartbeat(request.replica) * 1000))

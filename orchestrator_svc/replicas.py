@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import grpc
@@ -130,6 +130,11 @@ class Replica:
         return EngineLoad(status.running, status.queued, status.kv_cache_usage, status.preemptions, status.max_running)
 
     @property
+    def drains(self) -> bool:
+        """Whether it says that it takes nothing new."""
+        return self.status.state == rollout_pb2.REPLICA_STATE_DRAINING
+
+    @property
     def paused_long(self) -> bool:
         """Whether it has been paused for longer than an update takes."""
         return self._paused_since is not None and self._clock.now - self._paused_since > self._config.progress_s
@@ -245,10 +250,10 @@ class Replica:
         """Return why it gets no work; empty if it does."""
         if not self.seen or self.loss is not None:
             return self.why_lost() or f"does not answer: {self._last_error}"
-        if self.leaving:
-            return "leaves: its lease is over"
         if self.status.state not in _READY:
             return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"
+        if self.leaving:
+            return "leaves: its lease is over"
         if time.monotonic() < self._rest_until:
             return f"failed lately: {self._last_error}"
         if wanted is not None and self.version < wanted:
@@ -368,9 +373,10 @@ class ReplicaPool:
             self._join(target)
         for target in [each for each in self._replicas if each not in targets]:
             # It left the name service, or its lease is over. A name service may err: such a replica is kept while it works.
+            # One that drains is shown until it has ended.
             replica = self._replicas[target]
             replica.leaving = target in self._leased
-            if replica.seen and replica.loss is None and (replica.works or not replica.why_not()):
+            if replica.seen and replica.loss is None and (replica.works or replica.drains or not replica.why_not()):
                 continue
             poller = self._pollers.pop(target)
             del self._replicas[target]
@@ -458,15 +464,19 @@ class ReplicaPool:
         if replica.loss is not None or not replica.seen:
             return
         replica.lose(loss)
-        self.counts[f"evicted_{loss}"] += 1
         self._homes.forget(replica.target)
-        log.warning(
-            "replica evicted; it gets work again when it answers and makes progress",
-            replica=replica.name,
-            target=replica.target,
-            reason=replica.why_lost(),
-            calls=len(replica.works),
-        )
+        if not replica.works and (replica.leaving or replica.drains):
+            log.info("replica left", replica=replica.name, target=replica.target)
+            self._search.set()
+        else:
+            self.counts[f"evicted_{loss}"] += 1
+            log.warning(
+                "replica evicted; it gets work again when it answers and makes progress",
+                replica=replica.name,
+                target=replica.target,
+                reason=replica.why_lost(),
+                calls=len(replica.works),
+            )
         self._tell_changes(replica)
         self._move(replica, self._clock.now)
 
@@ -505,6 +515,16 @@ class ReplicaPool:
         """Return the principal that announced a replica; None if it has no lease."""
         lease = self._leases.get(name)
         return None if lease is None else lease.owner
+
+    def leave(self, name: str) -> None:
+        """Give a replica that says that it leaves nothing new, from now on; what it has under way ends there or continues elsewhere."""
+        self._leases.pop(name, None)
+        for replica in self._replicas.values():
+            if replica.name == name:
+                replica.status.state = rollout_pb2.REPLICA_STATE_DRAINING  # as it says itself at the next poll
+                self._homes.forget(replica.target)
+                self._tell_changes(replica)
+        self._search.set()
 
     def refused(self, replica: Replica) -> None:
         """Give a replica fewer samples at a time: its queue is full."""
@@ -603,6 +623,11 @@ class ReplicaPool:
     def generated_tokens(self) -> int:
         """Return the tokens that the replicas sampled since each of them started."""
         return sum(each.status.generated_tokens for each in self.replicas)
+
+
+def evictions(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return how often a replica was evicted, by reason, from the counts of a pool."""
+    return {str(loss): counts[f"evicted_{loss}"] for loss in Loss if counts.get(f"evicted_{loss}")}
 
 
 def is_broken(error: SluiceError) -> bool:

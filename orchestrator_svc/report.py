@@ -24,6 +24,7 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
 from orchestrator_svc.policy import PolicyEngine
+from orchestrator_svc.replicas import evictions
 from orchestrator_svc.status import RunStatus
 from sluice.config import CommonConfig
 from sluice.host_files import write_whole
@@ -209,6 +210,11 @@ class RunReporter:
             "tokens/generated_per_s": more["tokens"] / elapsed if elapsed > 0 else 0.0,
             "requests/count": float(more["requests"]),
             "requests/spanning": float(more["spanning"]),
+            "rollout/retried": float(more["retried"]),
+            "rollout/continued": float(more["continued"]),
+            "rollout/evicted": float(sum(evictions(more).values())),
+            "rollout/tokens_kept": float(more["tokens_kept"]),
+            "rollout/tokens_lost": float(more["tokens_lost"]),
             "load/trainer_idle": idle,
             "load/dispatch_blocked": blocked,
             "load/rollout_idle": rollout_idle,
@@ -258,6 +264,10 @@ class RunReporter:
                 "requests_spanning_versions": generated["spanning"],
                 "generation_retries": generated["retried"],
                 "samples_continued": generated["continued"],
+                "replicas_evicted": evictions(generated),
+                "tokens_kept": generated["tokens_kept"],
+                "tokens_lost": generated["tokens_lost"],
+                "tokens_lost_share": generated["tokens_lost"] / max(1, generated["tokens"] + generated["tokens_lost"]),
                 "changed_settings": [
                     {
                         "key": each.key,

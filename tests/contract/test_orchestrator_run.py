@@ -26,7 +26,7 @@ from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import segment_path
 from orchestrator_svc.journal.store import Journal, read_facts
-from orchestrator_svc.report import AppliedStep, Recorder, RunReporter
+from orchestrator_svc.report import AppliedStep, Recorder, RunReporter, read_metrics
 from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.training import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
@@ -214,6 +214,9 @@ async def test_an_interrupted_sample_goes_on_from_its_tokens(scene) -> None:
     )
     report = await scene.run(max_steps=1, sampling={"max_tokens": 10})
     assert report["samples_continued"] == 4
+    assert (report["tokens_kept"], report["tokens_lost"]) == (2 * (2 + 3), 0)
+    step = read_metrics(scene.run_dir / "metrics.jsonl")[1]
+    assert (step["rollout/continued"], step["rollout/evicted"], report["replicas_evicted"]) == (4, 0, {})
     for each in scene.trainer.history[1]:
         assert each.mask_runs[1] == len(each.logprobs)
         assert sum(each.mask_runs) == len(each.token_ids)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 from scripted_replica import LENGTH, PROMPT, Cable, ScriptedReplica, connected, sampled
 
+from orchestrator_svc import replicas
 from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
 from orchestrator_svc.policy import PolicyEngine
 from orchestrator_svc.replicas import Replica, ReplicaPool
@@ -209,7 +210,8 @@ async def test_nothing_is_kept_of_a_stream_with_wrong_offsets() -> None:
         assert [each.n for each in other.requests] == [4]
 
 
-async def test_a_request_that_is_interrupted_again_and_again_fails() -> None:
+async def test_a_request_that_is_interrupted_again_and_again_fails(monkeypatch) -> None:
+    monkeypatch.setattr(replicas, "_LONGEST_COOLDOWN_S", 0.05)
     failing = ScriptedReplica("only", damaged_after=0)
     async with fleet(failing) as scene:
         with pytest.raises(SluiceError, match=r"interrupted 8 times in a row.*STREAM_DAMAGED"):
@@ -281,6 +283,23 @@ async def test_a_replica_whose_lease_ends_finishes_what_it_has() -> None:
         assert_whole(await call)
         await until(lambda: not scene.pool.replicas)
         assert len(only.requests) == 1
+
+
+async def test_a_replica_that_says_that_it_leaves_gets_nothing_new_at_once() -> None:
+    leaving, other = ScriptedReplica("leaving", pace_s=0.1), ScriptedReplica("other", version=Version(1, 1))
+    async with fleet(leaving, other, announced=True, poll_s=0.3) as scene:
+        scene.pool.register("leaving", f"127.0.0.1:{scene.cables[0].port}")
+        call = scene.ask()
+        await until(lambda: leaving.open)
+        scene.pool.register("other", f"127.0.0.1:{scene.cables[1].port}")
+        scene.pool.leave("leaving")
+        leaving.state = rollout_pb2.REPLICA_STATE_DRAINING
+        assert_whole(await scene.ask(), versions=(1,))
+        assert_whole(await call)
+        await until(lambda: "draining" in scene.known(leaving).why_not())
+        await scene.cables[0].cut()
+        await until(lambda: [each.name for each in scene.pool.replicas] == ["other"])
+        assert not any(name.startswith("evicted") for name in scene.pool.counts), "it ended as it said"
 
 
 async def test_the_replicas_together_say_how_many_groups_may_run() -> None:
