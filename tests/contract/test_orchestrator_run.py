@@ -23,8 +23,9 @@ from benchmarks.children import free_port
 from orchestrator_svc.app import serve
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.journal.ledger import folded
-from orchestrator_svc.journal.segments import segment_path
+from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import Journal, read_facts
 from orchestrator_svc.report import AppliedStep, Recorder, RunReporter, read_metrics
 from orchestrator_svc.task_stream import TaskStream
@@ -292,6 +293,73 @@ async def test_a_group_that_is_drawn_again_gets_request_ids_of_its_own(scene) ->
 
 async def _nothing():
     yield rollout_pb2.GenerateResponse()
+
+
+async def test_a_start_scores_a_group_again_from_the_answer_that_is_recorded(scene, monkeypatch) -> None:
+    replica, score = scene.replicas[0], EnvironmentProcesses.score
+
+    async def hang(*_arguments):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(EnvironmentProcesses, "score", hang)
+    first = scene.start(common={"max_staleness": 1})
+    await scene.until(lambda: kinds_on_disk(scene).count("generation_recorded") == 4)
+    first.cancel()
+    await asyncio.wait({first})
+    monkeypatch.setattr(EnvironmentProcesses, "score", score)
+    report = await restarted(scene, common={"max_staleness": 1})
+    assert (report["state"], report["trajectories_trained"]) == ("succeeded", 16)
+    assert len(replica.calls) == 8, "no group was sampled twice"
+    assert folded(read_facts(scene.run_dir)).trained == 16
+
+
+def kinds_on_disk(scene: Scene) -> list[str | None]:
+    try:
+        return [fact.WhichOneof("kind") for _, fact in read_facts(scene.run_dir)]
+    except JournalError:
+        return []  # not there yet
+
+
+async def test_an_epoch_begins_from_the_newest_checkpoint_that_the_journal_has_reached(scene) -> None:
+    trainer = scene.trainer
+    trainer.automatic = False
+    task = scene.start(common={"max_staleness": 3}, checkpoint={"every_steps": 1})
+    for number in (1, 2):
+        await scene.until(lambda: trainer.waiting)
+        trainer.apply()
+        await scene.until(lambda number=number: trainer.checkpoints == list(range(1, number + 1)))
+    assert trainer.restored == [""], "there was none"
+    ahead = trainer_pb2.Checkpoint(name="step_9", journal_position=1 << 40)
+    trainer.saved.append(ahead)
+    trainer.crash()
+    trainer.run_freely()
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+    assert trainer.restored == ["", "step_2"], "step_9 belongs to facts that this journal does not have"
+    assert all(each.journal_position for each in trainer.saved)
+    assert scene.report()["trajectories_trained"] == 16
+
+
+async def test_a_journal_that_lost_its_end_ends_the_run_instead_of_training_from_elsewhere(scene) -> None:
+    scene.trainer.saved.append(trainer_pb2.Checkpoint(name="step_4", journal_position=1 << 40))
+    with pytest.raises(FailedForGoodError, match=r"step_4.*put the run's journal back"):
+        await scene.run()
+
+
+async def test_a_batch_that_would_be_sent_as_other_bytes_is_made_again_and_named(scene) -> None:
+    scene.trainer.busy = True
+    first = scene.start(common={"max_staleness": 1})
+    await scene.until(lambda: scene.trainer.headers)
+    first.cancel()
+    await asyncio.wait({first})
+    names = {header.batch_id for header in scene.trainer.headers}
+    scene.trainer.busy = False
+    report = await restarted(scene, common={"max_staleness": 1}, advantage="grpo")
+    assert (report["state"], report["trajectories_trained"]) == ("succeeded", 16)
+    applied = [header.batch_id for header in scene.trainer.headers if header.batch_id not in names]
+    assert len(set(applied)) == 4, "the first batch has another name, because it has another content"
+    unmade = [fact.batch_unmade for _, fact in read_facts(scene.run_dir) if fact.HasField("batch_unmade")]
+    assert "not the same bytes" in unmade[0].reason
 
 
 @pytest.mark.parametrize("keeps_record", [True, False])

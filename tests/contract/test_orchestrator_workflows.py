@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
+from orchestrator_svc.journal.episodes import JournaledEpisodes
+from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.policy import PolicyEngine
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
-from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
 DIALOGUE = f"{Path(__file__).parent / 'dialogue_environment.py'}:Dialogue"
@@ -116,6 +119,45 @@ async def test_an_episode_beside_one_that_kills_their_process_is_replayed_or_beg
     assert records[0].trajectory.turn_runs == [2, 2, 2]
     attempts = {call.request.request_id.rpartition("/")[0] for call in replica.calls}
     assert attempts <= {"test/g1/0", "test/g1/1"} if fickle else attempts == {"test/g1/0"}
+
+
+async def until(condition) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - any condition, of any double
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("fickle", [False, True])
+async def test_a_start_replays_an_episode_from_its_recorded_turns_or_begins_it_again(tmp_path, fickle) -> None:
+    replica = RolloutDouble()
+
+    def two_turns_then_nothing(request, index):
+        if len(replica.calls) == 2:
+            replica.gate.clear()
+        return "ab"
+
+    replica.text = two_turns_then_nothing
+    first = Journal(tmp_path, {"run": "test"}, fsync_interval_s=0.0)
+    first.record(journal_pb2.Fact(task_drawn=journal_pb2.TaskDrawn(group=1, task_id="t", episodes=1)))
+    data = replace(episode(1), log=JournaledEpisodes(first, first.ledger.groups[1]))
+    async with engine_over(replica) as (engine, _):
+        running = asyncio.create_task(run_episodes(engine, data, fickle=fickle))
+        await until(lambda: len(replica.calls) == 3)
+        running.cancel()
+        await asyncio.wait({running})
+        await first.close()
+        replica.gate.set()
+        second = Journal(tmp_path, {"run": "test"}, fsync_interval_s=0.0)
+        data = replace(episode(1), log=JournaledEpisodes(second, second.ledger.groups[1]))
+        (record,) = await run_episodes(engine, data, fickle=fickle)
+        await second.close()
+    names = [call.request.request_id.removeprefix("test/g1/") for call in replica.calls]
+    again = ["1/0.0", "1/0.1", "1/0.2"] if fickle else ["0/0.2"]
+    assert names == ["0/0.0", "0/0.1", "0/0.2", *again], "a request without an answer is repeated under its name"
+    assert record.trajectory.turn_runs == [2, 2, 2]
+    assert [each.reward for each in record.trajectory.turn_rewards] == [1, 2, 3]
+    assert len(record.trajectory.logprobs) == 6
 
 
 async def test_an_episode_that_needs_more_turns_than_allowed_is_truncated() -> None:
