@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -104,8 +105,20 @@ def test_each_service_may_be_killed_once_and_the_run_still_finishes(started) -> 
         assert run.until(service).startswith(f"{service} ended with signal SIGKILL; restart 1 of 3")
         run.until(f"{service} serves")
         run.until("step ")
+        assert audit(run.directory)["exact"], "also while it runs"
     assert run.end() == 0, "\n".join(run.seen)
     assert json.loads((run.directory / "report.json").read_text())["steps"] == 40
+    told = audit(run.directory)
+    assert told["exact"], told["differences"]
+    assert told["accepted"] == told["trained"] + sum(told["dropped"].values()) + told["in_flight"]
+
+
+def audit(directory: Path) -> dict[str, Any]:
+    done = subprocess.run([*SLUICE, "audit", str(directory), "--json"], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (0 if told["exact"] else 1)
+    return told
 
 
 def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_nothing(started) -> None:
