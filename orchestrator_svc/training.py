@@ -35,7 +35,7 @@ from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import Version, sampled_tokens
+from sluice.versions import ENDLESS, Lineage, Version, sampled_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -193,7 +193,7 @@ class Training:
         epoch = self._ledger.allotted + 1
         self._record(epoch_allotted=journal_pb2.EpochAllotted(epoch=epoch))
         await self._journal.durable()
-        answer = await self._trainer.begin_epoch(epoch, self._ledger.last_seq)
+        answer = await self._trainer.begin_epoch(epoch, self._ledger.last_seq, self._ledger.lineage)
         origin = Version.from_proto(answer.restored_version)
         if answer.next_sequence_no != origin.number + 1:
             raise SluiceError.failed_precondition(
@@ -605,18 +605,23 @@ class TrainerLink:
             return None
         return max(present.number, state.next_sequence_no - 1)
 
-    async def begin_epoch(self, epoch: int, position: int) -> trainer_pb2.BeginEpochResponse:
+    async def begin_epoch(self, epoch: int, position: int, lineage: Lineage) -> trainer_pb2.BeginEpochResponse:
         """Open an epoch from the newest checkpoint that the journal has reached, waiting for a trainer that is not there yet.
+
+        A checkpoint that an earlier rollback left behind is not taken: the batches after the rollback are others.
 
         Args:
             epoch: The epoch.
             position: Number of the last fact of the journal.
+            lineage: The epochs so far.
 
         Raises:
             SluiceError: if it refuses, cannot be reached in time, or has no checkpoint that fits although it has some.
         """
         limit, what = self._deadlines.begin_epoch_s, f"the trainer does not begin epoch {epoch}"
-        checkpoints = await self._persist(partial(self.client.checkpoints, self.run), limit, what)
+        found = await self._persist(partial(self.client.checkpoints, self.run), limit, what)
+        end = Version(lineage.newest_epoch, ENDLESS)
+        checkpoints = [each for each in found if not lineage.is_retired(Version.from_proto(each.policy_version), end)]
         names = [each.name for each in checkpoints if each.journal_position <= position]
         for each in checkpoints:
             if each.journal_position > position:

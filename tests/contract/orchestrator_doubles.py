@@ -172,6 +172,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     checkpoints: list[int] = field(default_factory=list)
     saved: list[trainer_pb2.Checkpoint] = field(default_factory=list)
     restored: list[str] = field(default_factory=list)
+    damaged: set[str] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reports: dict[int, trainer_pb2.StepReport] = field(default_factory=dict)
     last_batch_ids: dict[int, str] = field(default_factory=dict)
@@ -185,8 +186,11 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def BeginEpoch(self, request, context):
         self.epochs.append(request.epoch)
+        if request.checkpoint in self.damaged:
+            raise SluiceError.data_loss("CHECKPOINT_DAMAGED", f"a file of {request.checkpoint} was changed")
         self.restored.append(request.checkpoint)
-        origin = self.checkpoint
+        named = [each.policy_version for each in self.saved if each.name == request.checkpoint]
+        origin = Version.from_proto(named[-1]) if named else self.checkpoint
         self.version = Version(request.epoch, origin.number)
         self.waiting.clear()
         self.known.clear()

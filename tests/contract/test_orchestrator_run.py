@@ -713,6 +713,27 @@ async def test_a_replica_cannot_announce_an_address_that_is_none(scene) -> None:
     await task
 
 
+async def test_a_checkpoint_that_a_rollback_left_behind_is_not_taken_again(scene) -> None:
+    """The newest one cannot be read for a while; the run goes back to the one before it, and stays on that line."""
+    trainer = scene.trainer
+    trainer.automatic = False
+    task = scene.start(checkpoint={"every_steps": 1}, common={"max_staleness": 1})
+    for number in (1, 2):
+        await scene.until(lambda: trainer.waiting)
+        trainer.apply()
+        await scene.until(lambda number=number: trainer.checkpoints == list(range(1, number + 1)))
+    trainer.damaged = {"step_2"}
+    trainer.crash()
+    await scene.until(lambda: trainer.version == Version(2, 1))
+    trainer.damaged = set()
+    trainer.crash()
+    await scene.until(lambda: trainer.version == Version(3, 1))
+    assert trainer.restored == ["", "step_1", "step_1"]
+    trainer.run_freely()
+    await task
+    assert scene.report()["steps"] == 4
+
+
 async def test_a_configured_address_that_is_none_is_skipped(scene) -> None:
     scene.replica_addresses.insert(0, f"{'a' * 64}.example:7103")
     assert (await scene.run(max_steps=1))["state"] == "succeeded"

@@ -36,15 +36,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A run under way."""
 
-    def __init__(self, model: Path, output_dir: Path, *flags: str) -> None:
+    def __init__(self, model: Path, output_dir: Path, *flags: str, name: str = "small") -> None:
         settings = ("@", "examples/reverse_text/rl.toml", "--model", str(model), "--output-dir", str(output_dir))
         small = ("--rollout.engine", "transformers", "--orchestrator.batch-size", "2", "--orchestrator.group-size", "2")
-        argv = [*SLUICE, "rl", *settings, "--run", "small", *small, *flags]
+        argv = [*SLUICE, "rl", *settings, "--run", name, *small, *flags]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             argv, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=os.environ
         )
-        self.directory = output_dir / "small"
+        self.directory = output_dir / name
         self.seen: list[str] = []
 
     def lines(self) -> Iterator[str]:
@@ -75,8 +75,8 @@ class Run:
 def started(model: Path, tmp_path: Path) -> Iterator:
     runs: list[Run] = []
 
-    def start(*flags: str) -> Run:
-        runs.append(Run(model, tmp_path, *flags))
+    def start(*flags: str, name: str = "small") -> Run:
+        runs.append(Run(model, tmp_path, *flags, name=name))
         return runs[-1]
 
     yield start
@@ -105,16 +105,29 @@ def test_each_service_may_be_killed_once_and_the_run_still_finishes(started) -> 
         assert run.until(service).startswith(f"{service} ended with signal SIGKILL; restart 1 of 3")
         run.until(f"{service} serves")
         run.until("step ")
-        assert audit(run.directory)["exact"], "also while it runs"
+    assert audit(run.directory)["exact"], "also while it runs"
     assert run.end() == 0, "\n".join(run.seen)
-    assert json.loads((run.directory / "report.json").read_text())["steps"] == 40
+    report = json.loads((run.directory / "report.json").read_text())
+    assert report["steps"] == 40
     told = audit(run.directory)
     assert told["exact"], told["differences"]
     assert told["accepted"] == told["trained"] + sum(told["dropped"].values()) + told["in_flight"]
 
+    *_, older, _ = sorted(
+        (path.name for path in run.directory.glob("checkpoints/step_*")), key=lambda name: int(name[5:])
+    )
+    fork = started("--orchestrator.max-steps", "43", "--resume-from", f"small/{older}", name="fork")
+    assert fork.end() == 0, "\n".join(fork.seen)
+    assert fork.seen[0].startswith(f"{fork.directory}: forked from small/{older}@")
+    told = audit(fork.directory)
+    assert told["exact"], told["differences"]
+    assert (told["batches"], int(told["version"].partition(".")[0])) == (43, report["epochs"] + 1)
+    assert audit(run.directory)["batches"] == 40, "the old run is as it was"
+
 
 def audit(directory: Path) -> dict[str, Any]:
-    done = subprocess.run([*SLUICE, "audit", str(directory), "--json"], capture_output=True, text=True, cwd=ROOT)
+    command = [*SLUICE, "audit", str(directory), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stdout, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (0 if told["exact"] else 1)
