@@ -233,13 +233,9 @@ class Ledger:
         trained: Trajectories that took part in an optimizer step of the present weights' history.
         failed_groups: Groups that ended without a trajectory, by reason.
         redraws: Tasks that have to be drawn again, in order.
-        draws: Draws of each task so far, by environment and task.
-        next_positions: Next place in the stream of tasks, by environment.
         batches_made: Batches that were made so far, those that were unmade included.
         generated: What was generated, by name of the counter.
         elapsed_s: Seconds that the run had lasted at its last step.
-        curriculum: Where the choice of tasks stood when it was last noted; None if never.
-        quarantined: Tasks that are not drawn any more, by environment and task.
         settings: Settings of the live run that were changed, as TOML.
         last_segment: Number of the last segment that a fact names.
         setting_changes: How they came about, oldest first; the last ones.
@@ -261,16 +257,12 @@ class Ledger:
     trained: int = 0
     failed_groups: Counter[str] = field(default_factory=Counter)
     redraws: list[Redraw] = field(default_factory=list)
-    draws: dict[tuple[str, str], int] = field(default_factory=dict)
     next_group: int = 1
-    next_positions: dict[str, int] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     batches_made: int = 0
     generated: Counter[str] = field(default_factory=Counter)
     elapsed_s: float = 0.0
     evaluations: list[orchestrator_pb2.EvaluationFinished] = field(default_factory=list)
-    curriculum: pb.CurriculumNoted | None = None
-    quarantined: dict[tuple[str, str], pb.TaskQuarantined] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     setting_changes: list[orchestrator_pb2.ChangedSetting] = field(default_factory=list)
     weight_policies: dict[str, pb.WeightPolicyNoted] = field(default_factory=dict)
@@ -375,19 +367,15 @@ class Ledger:
             group.passed = before.passed
             self._remove(before)
         else:
-            task = (fact.environment, fact.task_id)
-            self.draws[task] = self.draws.get(task, 0) + 1
             self.next_group = max(self.next_group, fact.group + 1)
             if fact.redraw_reason:
                 self._redrawn(fact)
-            else:
-                place = self.next_positions.get(fact.environment, 0)
-                self.next_positions[fact.environment] = max(place, fact.position + 1)
         self._add(group)
 
     def _redrawn(self, fact: pb.TaskDrawn) -> None:
+        drawn = (fact.environment, fact.position, fact.redraw_reason)
         for index, each in enumerate(self.redraws):
-            if (each.environment, each.position) == (fact.environment, fact.position):
+            if (each.environment, each.position, each.reason) == drawn:
                 del self.redraws[index]
                 return
 
@@ -543,7 +531,7 @@ class Ledger:
         self.evaluations.append(fact.evaluation)
 
     def _curriculum_noted(self, fact: pb.CurriculumNoted) -> None:
-        self.curriculum = fact
+        """Leave it to the curriculum, which follows the same facts: the ledger does not know which task comes next."""
 
     def _setting_changed(self, fact: pb.SettingChanged) -> None:
         self.settings[fact.key] = fact.new_value
@@ -557,7 +545,7 @@ class Ledger:
         self.setting_changes = [*self.setting_changes, change][-KEPT_SETTING_CHANGES:]
 
     def _task_quarantined(self, fact: pb.TaskQuarantined) -> None:
-        self.quarantined[fact.environment, fact.task_id] = fact
+        """Leave it to the curriculum."""
 
     def _weight_policy_noted(self, fact: pb.WeightPolicyNoted) -> None:
         self.weight_policies[fact.replica] = fact
@@ -571,7 +559,6 @@ class Ledger:
         self.failed_groups.update(fact.failed_groups)
         self.generated.update(fact.generated)
         self.next_group = max(self.next_group, fact.next_group)
-        self.next_positions[fact.environment] = fact.next_position
         self.elapsed_s = fact.elapsed_s
         for each in fact.batches:
             groups = tuple(self.groups[number] for number in each.groups)

@@ -47,7 +47,9 @@ async def test_a_journal_of_format_1_goes_on_where_it_stopped(run_dir) -> None:
     assert ledger.dropped == {"STALE": 3, "MISSING_REWARD": 3}
     assert ledger.failed_groups == {"EPISODE_FAILED": 1}
     assert (ledger.epoch, ledger.applied, ledger.next_batch, ledger.start) == (1, 2, 4, 2)
-    assert (ledger.next_group, ledger.next_positions, ledger.elapsed_s) == (9, {"letters": 8}, 2.5)
+    assert (ledger.next_group, ledger.elapsed_s) == (9, 2.5)
+    imported = [fact.history_imported for _, fact in read_facts(run_dir) if fact.HasField("history_imported")]
+    assert [(each.environment, each.next_position) for each in imported] == [("letters", 8)], "for the curriculum"
     assert ledger.generated == {"tokens": 100, "requests": 7}
     group = ledger.groups[5]
     assert (group.environment, group.task_id, group.position, group.versions) == (

@@ -325,15 +325,10 @@ class CrashingRun(RuleBasedStateMachine):
     def next_task(self):
         ledger = self.ledger
         redraw = ledger.redraws[0] if ledger.redraws else None
-        position = redraw.position if redraw else ledger.next_positions.get("e", 0)
+        position = redraw.position if redraw else ledger.next_group
         reason = redraw.reason if redraw else ""
         return pb.TaskDrawn(
-            environment="e",
-            task_id=f"t{position}",
-            group=ledger.next_group,
-            position=position,
-            redraw_reason=reason,
-            draw=ledger.draws.get(("e", f"t{position}"), 0),
+            environment="e", task_id=f"t{position}", group=ledger.next_group, position=position, redraw_reason=reason
         )
 
     def draw(self, drawn):
