@@ -23,7 +23,8 @@ from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replicas import Replica, ReplicaPool
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound

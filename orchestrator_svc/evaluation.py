@@ -16,7 +16,8 @@ import structlog
 
 from orchestrator_svc.config import AttemptsConfig, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.replicas import Replica, ReplicaPool
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import RunReporter
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.rpc import SluiceError

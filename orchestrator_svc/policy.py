@@ -16,7 +16,8 @@ import structlog
 
 from orchestrator_svc.generation import Generation, Part, newest_version
 from orchestrator_svc.progress import Loss
-from orchestrator_svc.replicas import REPLICA_LOST, Replica, ReplicaPool, is_broken
+from orchestrator_svc.replica import REPLICA_LOST, Replica, is_broken
+from orchestrator_svc.replicas import ReplicaPool
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
 from sluice.v1 import rollout_pb2

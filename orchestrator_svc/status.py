@@ -13,7 +13,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Stage
-from orchestrator_svc.replicas import Replica, ReplicaPool
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.scheduler import Scheduler
 from sluice.rpc import SluiceError
 from sluice.telemetry import LoopLag

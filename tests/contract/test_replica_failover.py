@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import pytest
 from scripted_replica import LENGTH, PROMPT, Cable, ScriptedReplica, connected, sampled
 
-from orchestrator_svc import replicas
+from orchestrator_svc import replica as one_replica
 from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
 from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replicas import Replica, ReplicaPool
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2
@@ -211,7 +212,7 @@ async def test_nothing_is_kept_of_a_stream_with_wrong_offsets() -> None:
 
 
 async def test_a_request_that_is_interrupted_again_and_again_fails(monkeypatch) -> None:
-    monkeypatch.setattr(replicas, "_LONGEST_COOLDOWN_S", 0.05)
+    monkeypatch.setattr(one_replica, "_LONGEST_COOLDOWN_S", 0.05)
     failing = ScriptedReplica("only", damaged_after=0)
     async with fleet(failing) as scene:
         with pytest.raises(SluiceError, match=r"interrupted 8 times in a row.*STREAM_DAMAGED"):

@@ -9,7 +9,8 @@ import pytest
 from orchestrator_svc.concurrency import ConcurrencyLimit
 from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
 from orchestrator_svc.progress import ListeningClock
-from orchestrator_svc.replicas import Replica, ReplicaPool
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import SecurityConfig
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version

@@ -17,7 +17,8 @@ from orchestrator_svc import generation
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.generation import Part
 from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replicas import Replica, ReplicaPool
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import SecurityConfig
 from sluice.v1 import rollout_pb2, tokens_pb2
 

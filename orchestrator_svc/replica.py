@@ -1,0 +1,265 @@
+"""One rollout replica: what it last said, what it has to do, and whether it gets work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import grpc
+
+from orchestrator_svc.concurrency import ConcurrencyLimit, EngineLoad
+from orchestrator_svc.config import ReplicasConfig
+from orchestrator_svc.placement import Load
+from orchestrator_svc.progress import ListeningClock, Loss, ReplicaProgress, StreamProgress
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError, connect
+from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc
+from sluice.versions import BASE, Version
+
+Call: TypeAlias = "grpc.aio.Call"
+
+_FIRST_COOLDOWN_S = 0.2
+_LONGEST_COOLDOWN_S = 10.0
+"""Seconds without work after a failed request, doubled with each further failure: a replica may answer polls and still fail."""
+
+_LONGEST_STALL_REST_S = 120.0
+"""Most seconds without work after the engine stalled: each attempt with such an engine costs its requests `progress_s`."""
+
+_READY = {rollout_pb2.REPLICA_STATE_SERVING, rollout_pb2.REPLICA_STATE_PAUSED}
+"""A paused replica takes work too: a pause is short (an update) or an operator's wish, and requests queue there."""
+
+REPLICA_LOST = "REPLICA_LOST"
+"""Reason of the error of a call that the pool gave up."""
+
+
+class Work:
+    """A call under way at a replica.
+
+    Attributes:
+        samples: Samples that it counts as.
+        lost: Why the pool cancelled it; empty if it did not.
+    """
+
+    def __init__(self, call: Call, samples: int, progress: StreamProgress | None) -> None:
+        self.samples, self.progress = samples, progress
+        self.lost = ""
+        self._call = call
+
+    def give_up(self, why: str) -> None:
+        """Cancel the call; its caller makes it at another replica."""
+        self.lost = self.lost or why
+        self._call.cancel()
+
+
+class Replica:
+    """One rollout replica: its channel, its last status, and whether it gets work.
+
+    Attributes:
+        in_flight: Samples that this process has under way there.
+        works: Calls that it has under way there.
+        limit: How many samples it is given.
+        loss: Why it was evicted; None while it is not.
+        leaving: Whether its lease is over: it gets no new work.
+        told: Version and fitness that its pool last told of.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        security: SecurityConfig,
+        config: ReplicasConfig,
+        limit: ConcurrencyLimit,
+        clock: ListeningClock,
+    ) -> None:
+        self.target = target
+        self.status = rollout_pb2.GetStatusResponse()
+        self.model = rollout_pb2.GetModelResponse()
+        self.version: Version = BASE
+        self.in_flight = 0
+        self.works: set[Work] = set()
+        self.seen = False
+        self.loss: Loss | None = None
+        self.leaving = False
+        self.limit = limit
+        self._channel = connect(target, security)
+        self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self.admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
+        self._config, self._clock = config, clock
+        self.progress = ReplicaProgress(config.progress_s, clock.now, clock.now)
+        self._others = 0
+        self._paused_since: float | None = None
+        self._failed_work = self._stalls = 0
+        self._rest_until = 0.0
+        self._last_error = "has not answered yet"
+        self.told = (self.version, self.why_not())
+
+    @property
+    def name(self) -> str:
+        """Its own name; its address until it answered once."""
+        return self.status.replica or self.target
+
+    @property
+    def load(self) -> Load:
+        """What it has to do: the samples of this process as they are now, and those of others when it was last polled."""
+        return Load(self.target, self.in_flight + self._others, self.status.max_running)
+
+    @property
+    def engine_load(self) -> EngineLoad:
+        """What its engine last reported."""
+        status = self.status
+        return EngineLoad(status.running, status.queued, status.kv_cache_usage, status.preemptions, status.max_running)
+
+    @property
+    def drains(self) -> bool:
+        """Whether it says that it takes nothing new."""
+        return self.status.state == rollout_pb2.REPLICA_STATE_DRAINING
+
+    @property
+    def paused_long(self) -> bool:
+        """Whether it has been paused for longer than an update takes."""
+        return self._paused_since is not None and self._clock.now - self._paused_since > self._config.progress_s
+
+    async def poll(self) -> bool:
+        """Ask for its status. Return whether another process answers now.
+
+        Raises:
+            SluiceError: if it does not answer.
+        """
+        deadline_s = self._config.progress_s
+        try:
+            status = await self.admin.GetStatus(rollout_pb2.GetStatusRequest(), timeout=deadline_s)
+            is_another = self.seen and (status.start_time, status.replica) != (
+                self.status.start_time,
+                self.status.replica,
+            )
+            if is_another or not self.model.model:
+                self.model = await self.rollout.GetModel(rollout_pb2.GetModelRequest(), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            failure = SluiceError.from_rpc(error)
+            self._last_error = str(failure)
+            raise failure from error
+        if is_another:
+            self._begin_anew()
+        now = self._clock.now
+        self.progress.polled(status, now)
+        self.status, self.version, self.seen = status, Version.from_proto(status.policy_version), True
+        self._others = max(0, status.running + status.queued - self.in_flight)
+        if status.state != rollout_pb2.REPLICA_STATE_PAUSED:
+            self._paused_since = None
+        elif self._paused_since is None:
+            self._paused_since = now
+        if self.progress.hang(now) is None:
+            self.loss = None
+        return is_another
+
+    def _begin_anew(self) -> None:
+        """Forget what another process at this address said: it may have had another model, version and load."""
+        for work in list(self.works):
+            work.give_up("another process serves at its address")
+        self.progress = ReplicaProgress(self._config.progress_s, self._clock.now, self._clock.now)
+        self.limit = self.limit.anew()
+        self._failed_work = self._stalls = 0
+        self._rest_until = 0.0
+
+    def lose(self, loss: Loss) -> None:
+        """Give it no work until it answers and makes progress again."""
+        self.loss = loss
+        if loss is Loss.STALLED:
+            # It may look well as soon as its requests are cancelled, and stall again with the next ones.
+            rest = min(_LONGEST_STALL_REST_S, self._config.progress_s * 2**self._stalls)
+            self._stalls += 1
+            self._rest_until = time.monotonic() + rest
+            self._last_error = "its engine stalled"
+
+    def work_failed(self, error: SluiceError) -> None:
+        """Record a failed request: the replica gets no work for a while."""
+        self._last_error = str(error)
+        rest = min(_LONGEST_COOLDOWN_S, _FIRST_COOLDOWN_S * 2**self._failed_work)
+        self._failed_work += 1
+        self._rest_until = max(self._rest_until, time.monotonic() + rest)
+
+    def work_succeeded(self, version: Version) -> None:
+        """Record a request that succeeded; `version` sampled its last token."""
+        self._failed_work = self._stalls = 0
+        self._rest_until = 0.0
+        self.version = max(self.version, version)
+
+    @contextlib.contextmanager
+    def working(self, call: Call, samples: int, *, streams: bool) -> Iterator[Work]:
+        """Count a call and its samples as under way while the block awaits it.
+
+        Raises:
+            SluiceError: what the replica answered, or UNAVAILABLE if the call was given up.
+        """
+        work = Work(call, samples, StreamProgress(self._clock.now) if streams else None)
+        self.works.add(work)
+        self.in_flight += samples
+        try:
+            yield work
+        except grpc.aio.AioRpcError as error:
+            raise SluiceError.from_rpc(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not work.lost or (task is not None and task.cancelling()):
+                raise
+            raise SluiceError.unavailable(REPLICA_LOST, f"replica {self.name} {work.lost}") from None
+        finally:
+            self.works.discard(work)
+            self.in_flight -= samples
+            call.cancel()  # if the block was left before its end
+
+    def received(self, work: Work, chunk: rollout_pb2.StreamChunk) -> None:
+        """Note a message of a stream."""
+        now = self._clock.now
+        self.progress.received(chunk, now)
+        if work.progress is not None:
+            work.progress.received(chunk.stage, now)
+
+    def why_lost(self) -> str:
+        """Return why it was evicted; empty if it was not."""
+        match self.loss:
+            case Loss.DEAD:
+                return f"does not answer: {self._last_error}"
+            case Loss.SILENT:
+                return f"does not answer: it has sent nothing for {self._config.progress_s:g} s"
+            case Loss.STALLED:
+                return f"hangs: its engine has made no step for {self._config.progress_s:g} s"
+        return ""
+
+    def why_not(self, wanted: Version | None = None) -> str:
+        """Return why it gets no work; empty if it does."""
+        if not self.seen or self.loss is not None:
+            return self.why_lost() or f"does not answer: {self._last_error}"
+        if self.status.state not in _READY:
+            return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"
+        if self.leaving:
+            return "leaves: its lease is over"
+        if time.monotonic() < self._rest_until:
+            return f"failed lately: {self._last_error}"
+        if wanted is not None and self.version < wanted:
+            return f"serves version {self.version}, wanted is {wanted} or newer"
+        return ""
+
+    def describe(self) -> orchestrator_pb2.Replica:
+        """Describe it for operators."""
+        reason = self.why_not()
+        return orchestrator_pb2.Replica(
+            replica=self.name,
+            address=self.target,
+            policy_version=self.version.to_proto(),
+            eligible=not reason,
+            reason=reason,
+            running=self.in_flight,
+        )
+
+    async def close(self) -> None:
+        """Close its channel."""
+        await self._channel.close()
+
+
+def is_broken(error: SluiceError) -> bool:
+    """Return whether a connection was refused or broke: the error comes from the transport, not from a server."""
+    return error.code is grpc.StatusCode.UNAVAILABLE and error.reason == grpc.StatusCode.UNAVAILABLE.name
