@@ -22,6 +22,7 @@ from orchestrator_svc.evaluation import Evaluated, Evaluations
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
+from orchestrator_svc.lockstep import Lockstep
 from orchestrator_svc.policy import PolicyEngine
 from orchestrator_svc.replica import Replica
 from orchestrator_svc.replicas import ReplicaPool
@@ -172,7 +173,8 @@ async def _built(
             concurrency=config.concurrency,
             group=max(each.group_size for each in config.mix),
         )
-        engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
+        lockstep = Lockstep(pool, changed.set) if common.deterministic else None
+        engine = PolicyEngine(pool, common.run, config.deadlines.generate_s, lockstep=lockstep)
         runners = {
             name: GroupRunner(workflow, engine, common.seed, request_prefix=common.run)
             for name, workflow in workflows.items()

@@ -63,7 +63,7 @@ class Dispatcher:
         self._runners, self._curriculum, self._changed = runners, curriculum, changed
         self._ledger = journal.ledger
         self._engine = next(iter(runners.values())).engine
-        self._pool = self._engine.pool
+        self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
         self.paused = False
         self._failed_in_a_row = 0
         self._lost_since: float | None = None
@@ -97,6 +97,8 @@ class Dispatcher:
             while True:
                 while self._start_next(groups):
                     pass
+                if self._lockstep is not None and not self._unfinished and self._scheduler.wanted_version() is None:
+                    self._lockstep.hand_over()
                 self._changed.clear()
                 wait_s = self._curriculum.wait_s(time.monotonic())
                 with contextlib.suppress(TimeoutError):
@@ -122,7 +124,9 @@ class Dispatcher:
         else:
             self._unfinished.popleft()
             group = self._continue(unfinished, version)
-        groups.create_task(self._run_group(group), name=group.name)
+        running = groups.create_task(self._run_group(group), name=group.name)
+        if self._lockstep is not None:
+            self._lockstep.begin(running)
         return True
 
     def _drawn(self) -> journal_pb2.TaskDrawn | None:

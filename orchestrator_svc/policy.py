@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import grpc
 import structlog
 
 from orchestrator_svc.generation import Generation, Part, newest_version
+from orchestrator_svc.lockstep import Lockstep
 from orchestrator_svc.progress import Loss
 from orchestrator_svc.replica import REPLICA_LOST, Replica, is_broken
 from orchestrator_svc.replicas import ReplicaPool
@@ -55,6 +57,7 @@ class PolicyEngine:
         run: Name of the run; empty leaves it unchecked.
         deadline_s: Seconds for one request at one replica.
         only: Use this replica alone, for an evaluation that is pinned to one version. What happens there is counted apart.
+        lockstep: Hands the requests of a deterministic run over in rounds; None: each is made at once.
 
     Attributes:
         counts: What this process generated: "requests" that were answered, those of them with a sample of several policy
@@ -63,8 +66,15 @@ class PolicyEngine:
             and thrown away ("tokens_lost"). The last one contains an estimate of what lost replicas had not sent yet.
     """
 
-    def __init__(self, pool: ReplicaPool, run: str, deadline_s: float, only: Replica | None = None) -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        run: str,
+        deadline_s: float,
+        only: Replica | None = None,
+        lockstep: Lockstep | None = None,
+    ) -> None:
+        self.pool, self.lockstep = pool, lockstep
         self.counts: Counter[str] = pool.counts if only is None else Counter()
         self._run, self._deadline_s, self._only = run, deadline_s, only
         self._sample_rate = 0.0
@@ -73,6 +83,10 @@ class PolicyEngine:
     def pinned(self, replica: Replica) -> PolicyEngine:
         """Return the same engine restricted to one replica, with counts of its own."""
         return PolicyEngine(self.pool, self._run, self._deadline_s, replica)
+
+    def side_by_side(self, episodes: int) -> AbstractContextManager[Callable[[], None]]:
+        """Say that a group runs so many episodes side by side in the block; each calls what this gives at its end."""
+        return nullcontext(lambda: None) if self.lockstep is None else self.lockstep.side_by_side(episodes)
 
     async def agenerate(
         self, request: rollout_pb2.GenerateRequest, prefix_keys: Sequence[str] = ()
@@ -92,6 +106,8 @@ class PolicyEngine:
                 "return_prompt_logprobs", "streams have none: call Generate of a replica"
             )
         request.run = f"runs/{self._run}" if self._run else ""
+        if self.lockstep is not None:
+            request.priority = await self.lockstep.turn(request.request_id)
         generation = Generation(request)
         await self._finish(generation, prefix_keys)
         response = generation.response
@@ -165,12 +181,14 @@ class PolicyEngine:
         request.coalesce.FromMilliseconds(int(self.pool.config.coalesce_s * 1000))
         call = replica.rollout.GenerateStream(request, timeout=self._deadline_s)
         began = heard = time.monotonic()
-        samples = len(part.samples)
+        samples, name = len(part.samples), part.request.request_id
         try:
             with replica.working(call, samples, streams=True) as work:
                 while isinstance(message := await call.read(), rollout_pb2.GenerateStreamResponse):
                     part.receive(message)
                     replica.received(work, message.chunk)
+                    if self.lockstep is not None and message.HasField("chunk"):
+                        self.lockstep.arrived(name)
                     heard = time.monotonic()
         except SluiceError as error:
             if is_broken(error) or error.reason == REPLICA_LOST:
@@ -179,6 +197,9 @@ class PolicyEngine:
                 waiting = sum(each.waiting for each in part.samples)
                 self.counts["tokens_lost"] += round(min(_MOST_UNSENT, rate * unsent_s) * waiting)
             raise
+        finally:
+            if self.lockstep is not None:
+                self.lockstep.arrived(name)
         self._sample_rate += _RATE_WEIGHT * (part.gained / samples / max(heard - began, 1e-3) - self._sample_rate)
 
     async def _failed(self, replica: Replica, error: SluiceError) -> None:

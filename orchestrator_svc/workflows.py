@@ -257,13 +257,15 @@ class MultiTurn:
             EnvironmentFailedError: if all fail, and one of them by what the environment did for this task.
             SluiceError: if all fail for other reasons.
         """
-        outcomes = await asyncio.gather(
-            *(
-                _until_it_fits(data, index, partial(self._attempt, engine, data, index))
-                for index in range(data.episodes)
-            ),
-            return_exceptions=True,
-        )
+        with engine.side_by_side(data.episodes) as ended:
+
+            async def run(index: int) -> orchestrator_pb2.TrajectoryRecord:
+                try:
+                    return await _until_it_fits(data, index, partial(self._attempt, engine, data, index))
+                finally:
+                    ended()
+
+            outcomes = await asyncio.gather(*map(run, range(data.episodes)), return_exceptions=True)
         records = []
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):

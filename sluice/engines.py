@@ -7,7 +7,7 @@ A line in `ENGINES` and the package that it names make an engine known everywher
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 
@@ -20,16 +20,24 @@ class Engine:
         library: The Python module that must be installed.
         several_devices: Whether one replica can use several devices, by `rollout.engine_args`; else it has one.
         reads_device: Whether `rollout.device` chooses its device; else it takes CUDA where there is a device.
+        repeatable: Values of `rollout.engine_args` with which it computes the same requests in the same way each time.
     """
 
     package: str
     library: str
     several_devices: bool = False
     reads_device: bool = True
+    repeatable: Mapping[str, object] = field(default_factory=dict)
 
 
 ENGINES: Mapping[str, Engine] = {
-    "vllm": Engine("rollout_svc.engines.vllm", "vllm", several_devices=True, reads_device=False),
+    "vllm": Engine(
+        "rollout_svc.engines.vllm",
+        "vllm",
+        several_devices=True,
+        reads_device=False,
+        repeatable={"enable_prefix_caching": False, "enable_chunked_prefill": False, "scheduling_policy": "priority"},
+    ),
     "transformers": Engine("rollout_svc.engines.slots", "transformers"),
 }
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+import xxhash
 from rich.console import Console
 from rich.table import Table
 
@@ -44,8 +46,16 @@ def run(argv: list[str]) -> int:
     """
     parser = Options(prog="sluice report", description=__doc__)
     parser.add_argument("directory", type=Path, help="the run's directory, such as outputs/quickstart")
-    directory: Path = parser.parse_args(argv).directory
+    parser.add_argument(
+        "--digest", action="store_true", help="print only the digests that deterministic runs with one seed share"
+    )
+    options = parser.parse_args(argv)
+    directory: Path = options.directory
     steps = read_steps(directory)
+    if options.digest:
+        print(f"metrics {metrics_digest(steps)}")
+        print("\n".join(f"weights {name} {digest}" for name, digest in weight_digests(directory).items()))
+        return 0
     summary = summarise(steps)
     title = f"{directory}: {summary['steps']:.0f} steps in {summary['train_wall_s']:.1f} s"
     table = Table()
@@ -63,6 +73,27 @@ def run(argv: list[str]) -> int:
         console.print(each)
     console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
     return 0
+
+
+MEASURED = re.compile(r"^time|^load/|_s$|_ms$|seconds|per_s|idle|memory|flops_util")
+"""Names of metrics that say how long something took or how much memory it needed, and differ between equal runs."""
+
+
+def metrics_digest(steps: Sequence[Step]) -> str:
+    """Return the xxh3-128 of all metrics that do not depend on the machine's speed."""
+    kept = [{name: value for name, value in sorted(each.items()) if not MEASURED.search(name)} for each in steps]
+    return xxhash.xxh3_128_hexdigest(json.dumps(kept).encode())
+
+
+def weight_digests(run_dir: Path) -> dict[str, str]:
+    """Return the xxh3-128 of every version of the weights that the run has kept, by version."""
+    digests = {}
+    for directory in sorted((run_dir / "weights").glob("v*")):
+        whole = xxhash.xxh3_128()
+        for file in sorted(directory.glob("*.safetensors")):
+            whole.update(file.read_bytes())
+        digests[directory.name] = whole.hexdigest()
+    return digests
 
 
 def environment_tables(run_dir: Path) -> list[Table]:

@@ -100,6 +100,8 @@ def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
         )
     check_model(config.model)
     replicas = replicas_of(replicas_flag, config)
+    if config.deterministic and replicas > 1:
+        raise ConfigError(f"deterministic = true needs one replica, but --replicas is {replicas}: leave it out")
     notes = [line for name in NEEDED for line in config.section(name).check_start(config) or ()]
     check_tables_fit(config)
     Access(config.security)

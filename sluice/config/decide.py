@@ -149,6 +149,71 @@ def _contradiction(source: str, wants: str, setting: str, value: object) -> Conf
     return ConfigError(f"{source} wants {wants}, but {setting} is {value}: remove one of the two settings")
 
 
+_ONE_THREAD = 1
+
+_ROUND_S = 0.02
+"""Seconds after which an engine says that it has a request of a round."""
+
+
+def repeatable(run: _Run) -> _Run:
+    """Return a deterministic run with the settings that this needs; return any other run unchanged.
+
+    Raises:
+        ConfigError: if an explicit setting contradicts it.
+    """
+    if not run.deterministic:
+        return run
+    updates: dict[str, Any] = {"max_staleness": _needed(run, "", "max_staleness", 0)}
+    if len(run.peers.rollout) > 1:
+        raise _not_repeatable("peers.rollout", f"{len(run.peers.rollout)} replicas", "one replica")
+    rollout, trainer, orchestrator = (_section(run, name) for name in ("rollout", "trainer", "orchestrator"))
+    if rollout is not None:
+        arguments, fixed = getattr(rollout, "engine_args", {}), ENGINES[getattr(rollout, "engine", "")].repeatable
+        for name, value in fixed.items():
+            if arguments.get(name, value) != value:
+                raise _not_repeatable(f"rollout.engine_args.{name}", arguments[name], value)
+        arguments = {**arguments, **fixed}
+        threads = _needed(rollout, "rollout.", "threads", _ONE_THREAD)
+        updates["rollout"] = rollout.model_copy(update={"engine_args": arguments, "threads": threads})
+    if trainer is not None:
+        if trainer.processes() > 1:
+            raise _not_repeatable("trainer.parallel", f"{trainer.processes()} processes", "one process")
+        threads = _needed(trainer, "trainer.", "threads", _ONE_THREAD)
+        updates["trainer"] = trainer.model_copy(update={"threads": threads})
+    if orchestrator is not None:
+        updates["orchestrator"] = _repeatable_orchestrator(orchestrator)
+    return run.model_copy(update=updates)
+
+
+def _repeatable_orchestrator(orchestrator: Any) -> Section:  # noqa: ANN401 - a table of a package that this one does not import
+    for each in orchestrator.mix:
+        if each.workflow not in OWN_WORKFLOWS:
+            raise _not_repeatable("orchestrator.workflow", each.workflow, "one of Sluice's own")
+    if orchestrator.evaluation.every_steps:
+        raise _not_repeatable("orchestrator.evaluation.every_steps", orchestrator.evaluation.every_steps, "0")
+    data = orchestrator.model_dump(exclude_unset=True)
+    data.setdefault("sampling", {})["seeded"] = True
+    for each in data.get("environments", ()):
+        each.setdefault("sampling", {})["seeded"] = True
+    data.setdefault("concurrency", {})["adapt"] = False
+    data.setdefault("replicas", {}).setdefault("coalesce_s", _ROUND_S)
+    return type(orchestrator).model_validate(data)  # type: ignore[no-any-return]
+
+
+def _needed(table: Section, prefix: str, name: str, value: object) -> object:
+    """Return the value that a setting of a deterministic run has, unless another one was given."""
+    given = getattr(table, name)
+    if name in table.model_fields_set and given != value:
+        raise _not_repeatable(f"{prefix}{name}", given, value)
+    return value
+
+
+def _not_repeatable(setting: str, given: object, needed: object) -> ConfigError:
+    return ConfigError(
+        f"deterministic = true needs {setting} = {needed}, but it is {given}: leave it out, or set deterministic = false"
+    )
+
+
 def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:
     """Replace every `auto` that concerns both the trainer and the engine. Explicit settings stay as they are.
 

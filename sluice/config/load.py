@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pydantic import BaseModel, Field, SecretStr, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from sluice.config.decide import allocated, decided, visible_devices
+from sluice.config.decide import allocated, decided, repeatable, visible_devices
 from sluice.config.schema import (
     CommonConfig,
     FieldType,
@@ -305,7 +305,7 @@ def load_run(
         if own_token is not None:
             security = config.security.model_copy(update={"token_file": own_token, "admin_token_file": None})
             config = config.model_copy(update={"security": security})
-        config, decisions = decided(allocated(config), cuda=bool(visible_devices(os.environ)))
+        config, decisions = decided(repeatable(allocated(config)), cuda=bool(visible_devices(os.environ)))
         notes = check(config) or ()
         return config, [*(f"decided: {decision}" for decision in decisions), *notes]
 

@@ -283,6 +283,10 @@ class CommonConfig(Section):
         ge=0,
         description="Most policy versions that a token may lag behind the trainer; 0 is exact on-policy training.",
     )
+    deterministic: bool = Field(
+        False,
+        description="Two runs with the same seed and settings give the same metrics and weights, bit for bit. Slower: max_staleness 0, one replica, one trainer process, one thread each, and requests in rounds.",
+    )
     allocation_mode: str | None = Field(
         None,
         description="How devices are assigned, such as `vllm:d2t1+fsdp:d4` (rollout + trainer; d data, t tensor, c context,"

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
 from rollout_svc.engines.slots import build
+from sluice.cli.report import metrics_digest, weight_digests
 from sluice.config import ConfigError, check_tables_fit, load_run
 from sluice.config.decide import decided
 from trainer_svc.objectives.objective import mismatch_warning
@@ -136,3 +137,46 @@ def test_an_orchestrator_that_is_less_patient_than_the_trainer_itself_is_refused
     with pytest.raises(ConfigError, match=r"orchestrator\.deadlines\.step_s = 7200 .* set it to 16800 or more"):
         check_tables_fit(load_run(["--trainer.deadlines.step-s", "7200"]))
     check_tables_fit(load_run(["--trainer.deadlines.step-s", "7200", "--orchestrator.deadlines.step-s", "16800"]))
+
+
+def test_a_deterministic_run_has_what_it_needs() -> None:
+    run = load_run(["--deterministic", "true", "--rollout.engine-args.enforce-eager", "true"])
+    assert run.max_staleness == 0
+    assert (run.trainer.threads, run.rollout.threads) == (1, 1)
+    assert run.rollout.engine_args["enforce_eager"]
+    assert run.rollout.engine_args["enable_prefix_caching"] is False
+    assert all(each.sampling.seeded for each in run.orchestrator.mix)
+    assert not run.orchestrator.concurrency.adapt
+    assert (
+        "enable_prefix_caching"
+        not in load_run(["--deterministic", "true", "--rollout.engine", "transformers"]).rollout.engine_args
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        (["--max-staleness", "2"], "max_staleness"),
+        (["--trainer.threads", "2"], "trainer.threads"),
+        (["--rollout.engine-args.enable-prefix-caching", "true"], "rollout.engine_args.enable_prefix_caching"),
+        (["--trainer.parallel.dp-shard", "2"], "trainer.parallel"),
+        (["--orchestrator.workflow", "a.module:Class"], "orchestrator.workflow"),
+        (["--orchestrator.evaluation.every-steps", "5"], "orchestrator.evaluation.every_steps"),
+    ],
+)
+def test_a_setting_that_a_deterministic_run_cannot_have_is_named(flags: list[str], setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"deterministic = true needs {setting} = "):
+        load_run(["--deterministic", "true", *flags])
+
+
+def test_digests_leave_out_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
+    step = {"step": 1.0, "time": 5.0, "trainer/seconds/forward": 0.5, "reward/mean": 0.25}
+    assert metrics_digest([step]) == metrics_digest([step | {"time": 6.0, "trainer/seconds/forward": 0.7}])
+    assert metrics_digest([step]) != metrics_digest([step | {"reward/mean": 0.5}])
+    weights = tmp_path / "weights" / "v1.1" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"a")
+    before = weight_digests(tmp_path)
+    weights.write_bytes(b"b")
+    assert set(before) == {"v1.1"}
+    assert weight_digests(tmp_path) != before

@@ -6,6 +6,7 @@ A `Learner` blocks. The `ComputeThread` runs its calls one after another, so tha
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -456,6 +457,9 @@ class Learner:
         self.engine.optimizer.changed_lr = None
 
     def _load_base(self) -> None:
+        if self.common.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat its sums
+            torch.use_deterministic_algorithms(True)
         update = PolicyUpdate.load(
             self.config, self.common.model, self.common.seed, mesh=self.mesh, frozen=self._frozen
         )
