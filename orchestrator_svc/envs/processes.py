@@ -459,6 +459,7 @@ class EnvironmentProcesses:
         task = end.culprit.task_id if end.culprit is not None else ""
         log.warning(
             "a process of the environment ended",
+            environment=self.name,
             process=worker.number,
             reason=end.reason,
             problem=end.text,
@@ -518,8 +519,8 @@ class EnvironmentProcesses:
         most = self._config.memory_mib
         while most:
             await asyncio.sleep(_MEMORY_POLL_S)
-            for worker in self._lives:
-                used = worker.memory_mib()
+            for worker in tuple(self._lives):
+                used = await asyncio.to_thread(worker.memory_mib)
                 if used > most:
                     text = f"was killed: it had {used:.0f} MiB of memory, more than {most} ({_SECTION}.memory_mib)"
                     worker.end_because(End(Reason.MEMORY, text))

@@ -48,7 +48,7 @@ _LAST_LINES_S = 0.5
 """Seconds to read what an ended process printed; a process that left its group may still hold the pipe."""
 
 _MOST_PROCESSES = 1000
-"""Most processes of a tree whose memory is added up."""
+"""Most processes of a tree that are looked at: about 50 ms of a thread."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -148,6 +148,7 @@ class Worker(asyncio.Protocol):
         self.end: End | None = None
         self._watchdog, self._on_answer = watchdog, on_answer
         self._reader = FrameReader()
+        self._environment = ""
         self._started = asyncio.Event()
         self._description: dict[str, Any] = {}
         self._transport: asyncio.Transport | None = None
@@ -166,6 +167,7 @@ class Worker(asyncio.Protocol):
         Raises:
             ConfigError: if the environment cannot be constructed.
         """
+        self._environment = settings["environment"]
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -257,7 +259,7 @@ class Worker(asyncio.Protocol):
         self._started.set()
 
     async def kill(self, grace_s: float = 0.0) -> str:
-        """End the process and all of its group; calls that run are left without an answer.
+        """End the process, its group and what it started; calls that run are left without an answer.
 
         Args:
             grace_s: Seconds in which it may end by itself, now that its connection is closed.
@@ -274,6 +276,7 @@ class Worker(asyncio.Protocol):
         process, self._process = self._process, None
         if process is None:
             return "was not started"
+        escaped = await asyncio.to_thread(_outside_the_group, process.pid) if process.returncode is None else []
         if self.end is not None and self.end.reason == Reason.HUNG:
             with contextlib.suppress(OSError):
                 process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of its threads, to the log
@@ -283,6 +286,10 @@ class Worker(asyncio.Protocol):
                 await process.wait()
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
+        for handle in escaped:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
         await settle(*self._following, timeout_s=_LAST_LINES_S)
         for task in self._following:
             task.cancel()
@@ -308,22 +315,42 @@ class Worker(asyncio.Protocol):
             data = await process.stdout.read(_READ_BYTES)
             for line in lines.feed(data, clock()):
                 self._last_lines.append(line)
-                log.info("environment prints", process=self.number, text=line)
+                log.info("environment prints", environment=self._environment, process=self.number, text=line)
 
     def memory_mib(self) -> float:
-        """Return the memory of the process and of what it started, without what is shared with files, in MiB; 0 if not Linux."""
-        found = 0
-        left = [] if self._process is None else [self._process.pid]
-        for _ in range(_MOST_PROCESSES):
-            if not left:
-                break
-            directory = Path(f"/proc/{left.pop()}")
+        """Return the memory of the process and of what it started, without what is shared with files, in MiB; 0 if not Linux.
+
+        May be called in a thread: it reads as many files as the processes have threads.
+        """
+        process = self._process
+        pages = 0
+        for pid in _tree(process.pid) if process is not None else ():
             with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
-                _, resident, shared, *_ = (directory / "statm").read_text().split()
-                found += int(resident) - int(shared)
-                for thread in (directory / "task").iterdir():
-                    left += map(int, (thread / "children").read_text().split())
-        return found * _PAGE_BYTES / (1 << 20)
+                _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+                pages += int(resident) - int(shared)
+        return pages * _PAGE_BYTES / (1 << 20)
+
+
+def _tree(pid: int) -> list[int]:
+    """Return a process and what it started, also in sessions of their own; itself alone if not Linux."""
+    found: list[int] = []
+    left = [pid]
+    while left and len(found) < _MOST_PROCESSES:
+        found.append(left.pop())
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for thread in Path(f"/proc/{found[-1]}/task").iterdir():
+                left += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _outside_the_group(leader: int) -> list[int]:
+    """Return handles (pidfd) of what a process started in other groups. Unlike its number, a handle never names another process."""
+    handles = []
+    for pid in _tree(leader)[1:]:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.getpgid(pid) != leader:
+                handles.append(os.pidfd_open(pid))
+    return handles
 
 
 def _exit_text(code: int) -> str:

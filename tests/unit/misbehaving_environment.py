@@ -46,6 +46,13 @@ def spawn():
     time.sleep(3600)
 
 
+def spawn_in_a_session():
+    subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(3600)", f"of-{os.getpid()}"], start_new_session=True
+    )
+    time.sleep(3600)
+
+
 def has_secrets():
     return float("JUDGE_API_KEY" in os.environ) + 2.0 * ("ANOTHER_TOKEN" in os.environ)
 
@@ -65,6 +72,7 @@ DEEDS = {
     "fork bomb": fork_bomb,
     "fork and return": lambda: float(bool(os.fork()) or True),
     "spawn": spawn,
+    "spawn in a session": spawn_in_a_session,
     "nan": lambda: float("nan"),
     "object": object,
     "pid": lambda: float(os.getpid()),

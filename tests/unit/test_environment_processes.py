@@ -62,6 +62,16 @@ def of_group(group: int) -> list[int]:
     return found
 
 
+def processes_with(mark: str) -> list[str]:
+    """Return the processes that have an argument."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in (entry / "cmdline").read_bytes().decode().split("\0"):
+                found.append(entry.name)
+    return found
+
+
 async def until(condition) -> None:
     async with asyncio.timeout(LONG_S):
         while not condition():  # noqa: ASYNC110 - processes that are not ours announce nothing
@@ -235,6 +245,18 @@ async def test_a_killed_process_takes_along_what_it_started(word) -> None:
         with pytest.raises(EnvironmentFailedError, match="did not end"):
             await environment.messages(Task("t", {"do": word}))
         await until(lambda: not of_group(int(group)))
+
+
+@linux_only
+async def test_a_process_that_hangs_takes_along_what_it_started_in_another_session() -> None:
+    async with pool("Single", count=1, call_s=SHORT_S) as environment:
+        (parent,) = await environment.score(TASK, ["pid"])
+        hanging = asyncio.create_task(environment.messages(Task("t", {"do": "spawn in a session"})))
+        mark = f"of-{parent:.0f}"
+        await until(lambda: processes_with(mark))
+        with pytest.raises(EnvironmentFailedError, match="did not end"):
+            await hanging
+        await until(lambda: not processes_with(mark))
 
 
 async def test_a_fork_that_comes_back_answers_once(single) -> None:
