@@ -1,4 +1,4 @@
-"""The state of a run as it follows from its facts: groups, batches, counts, epochs, draws.
+"""The state of a run as it follows from its facts: groups, batches, counts, epochs.
 
 `Ledger.apply` takes one fact after the other and does nothing else: no clock, no I/O, no settings. The running process and
 a start use the same class, so that both have the same state. Nothing else changes it.

@@ -18,6 +18,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from orchestrator_svc.config import EnvironmentConfig
+from orchestrator_svc.curriculum import Curriculum
+from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
@@ -25,6 +28,7 @@ from orchestrator_svc.journal.segments import Disk, JournalError
 from orchestrator_svc.journal.store import Journal, read_facts
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.selection import window_size
+from orchestrator_svc.status import describe_environments
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
@@ -123,6 +127,19 @@ class Inline:
         pass
 
 
+def new_curriculum() -> Curriculum:
+    """A curriculum that knows no facts yet: two environments at three to one, of which one has pools."""
+    pooled = EnvironmentConfig(name="e", environment="m:E", ratio=3, quarantine_after=2, pools={"enabled": True})
+    limited = EnvironmentConfig(name="f", environment="m:F", quarantine_after=2, max_running=3)
+    tasks = [Task(f"t{number}") for number in range(24)]
+    return Curriculum([(pooled, tasks), (limited, tasks)], seed=1)
+
+
+def described(curriculum: Curriculum) -> list[orchestrator_pb2.RunEnvironment | pb.CurriculumNoted]:
+    """All that facts say about the choice of tasks."""
+    return [*describe_environments(curriculum), curriculum.noted()]
+
+
 @dataclass
 class Trainer:
     """Applies batches in order; keeps checkpoints and, as a real one, a record of what its weights hold."""
@@ -205,8 +222,14 @@ class CrashingRun(RuleBasedStateMachine):
         while True:
             try:
                 with patch.object(store, "SerialThread", Inline):
+                    self.curriculum = new_curriculum()
                     self.journal = Journal(
-                        self.directory, {"run": "r"}, fsync_interval_s=0.0, segment_bytes=400, disk=self.disk
+                        self.directory,
+                        {"run": "r"},
+                        fsync_interval_s=0.0,
+                        segment_bytes=400,
+                        follow=self.curriculum.apply,
+                        disk=self.disk,
                     )
             except CrashedError:
                 self.disk.lose()
@@ -253,6 +276,11 @@ class CrashingRun(RuleBasedStateMachine):
         self.durable_seq = await self.journal.durable()
         if self.chance.random() < 0.2:
             assert folded(read_facts(self.directory)) == self.ledger
+            again = new_curriculum()
+            for _, fact in read_facts(self.directory):
+                again.apply(fact)
+            assert described(again) == described(self.curriculum)
+            assert again.choose(0.0, self.ledger.redraws) == self.curriculum.choose(0.0, self.ledger.redraws)
 
     def record(self, **kind):
         self.journal.record(pb.Fact(**kind))
@@ -318,17 +346,24 @@ class CrashingRun(RuleBasedStateMachine):
                 version = self.scheduler.wanted_version()
                 if version is None or self.replica < version:
                     return
-                self.draw(self.next_task())
+                if (drawn := self.next_task()) is None:
+                    return
+                self.draw(drawn)
 
         self.run(start())
 
     def next_task(self):
-        ledger = self.ledger
-        redraw = ledger.redraws[0] if ledger.redraws else None
-        position = redraw.position if redraw else ledger.next_group
-        reason = redraw.reason if redraw else ""
+        draw = self.curriculum.choose(0.0, self.ledger.redraws)
+        if draw is None:
+            return None
         return pb.TaskDrawn(
-            environment="e", task_id=f"t{position}", group=ledger.next_group, position=position, redraw_reason=reason
+            environment=draw.environment,
+            task_id=draw.task_id,
+            group=self.ledger.next_group,
+            position=draw.position,
+            redraw_reason=draw.reason,
+            draw=draw.draw,
+            passed_over=draw.passed_over,
         )
 
     def draw(self, drawn):
@@ -344,7 +379,7 @@ class CrashingRun(RuleBasedStateMachine):
             return
         self.unfinished.discard(group.number)
         if not self.scheduler.goes_on(group):
-            again = pb.TaskDrawn(group=group.number, attempt=group.attempt + 1, environment="e")
+            again = pb.TaskDrawn(group=group.number, attempt=group.attempt + 1, environment=group.environment)
             again.task_id, again.position = group.task_id, group.position
             self.draw(again)
 
@@ -379,7 +414,14 @@ class CrashingRun(RuleBasedStateMachine):
 
     async def end(self, group: Group, *, fails: bool):
         if fails:
-            self.record(group_dropped=pb.GroupDropped(group=group.number, reason=Reason.EPISODE_FAILED))
+            reason = self.chance.choice([Reason.EPISODE_FAILED, Reason.EPISODE_DEADLINE, Reason.NO_SIGNAL])
+            failures = self.curriculum.to_quarantine(group.number, reason)
+            self.record(group_dropped=pb.GroupDropped(group=group.number, reason=reason))
+            if failures:
+                quarantined = pb.TaskQuarantined(
+                    environment=group.environment, task_id=group.task_id, failures=failures
+                )
+                self.record(task_quarantined=quarantined)
             return
         self.sample(group)
         response = await JournaledEpisodes(self.journal, group).generation(group.attempt, 0, range(GROUP))
@@ -396,6 +438,7 @@ class CrashingRun(RuleBasedStateMachine):
         episodes = [
             pb.EndedEpisode(
                 episode=index,
+                reward=float((group.number + index) % 3 == 0),
                 trajectories=[pb.AcceptedTrajectory(trajectory_id=each.trajectory.trajectory_id, place=place)],
             )
             for index, (each, place) in enumerate(zip(records, places, strict=True))
@@ -476,6 +519,7 @@ class CrashingRun(RuleBasedStateMachine):
     @rule()
     def a_checkpoint_is_written(self):
         async def save():
+            self.record(curriculum_noted=self.curriculum.noted())
             await self.durable()
             position, version = self.durable_seq, self.trainer.version
             self.trainer.checkpoints.append((version, position))
@@ -559,7 +603,7 @@ class CrashingRun(RuleBasedStateMachine):
                 redraws += fact.batch_applied.redrawn
             elif kind == "epoch_begun":
                 applied = {n: each for n, each in applied.items() if n <= fact.epoch_begun.origin.number}
-            elif kind == "task_drawn" and fact.task_drawn.redraw_reason:
+            elif kind == "task_drawn" and fact.task_drawn.redraw_reason == Reason.STALE:
                 redrawn.append(fact.task_drawn.position)
             elif kind == "group_dropped" and fact.group_dropped.reason == Reason.STALE:
                 redraws += [fact.group_dropped.group] * fact.group_dropped.redraw
