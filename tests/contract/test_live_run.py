@@ -8,13 +8,14 @@ import json
 
 import grpc
 import pytest
-from orchestrator_doubles import RolloutDouble
+from orchestrator_doubles import RolloutDouble, orchestrator_settings
 from test_orchestrator_run import Scene, make_scene
 
 from orchestrator_svc.journal.store import read_facts
 from sluice.cli import set as set_command
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
+from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
 pytestmark = pytest.mark.slow
@@ -26,6 +27,15 @@ DEADLINE_S = 60
 async def scene(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         yield await make_scene(tmp_path, stack, [RolloutDouble()])
+
+
+async def run_once_served(scene: Scene) -> orchestrator_pb2.Run:
+    """The run as an orchestrator that has just been started describes it."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with contextlib.suppress(SluiceError):
+                async with scene.client() as client:
+                    return await client.run("test")
 
 
 async def until_applied(scene: Scene, steps: int) -> None:
@@ -105,11 +115,10 @@ async def test_a_restart_takes_changed_settings_back_and_sends_batches_as_they_w
     scene.trainer.checkpoint = Version(1, 2)
     scene.trainer.crash()  # the batches after its checkpoint are sent again
     scene.trainer.headers.clear()
-    scene.trainer.automatic = True
     again = scene.start(max_steps=6)  # the settings file still says max_staleness = 2
-    async with scene.client() as client:
-        await scene.until_run(client, lambda run: run.max_staleness == 1)
-        await asyncio.wait_for(again, DEADLINE_S)
+    assert (await run_once_served(scene)).max_staleness == 1
+    scene.trainer.run_freely()
+    await asyncio.wait_for(again, DEADLINE_S)
     after = {header.sequence_no: header for header in scene.trainer.headers}
     for number in (3, 4):
         assert after[number].batch_id == before[number].batch_id
@@ -173,3 +182,30 @@ async def test_the_command_finds_the_orchestrator_by_the_name_of_the_run(scene: 
 def test_a_malformed_command_says_how_to_write_it(words, message):
     with pytest.raises(ConfigError, match=message):
         set_command.run(words)
+
+
+async def test_the_ratio_of_environments_is_changed_and_stays_changed(scene: Scene) -> None:
+    scene.trainer.automatic = False
+    environment = orchestrator_settings(scene.directory, scene.port).environment
+    mix = [{"environment": environment, "name": name} for name in ("easy", "hard")]
+
+    def shares(run: orchestrator_pb2.Run) -> dict[str, float]:
+        return {each.name: each.wanted_share for each in run.environments}
+
+    running = scene.start(max_steps=12, environment="", environments=mix)
+    async with scene.client() as client:
+        await scene.until(lambda: scene.trainer.waiting)
+        assert shares(await client.run("test")) == {"easy": 0.5, "hard": 0.5}
+        await client.set("test", {"orchestrator.environments.hard.ratio": "3"})
+        before = await client.run("test")
+        assert shares(before) == {"easy": 0.25, "hard": 0.75}
+        await until_applied(scene, 4)
+    running.cancel()
+    await asyncio.wait({running})
+    again = scene.start(max_steps=12, environment="", environments=mix)
+    assert shares(await run_once_served(scene)) == {"easy": 0.25, "hard": 0.75}
+    scene.trainer.run_freely()
+    await asyncio.wait_for(again, DEADLINE_S)
+    drawn = [fact.task_drawn for _, fact in read_facts(scene.run_dir) if fact.HasField("task_drawn")]
+    later = [each.environment for each in drawn[sum(each.groups for each in before.environments) :]]
+    assert abs(later.count("hard") - 0.75 * len(later)) <= 1.5
