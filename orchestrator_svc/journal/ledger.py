@@ -12,6 +12,7 @@ A batch that was applied is kept until a checkpoint covers it: a trainer that re
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -447,10 +448,10 @@ class Ledger:
         self._count_passed([group.number for group in members])
 
     def _count_passed(self, batched: Sequence[int]) -> None:
-        youngest = max(batched, default=0)
+        order = sorted(batched)
         for group in self.groups.values():
-            if group.stage is Stage.RUNNING and group.number < youngest:
-                group.passed += sum(number > group.number for number in batched)
+            if group.stage is Stage.RUNNING and group.number < order[-1]:
+                group.passed += len(order) - bisect.bisect(order, group.number)
                 self.changed.add(group.number)
 
     def _batch_sent(self, fact: pb.BatchSent) -> None:
