@@ -54,7 +54,9 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     """Measure and print; return the content of the JSON line."""
     parser = argparse.ArgumentParser(prog="sluice bench orchestrator", description=__doc__)
     parser.add_argument("--in-flight", type=int, default=10_000, help="episodes under way at a time")
-    parser.add_argument("--also", type=int, nargs="*", default=[1_000, 50_000], help="further numbers of them")
+    parser.add_argument(
+        "--also", type=int, nargs="*", default=[1_000, 50_000], help="further numbers of them, at the same rate"
+    )
     parser.add_argument(
         "--multi-turn", type=int, default=2_000, help=f"of episodes of {TURNS} turns; 0 leaves them out"
     )
@@ -140,7 +142,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
         rate = SHARE * (await measure(Level("peak", options.in_flight, FASTEST))).episodes_per_s
     held = await measure(Level("held", options.in_flight, rate))
     for in_flight in options.also:
-        await measure(Level(f"{in_flight}-in-flight", in_flight, FASTEST))
+        await measure(Level(f"{in_flight}-in-flight", in_flight, rate))
     if options.multi_turn:
         await measure(Level("multi-turn", options.multi_turn, FASTEST, turns=TURNS))
     return {
