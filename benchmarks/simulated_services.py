@@ -20,7 +20,7 @@ import grpc
 
 from sluice.client import TrainerClient
 from sluice.rpc import SluiceError
-from sluice.rpc.channel import TRANSPORT_OPTIONS
+from sluice.rpc.server import SERVER_OPTIONS
 from sluice.v1 import rollout_pb2, tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version, VersionSpan
 
@@ -329,7 +329,7 @@ class SimulatedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 async def _serve(port: int, register: Callable[[grpc.aio.Server], object], *beside: Any) -> None:  # noqa: ANN401
     """Serve until SIGTERM or SIGINT."""
-    server = grpc.aio.server(options=TRANSPORT_OPTIONS)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     register(server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()

@@ -43,13 +43,14 @@ CONTRACT_VERSION = 1
 Servicer: TypeAlias = Any
 """An implementation of a generated servicer class."""
 
-_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *TRANSPORT_OPTIONS,
     # Two servers on one port would each get half of the calls; without this the second one fails to start.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+"""What a server of ours tells gRPC. One without them ends the connections of our clients for their keepalive pings."""
 
 RPC_TOTAL = Counter("sluice_rpc", "Calls answered, by status code.", ("service", "method", "code"))
 RPC_SECONDS = Histogram(
@@ -169,7 +170,7 @@ class RpcServer:
         self._calls = CallInterceptor(
             self.access, self._config.max_concurrent_rpcs, frozenset(self._unimplemented), self.call_log
         )
-        self._server = grpc.aio.server(interceptors=[self._calls], options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
         for add_fn, servicer in self._registrations:
             add_fn(servicer, self._server)
         names = sorted([*self._services, INFO_SERVICE])
