@@ -165,6 +165,30 @@ async def test_a_run_that_goes_on_draws_on_where_it_stopped(scene) -> None:
     assert len(set(groups.values())) >= 12, "no task of an environment comes twice in a pass"
 
 
+async def test_each_environment_is_evaluated_under_its_name(scene) -> None:
+    report = await scene.run(
+        **mixed(scene, {"name": "many"}, {"name": "few"}), evaluation={"every_steps": 4, "prompts": 3}, max_steps=4
+    )
+    (evaluation,) = report["evaluations"]
+    assert evaluation["eval/many/reward_mean"] == evaluation["eval/few/reward_mean"] == pytest.approx(1 / 2)
+
+
+async def test_a_ratio_that_is_changed_while_the_run_lives_holds_for_the_draws_that_follow(scene) -> None:
+    scene.trainer.automatic = False
+    settings = mixed(scene, {"name": "a"}, {"name": "b"})
+    run = scene.start(**settings, max_steps=10, common={"max_staleness": 0})
+    async with scene.client() as client:
+        before = await scene.until_run(client, lambda run: sum(each.groups for each in run.environments) == 2)
+        assert [each.groups for each in before.environments] == [1, 1]
+        changed = await client.set("test", {"orchestrator.environments.a.ratio": "9.0"})
+        assert [each.key for each in changed] == ["orchestrator.environments.a.ratio"]
+        scene.trainer.run_freely()
+        await run
+    groups = [each["groups"] for each in scene.report()["environments"]]
+    assert sum(groups) == 20
+    assert groups[1] in {2, 3, 4}
+
+
 async def test_a_task_to_draw_again_survives_a_kill(tmp_path) -> None:
     """The journal alone knows that a stale group's task has to be drawn again."""
 
