@@ -30,7 +30,8 @@ from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
-from orchestrator_svc.training import TrainerLink, Training
+from orchestrator_svc.trainer_link import TrainerLink
+from orchestrator_svc.training import Training
 from orchestrator_svc.workflows import GroupRunner, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError

@@ -29,7 +29,7 @@ from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import Journal, read_facts
 from orchestrator_svc.report import AppliedStep, Recorder, RunReporter, read_metrics
 from orchestrator_svc.task_stream import TaskStream
-from orchestrator_svc.training import EpochLostError, TrainerLink
+from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.rpc import SluiceError

@@ -151,10 +151,15 @@ class Trainer:
     record: dict[int, pb.BatchApplied] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     checkpoints: list[tuple[Version, int]] = field(default_factory=list)
+    spare: bool = False
 
-    def crash(self) -> None:
+    def crash(self, *, damaged: bool = False) -> None:
+        """Die; the disk may also damage the newest checkpoint, so that the one before it is taken."""
         self.is_open = False
         self.queue.clear()
+        if damaged and self.spare:
+            self.checkpoints.pop()
+            self.spare = False
 
     def begin_epoch(self, epoch: int, last_seq: int) -> Version:
         usable = [version for version, position in self.checkpoints if position <= last_seq]
@@ -318,14 +323,14 @@ class CrashingRun(RuleBasedStateMachine):
     def the_process_is_killed(self):
         self.killed(None, after=False)
 
-    @rule()
-    def the_trainer_is_killed(self):
-        self.trainer.crash()
+    @rule(damaged=st.booleans())
+    def the_trainer_is_killed(self, damaged):
+        self.trainer.crash(damaged=damaged)
         self.run(self.open_epoch())
 
-    @rule(calls=st.integers(1, 24), after=st.booleans())
-    def both_are_killed(self, calls, after):
-        self.trainer.crash()
+    @rule(calls=st.integers(1, 24), after=st.booleans(), damaged=st.booleans())
+    def both_are_killed(self, calls, after, damaged):
+        self.trainer.crash(damaged=damaged)
         self.killed(calls, after=after)
 
     @rule()
@@ -523,6 +528,7 @@ class CrashingRun(RuleBasedStateMachine):
             await self.durable()
             position, version = self.durable_seq, self.trainer.version
             self.trainer.checkpoints.append((version, position))
+            self.trainer.spare = True
             covered = pb.CheckpointCovered(name="c", policy_version=version.to_proto(), position=position)
             self.record(checkpoint_covered=covered)
 
