@@ -10,7 +10,7 @@ brought no signal is replaced by another task of its environment; or the mix cho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +140,7 @@ class Curriculum:
         environments: Settings and tasks of each environment, in the order of the settings.
 
     Attributes:
+        environments: Settings of each environment, by name.
         refills: Groups without signal since the last batch was made.
 
     Raises:
@@ -151,6 +152,7 @@ class Curriculum:
             settings.name: _Source(settings, TaskStream(tasks, seed, settings.pools, split=settings.split))
             for settings, tasks in environments
         }
+        self.environments = {name: each.settings for name, each in self._sources.items()}
         self._shares = Shares({name: each.settings.ratio for name, each in self._sources.items()})
         self._running: dict[int, _RunningGroup] = {}
         self.refills = 0
@@ -320,11 +322,6 @@ class Curriculum:
     def exhausted(self) -> bool:
         """Whether every task of every environment is in quarantine."""
         return all(each.stream.exhausted for each in self._sources.values())
-
-    @property
-    def environments(self) -> Mapping[str, EnvironmentConfig]:
-        """Settings of each environment, by name."""
-        return {name: each.settings for name, each in self._sources.items()}
 
     def task(self, environment: str, task_id: str, position: int) -> Task | None:
         """Return a task; None if the environment, or the task in it, no longer exists.
