@@ -19,8 +19,9 @@ import xxhash
 
 from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.envs.base import Message, Task, Turn
+from orchestrator_svc.envs.episode import OpenEpisode, ReplayDiffersError
 from orchestrator_svc.envs.loading import load_attribute
-from orchestrator_svc.envs.processes import EnvironmentProcesses, OpenEpisode, ReplayDiffersError
+from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.generation import derived_seed
 from orchestrator_svc.policy import PolicyEngine

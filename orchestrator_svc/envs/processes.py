@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Self
 
 import structlog
 
 from orchestrator_svc.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.base import Message, Task, Turn
-from orchestrator_svc.envs.framing import NotPlainError, encode
+from orchestrator_svc.envs.base import Message, Task
+from orchestrator_svc.envs.episode import MOST_LOSSES, OpenEpisode, task_fields
+from orchestrator_svc.envs.framing import NotPlainError
 from orchestrator_svc.envs.worker import Call, End, EnvironmentFailedError, Reason, Worker, passed_variables
 from sluice.config import ConfigError
 from sluice.supervise.supervisor import Watchdog
@@ -49,9 +49,6 @@ _EXIT_S = 1.0
 _MEMORY_POLL_S = 0.25
 """Seconds between two looks at the memory of the processes; a looping allocation takes about 0.5 GiB meanwhile."""
 
-_MOST_LOSSES = 8
-"""Processes that may end under a call or an episode because of others, before it fails as well."""
-
 
 class Restarts:
     """Decides when another process may be started after one that died. Pure.
@@ -75,10 +72,6 @@ class Restarts:
         if self._in_a_row > self._most:
             return None
         return 0.0 if self._in_a_row == 1 else min(0.1 * 2.0 ** (self._in_a_row - 2), 10.0)
-
-
-class ReplayDiffersError(Exception):
-    """An episode that another process began cannot be continued: it has to begin again."""
 
 
 class EnvironmentProcesses:
@@ -188,7 +181,7 @@ class EnvironmentProcesses:
         Raises:
             EnvironmentFailedError: if the environment fails.
         """
-        value, _ = await self._call("messages", task.task_id, {"task": _fields(task)}, self._call_limit)
+        value, _ = await self._call("messages", task.task_id, {"task": task_fields(task)}, self._call_limit)
         return list(value)
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[float | None]:
@@ -221,7 +214,7 @@ class EnvironmentProcesses:
         limit = (self._config.score_s, f"{_SECTION}.score_s")
         try:
             values, _ = await self._call(
-                "score", task.task_id, {"task": _fields(task), "completions": list(completions)}, limit
+                "score", task.task_id, {"task": task_fields(task), "completions": list(completions)}, limit
             )
         except EnvironmentFailedError as error:
             if error.reason == Reason.GIVEN_UP:
@@ -495,7 +488,7 @@ class EnvironmentProcesses:
             call.answer.set_exception(
                 EnvironmentFailedError(Reason.GIVEN_UP, self._given_up, call.task_id, culprit=False)
             )
-        elif call.method in _PINNED or call.losses > _MOST_LOSSES:
+        elif call.method in _PINNED or call.losses > MOST_LOSSES:
             call.answer.set_exception(self._lost_error(call, end))
         else:
             self._waiting.appendleft(call)
@@ -528,94 +521,6 @@ class EnvironmentProcesses:
 
 _PINNED = {"step", "close", "tasks"}
 """Methods whose calls only the process that holds their state can run."""
-
-
-class OpenEpisode:
-    """An episode of a multi-turn environment. If its process ends because of another one, it is replayed in a further process.
-
-    Attributes:
-        name: Names it in its process.
-        messages: Messages to begin with.
-        worker: Its process.
-        done: Whether the environment has ended it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        call: Callable[..., Awaitable[tuple[Any, Worker]]],
-        limit: tuple[float, str],
-        task: Task,
-        seed: int,
-    ) -> None:
-        self.name = name
-        self.messages: list[Message] = []
-        self.worker: Worker | None = None
-        self.done = False
-        self._call, self._limit, self._task, self._seed = call, limit, task, seed
-        self._answers: list[tuple[str, bytes]] = []
-
-    async def begin(self) -> None:
-        """Open it, and make the steps again that were made before.
-
-        Raises:
-            EnvironmentFailedError: if the environment fails.
-            ReplayDiffersError: if it answers otherwise than before.
-        """
-        self.worker = None
-        arguments = {"episode": self.name, "task": _fields(self._task), "seed": self._seed}
-        messages, self.worker = await self._call("reset", self._task.task_id, arguments, self._limit)
-        if self._answers and messages != self.messages:
-            raise self._differs("reset")
-        self.messages = messages
-        for number, (completion, before) in enumerate(self._answers):
-            if _digest(await self._step(completion, alone=False)) != before:
-                raise self._differs(f"step {number + 1}")
-
-    async def step(self, completion: str) -> Turn:
-        """Take the assistant's turn.
-
-        Raises:
-            EnvironmentFailedError: if the environment fails.
-            ReplayDiffersError: if the process ended because of another episode, and this one cannot be replayed.
-        """
-        losses, alone = 0, False
-        while True:
-            try:
-                if losses:
-                    await self.begin()
-                answer = await self._step(completion, alone=alone)
-                break
-            except EnvironmentFailedError as error:
-                if error.culprit or error.reason == Reason.GIVEN_UP or losses == _MOST_LOSSES:
-                    raise
-                losses, alone = losses + 1, error.suspect
-                log.info(
-                    "an episode is replayed", task=self._task.task_id, turns=len(self._answers), problem=error.message
-                )
-        self._answers.append((completion, _digest(answer)))
-        self.done = answer["done"]
-        return Turn(**answer)
-
-    async def _step(self, completion: str, *, alone: bool) -> dict[str, Any]:
-        arguments = {"episode": self.name, "completion": completion}
-        answer, _ = await self._call("step", self._task.task_id, arguments, self._limit, self.worker, alone=alone)
-        found: dict[str, Any] = answer
-        return found
-
-    def _differs(self, what: str) -> ReplayDiffersError:
-        return ReplayDiffersError(
-            f"the process of an episode of task {self._task.task_id} ended because of another one, and {what} answered otherwise when it"
-            " was replayed: an episode can only be continued if its seed and the completions determine it"
-        )
-
-
-def _digest(answer: Mapping[str, Any]) -> bytes:
-    return hashlib.blake2b(encode(answer), digest_size=16).digest()
-
-
-def _fields(task: Task) -> dict[str, Any]:
-    return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}
 
 
 def _text(raised: Mapping[str, str]) -> str:

@@ -16,7 +16,8 @@ import structlog
 
 from orchestrator_svc.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.envs.processes import EnvironmentProcesses, ReplayDiffersError
+from orchestrator_svc.envs.episode import ReplayDiffersError
+from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.question_answer import exact_reward, math_reward
 from orchestrator_svc.envs.worker import End, EnvironmentFailedError, Reason
 from sluice.config import ConfigError

@@ -1,0 +1,111 @@
+"""An open episode of a multi-turn environment, and how it is replayed when its process ends because of another one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import structlog
+
+from orchestrator_svc.envs.base import Message, Task, Turn
+from orchestrator_svc.envs.framing import encode
+from orchestrator_svc.envs.worker import EnvironmentFailedError, Reason, Worker
+
+log = structlog.get_logger(__name__)
+
+MOST_LOSSES = 8
+"""Processes that may end under a call or an episode because of others, before it fails as well."""
+
+
+class ReplayDiffersError(Exception):
+    """An episode that another process began cannot be continued: it has to begin again."""
+
+
+class OpenEpisode:
+    """An episode of a multi-turn environment. If its process ends because of another one, it is replayed in a further process.
+
+    Attributes:
+        name: Names it in its process.
+        messages: Messages to begin with.
+        worker: Its process.
+        done: Whether the environment has ended it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Awaitable[tuple[Any, Worker]]],
+        limit: tuple[float, str],
+        task: Task,
+        seed: int,
+    ) -> None:
+        self.name = name
+        self.messages: list[Message] = []
+        self.worker: Worker | None = None
+        self.done = False
+        self._call, self._limit, self._task, self._seed = call, limit, task, seed
+        self._answers: list[tuple[str, bytes]] = []
+
+    async def begin(self) -> None:
+        """Open it, and make the steps again that were made before.
+
+        Raises:
+            EnvironmentFailedError: if the environment fails.
+            ReplayDiffersError: if it answers otherwise than before.
+        """
+        self.worker = None
+        arguments = {"episode": self.name, "task": task_fields(self._task), "seed": self._seed}
+        messages, self.worker = await self._call("reset", self._task.task_id, arguments, self._limit)
+        if self._answers and messages != self.messages:
+            raise self._differs("reset")
+        self.messages = messages
+        for number, (completion, before) in enumerate(self._answers):
+            if _digest(await self._step(completion, alone=False)) != before:
+                raise self._differs(f"step {number + 1}")
+
+    async def step(self, completion: str) -> Turn:
+        """Take the assistant's turn.
+
+        Raises:
+            EnvironmentFailedError: if the environment fails.
+            ReplayDiffersError: if the process ended because of another episode, and this one cannot be replayed.
+        """
+        losses, alone = 0, False
+        while True:
+            try:
+                if losses:
+                    await self.begin()
+                answer = await self._step(completion, alone=alone)
+                break
+            except EnvironmentFailedError as error:
+                if error.culprit or error.reason == Reason.GIVEN_UP or losses == MOST_LOSSES:
+                    raise
+                losses, alone = losses + 1, error.suspect
+                log.info(
+                    "an episode is replayed", task=self._task.task_id, turns=len(self._answers), problem=error.message
+                )
+        self._answers.append((completion, _digest(answer)))
+        self.done = answer["done"]
+        return Turn(**answer)
+
+    async def _step(self, completion: str, *, alone: bool) -> dict[str, Any]:
+        arguments = {"episode": self.name, "completion": completion}
+        answer, _ = await self._call("step", self._task.task_id, arguments, self._limit, self.worker, alone=alone)
+        found: dict[str, Any] = answer
+        return found
+
+    def _differs(self, what: str) -> ReplayDiffersError:
+        return ReplayDiffersError(
+            f"the process of an episode of task {self._task.task_id} ended because of another one, and {what} answered otherwise when it"
+            " was replayed: an episode can only be continued if its seed and the completions determine it"
+        )
+
+
+def _digest(answer: Mapping[str, Any]) -> bytes:
+    return hashlib.blake2b(encode(answer), digest_size=16).digest()
+
+
+def task_fields(task: Task) -> dict[str, Any]:
+    """Return a task as its environment's process takes it."""
+    return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}
