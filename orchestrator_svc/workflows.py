@@ -106,8 +106,8 @@ class RolloutWorkflow(Protocol):
         """Run `data.episodes` attempts.
 
         Returns:
-            One record per trajectory, with tokens and conversation; with the reward if the workflow knows it, else the
-            environment scores the last message. Fewer than wanted if some attempts failed.
+            One record per trajectory, with tokens and conversation, named ``group_id-...``; with the reward if the workflow
+            knows it, else the environment scores the last message. Fewer than wanted if some attempts failed.
 
         Raises:
             SluiceError: if the group as a whole cannot be run.
@@ -166,11 +166,19 @@ class GroupRunner:
         """Run so many attempts at a task, sampled by `version` or newer ones; the caller sets the deadline.
 
         Raises:
-            SluiceError: if the group as a whole cannot be run.
+            SluiceError: if the group as a whole cannot be run, or the workflow names trajectories as others may be named.
         """
         prefix = f"{self.request_prefix}/{group_id}" if self.request_prefix else ""
         data = EpisodeData(task, group_id, episodes, sampling, version, prefix, self.seed, episode_log)
-        return await self.workflow.arun_episode(self.engine, data)
+        records = await self.workflow.arun_episode(self.engine, data)
+        names = {each.trajectory.trajectory_id for each in records}
+        if len(names) < len(records) or not all(name.startswith(f"{group_id}-") for name in names):
+            raise SluiceError.aborted(
+                "NAMES_CLASH",
+                f"the workflow gave its trajectories the names {', '.join(sorted(names))}: give each one of its own that begins"
+                f" with group_id and a hyphen, such as {group_id}-0; the journal knows trajectories by their names alone",
+            )
+        return records
 
 
 class Scored:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.workflows import EpisodeData, Sampling, chat_messages, sampling_params
-from sluice.v1 import tokens_pb2
-from sluice.versions import Version
+from orchestrator_svc.workflows import EpisodeData, GroupRunner, Sampling, chat_messages, sampling_params
+from sluice.rpc import SluiceError
+from sluice.v1 import orchestrator_pb2, tokens_pb2
+from sluice.versions import BASE, Version
 
 
 def params_of(task: Task, sampling: Sampling):
@@ -54,3 +57,27 @@ def test_a_message_that_cannot_be_sent_is_refused_with_the_field_at_fault(messag
     with pytest.raises(ValueError, match=problem) as refused:
         chat_messages([message])
     assert "hidden" not in str(refused.value)
+
+
+class Named:
+    """Gives its trajectories the names that it was made with."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    async def arun_episode(self, engine, data):
+        return [
+            orchestrator_pb2.TrajectoryRecord(trajectory=tokens_pb2.Trajectory(trajectory_id=name))
+            for name in self.names
+        ]
+
+
+@pytest.mark.parametrize("names", [("g1-0", "g1-0"), ("g1-0", "g2-0"), ("first",)])
+async def test_a_workflow_that_names_trajectories_as_others_may_be_named_is_refused(names) -> None:
+    async def run(*given: str):
+        runner = GroupRunner(Named(*given), Mock(), 0, "")
+        return await runner.run(Task("t"), "g1", 2, Sampling(temperature=1.0, max_tokens=8), BASE)
+
+    assert len(await run("g1-0", "g1-1-fork")) == 2
+    with pytest.raises(SluiceError, match="begins with group_id"):
+        await run(*names)
