@@ -161,13 +161,18 @@ def test_ctrl_c_stops_everything_in_time_and_the_run_is_resumed_ends_by_itself_a
     assert "--resume continues from step_" in run.seen[-1]
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert "never retrieved" not in "\n".join(run.seen) + run.logs()
-    resumed = started("--orchestrator.max-steps", "6", *flags, "--resume")
-    assert resumed.end() == 0, "\n".join(resumed.seen)
-    assert resumed.seen[0].startswith("resuming from step_")
-    assert resumed.seen[-1].startswith("run small done: 6 steps")
-    assert json.loads((run.directory / "report.json").read_text())["steps"] == 6
+    resumed = started("--orchestrator.max-steps", "60", *flags, "--resume")
+    resumed.until("rollout-0 serves")
     settings = tomllib.loads((run.directory / "config.toml").read_text())
     assert len(settings["peers"]["rollout"]) == 2
+    drain = (*SLUICE, "drain", settings["peers"]["rollout"][0], "--grace", "0s")
+    drained = subprocess.run(drain, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert drained.returncode == 0, drained.stderr
+    assert resumed.until("rollout-0 ") == "rollout-0 was drained and is not started again"
+    assert resumed.end() == 0, "\n".join(resumed.seen)
+    assert resumed.seen[0].startswith("resuming from step_")
+    assert resumed.seen[-1].startswith("run small done: 60 steps")
+    assert json.loads((run.directory / "report.json").read_text())["steps"] == 60
     logs = {path.name for path in (run.directory / "logs").iterdir()}
     assert logs == {"rollout-0.log", "rollout-1.log", "trainer.log", "orchestrator.log", "weightsync.log"}
 

@@ -148,16 +148,17 @@ class TrackedRequest:
             if output is None and start == end:
                 continue
             self._ended[index] = output is not None
-            flat = state.logprobs_processor.logprobs[start:end]
+            flat = state.logprobs_processor.logprobs
+            alternatives = flat[start:end] if top else None
             yield Sample(
                 index=index,
                 offset=start,
                 token_ids=token_ids[start:end],
-                logprobs=flat_logprobs(flat, top),
+                logprobs=flat_logprobs(alternatives, top) if top else flat.logprobs[start:end],
                 spans=self._spans(state, start, end) if end > start else [],
                 finish_reason=None if output is None else self._finish_reason(output),
                 stop_string="" if output is None else stop_string(output),
-                top_logprobs=flat_top_logprobs(flat, top),
+                top_logprobs=flat_top_logprobs(alternatives, top),
             )
 
     def _spans(self, state: RequestState, start: int, end: int) -> list[VersionSpan]:
