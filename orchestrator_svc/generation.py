@@ -184,7 +184,6 @@ class Part:
         try:
             if message.HasField("opening"):
                 self._generation.open(message.opening, self.samples)
-                return
             for delta in message.chunk.deltas:
                 index = delta.tokens.index
                 if index >= len(self.samples):

@@ -156,10 +156,9 @@ async def _stream(
     messages = merged([servicer.stream(rollout_pb2.GenerateStreamRequest(request=each)) for each in requests])
     first: list[Numbered] = []
     async for message in messages:
-        if message[1].HasField("opening"):
+        if message[1].HasField("opening") or message[1].chunk.deltas:
             first.append(message)
-        elif message[1].chunk.deltas:
-            first.append(message)
+        if message[1].chunk.deltas:
             break
     head |= {"id": responses.prefix + first[0][1].opening.request_id, "object": responses.part}
     return EventStream(Events(head, responses).encode(first, messages))

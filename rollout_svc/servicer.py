@@ -216,7 +216,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         texts: dict[int, TextStream] = {}
         async with self._admitted(request) as wanted:
             copies = _greedy_copies(wanted)
-            yield pb.GenerateStreamResponse(
+            response = pb.GenerateStreamResponse(
                 opening=pb.StreamOpening(
                     request_id=wanted.request_id,
                     prompt_token_ids=wanted.prompt_ids,
@@ -227,7 +227,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 stream = self._engine.current.stream(replace(wanted, n=1) if copies > 1 else wanted, pace)
                 async with contextlib.aclosing(stream):
                     async for progress in stream:
-                        response = pb.GenerateStreamResponse()
                         response.chunk.stage, response.chunk.engine_steps = STAGES[progress.stage], progress.steps
                         for part in progress.parts:
                             text = ""
@@ -239,6 +238,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                                 delta = response.chunk.deltas.add(offset=part.offset)
                                 _fill(delta.tokens, part, index, text)
                         yield response
+                        response = pb.GenerateStreamResponse()
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
 
@@ -366,7 +366,7 @@ def _pace_of(request: pb.GenerateStreamRequest) -> Pace:
 
 def _has_no_tokens(message: pb.GenerateStreamResponse) -> bool:
     """Return whether a message only says that the request is alive."""
-    return message.HasField("chunk") and not message.chunk.deltas
+    return not message.HasField("opening") and not message.chunk.deltas
 
 
 def _translated(error: EngineError | EngineBusyError | ValueError) -> SluiceError:

@@ -117,8 +117,8 @@ class RolloutClient(_Client):
     ) -> AsyncIterator[rollout_pb2.GenerateStreamResponse]:
         """Sample `n` continuations and receive their tokens as they come; close the iterator to abort.
 
-        The first message is the opening. Each further one has the new tokens of all samples in ``chunk.deltas``, or none if the
-        request waits.
+        Each message has the new tokens of all samples in ``chunk.deltas``, or none if the request waits. The first has an
+        ``opening``, too.
         """
         request = rollout_pb2.GenerateStreamRequest(request=_generate_request(prompt, sampling, n, run))
         return _stream(self._agent.GenerateStream(request, timeout=timeout_s))

@@ -585,13 +585,14 @@ class Events:
         yield DONE
 
     def _chunks(self, number: int, message: rollout_pb2.GenerateStreamResponse) -> list[dict[str, Any]]:
+        chunks = []
         if message.HasField("opening"):
             self._prompts[number] = list(message.opening.prompt_token_ids)
             extras = prompt_fields(self._responses, self._prompts[number], of_choice=False)
             first = range(number * self._samples, (number + 1) * self._samples)
             openings = [each for each in map(self._responses.first_chunk, first) if each is not None]
-            return [self._chunk(each, extras if not place else {}) for place, each in enumerate(openings)]
-        return [self._next_chunk(number, delta.tokens) for delta in message.chunk.deltas]
+            chunks = [self._chunk(each, extras if not place else {}) for place, each in enumerate(openings)]
+        return chunks + [self._next_chunk(number, delta.tokens) for delta in message.chunk.deltas]
 
     def _next_chunk(self, number: int, new: rollout_pb2.GeneratedSample) -> dict[str, Any]:
         index = number * self._samples + new.index

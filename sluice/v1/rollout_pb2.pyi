@@ -386,7 +386,7 @@ Global___GenerateStreamRequest: _TypeAlias = GenerateStreamRequest  # noqa: Y015
 
 @_typing.final
 class GenerateStreamResponse(_message.Message):
-    """Some tokens of the samples, or the request's opening."""
+    """The next tokens of a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -394,11 +394,11 @@ class GenerateStreamResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opening(self) -> Global___StreamOpening:
-        """First message of a stream."""
+        """Set in the first message alone, which may have tokens, too."""
 
     @_builtins.property
     def chunk(self) -> Global___StreamChunk:
-        """Further tokens."""
+        """New tokens, or a sign of life. Set in every message."""
 
     def __init__(
         self,
@@ -406,19 +406,17 @@ class GenerateStreamResponse(_message.Message):
         opening: Global___StreamOpening | None = ...,
         chunk: Global___StreamChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "opening", b"opening"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "opening", b"opening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "opening", b"opening"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "opening", b"opening"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opening", "chunk"]  # noqa: Y015
-    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateStreamResponse: _TypeAlias = GenerateStreamResponse  # noqa: Y015
 
 @_typing.final
 class StreamOpening(_message.Message):
-    """What is known before the first token."""
+    """What is known of a request before its tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
