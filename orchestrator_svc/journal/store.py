@@ -73,6 +73,8 @@ def read_facts(run_dir: Path) -> Iterator[tuple[int, journal_pb2.Fact]]:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if not tables:
+                return  # a process is just making it
             if "facts" not in tables:
                 raise JournalError(f"{path} was written by an older release: start the run once, which migrates it")
             yield from _stored_facts(connection)

@@ -118,6 +118,11 @@ async def test_facts_can_be_read_while_the_run_is_alive(tmp_path) -> None:
         list(read_facts(tmp_path / "nowhere"))
 
 
+def test_a_journal_that_is_just_made_has_no_facts_yet(tmp_path) -> None:
+    (tmp_path / "journal.sqlite").touch()
+    assert list(read_facts(tmp_path)) == []
+
+
 async def test_an_unfinished_group_keeps_what_was_sampled_of_it_until_it_begins_again(tmp_path) -> None:
     journal = open_journal(tmp_path)
     journal.record(drawn(1))
