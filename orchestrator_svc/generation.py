@@ -148,6 +148,7 @@ class Part:
         avoid: Replica that failed or gave them up last.
         unusable: Tokens that arrived and have to be sampled again.
         kept: Tokens that arrived and are continued elsewhere.
+        opened: Whether the replica has begun with it.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class Part:
     ) -> None:
         self.request, self.samples, self.tries, self.avoid = request, samples, tries, avoid
         self.unusable = self.kept = 0
+        self.opened = False
         self._generation = generation
         for each in samples:
             each.begin()
@@ -183,6 +185,7 @@ class Part:
         """
         try:
             if message.HasField("opening"):
+                self.opened = True
                 self._generation.open(message.opening, self.samples)
             for delta in message.chunk.deltas:
                 index = delta.tokens.index
@@ -231,8 +234,8 @@ class Generation:
             part: What was asked for.
             model: What the replicas serve.
             avoid: Replica that the rest should not go to, if there is another.
-            interrupted: Whether the replica itself gave the samples up, or sent wrong ones. That counts as a try if it brought
-                no token.
+            interrupted: Whether the replica itself gave the samples up, sent wrong ones, or died of them. That counts as a try
+                if it brought no token.
         """
         fresh: list[Growing] = []
         left: list[Part] = []

@@ -46,6 +46,9 @@ _BUSY_RETRY_S = 0.5
 _MOST_UNSENT = 64
 """Tokens of one sample that a replica gathers at most before it sends them, as the contract says."""
 
+_SHORTEST_S = 1e-3
+"""Least seconds that a rate of tokens is measured over."""
+
 _RATE_WEIGHT = 0.1
 """Weight of the latest stream in the mean rate."""
 
@@ -161,7 +164,9 @@ class PolicyEngine:
         except SluiceError as error:
             problem = error
             await self._failed(replica, error)
-        interrupted = problem is None or problem.code is grpc.StatusCode.DATA_LOSS
+        # A request that kills each replica that begins with it must not go through the whole fleet.
+        died = problem is not None and is_broken(problem) and part.opened
+        interrupted = problem is None or problem.code is grpc.StatusCode.DATA_LOSS or died
         left = generation.rest(part, replica.model, replica.target, interrupted=interrupted)
         self.counts["tokens_lost"] += part.unusable
         self.counts["tokens_kept"] += part.kept
@@ -192,7 +197,7 @@ class PolicyEngine:
                     heard = time.monotonic()
         except SluiceError as error:
             if is_broken(error) or error.reason == REPLICA_LOST:
-                rate = part.gained / samples / (heard - began) if part.gained else self._sample_rate
+                rate = part.gained / samples / max(heard - began, _SHORTEST_S) if part.gained else self._sample_rate
                 unsent_s = min(time.monotonic() - heard, self.pool.config.coalesce_s)
                 waiting = sum(each.waiting for each in part.samples)
                 self.counts["tokens_lost"] += round(min(_MOST_UNSENT, rate * unsent_s) * waiting)
@@ -200,7 +205,9 @@ class PolicyEngine:
         finally:
             if self.lockstep is not None:
                 self.lockstep.arrived(name)
-        self._sample_rate += _RATE_WEIGHT * (part.gained / samples / max(heard - began, 1e-3) - self._sample_rate)
+        self._sample_rate += _RATE_WEIGHT * (
+            part.gained / samples / max(heard - began, _SHORTEST_S) - self._sample_rate
+        )
 
     async def _failed(self, replica: Replica, error: SluiceError) -> None:
         """Note that a call failed; return when it may be made again.

@@ -93,7 +93,7 @@ class Replica:
         self._paused_since: float | None = None
         self._failed_work = self._stalls = 0
         self._rest_until = 0.0
-        self._last_error = "has not answered yet"
+        self._last_error, self._poll_error = "has not answered yet", ""
         self.told = (self.version, self.why_not())
 
     @property
@@ -139,8 +139,9 @@ class Replica:
                 self.model = await self.rollout.GetModel(rollout_pb2.GetModelRequest(), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             failure = SluiceError.from_rpc(error)
-            self._last_error = str(failure)
+            self._last_error = self._poll_error = str(failure)
             raise failure from error
+        self._poll_error = ""
         if is_another:
             self._begin_anew()
         now = self._clock.now
@@ -164,15 +165,15 @@ class Replica:
         self._failed_work = self._stalls = 0
         self._rest_until = 0.0
 
-    def lose(self, loss: Loss) -> None:
-        """Give it no work until it answers and makes progress again."""
-        self.loss = loss
-        if loss is Loss.STALLED:
-            # It may look well as soon as its requests are cancelled, and stall again with the next ones.
-            rest = min(_LONGEST_STALL_REST_S, self._config.progress_s * 2**self._stalls)
-            self._stalls += 1
-            self._rest_until = time.monotonic() + rest
-            self._last_error = "its engine stalled"
+    def rest(self) -> None:
+        """Give it no work for a while after its engine stalled and its requests went elsewhere.
+
+        It may look well as soon as its requests are cancelled, and stall again with the next ones.
+        """
+        rest = min(_LONGEST_STALL_REST_S, self._config.progress_s * 2**self._stalls)
+        self._stalls += 1
+        self._rest_until = time.monotonic() + rest
+        self._last_error = "its engine stalled"
 
     def work_failed(self, error: SluiceError) -> None:
         """Record a failed request: the replica gets no work for a while."""
@@ -224,7 +225,8 @@ class Replica:
             case Loss.DEAD:
                 return f"does not answer: {self._last_error}"
             case Loss.SILENT:
-                return f"does not answer: it has sent nothing for {self._config.progress_s:g} s"
+                why = f" ({self._poll_error})" if self._poll_error else ""
+                return f"does not answer: it has sent nothing for {self._config.progress_s:g} s{why}"
             case Loss.STALLED:
                 return f"hangs: its engine has made no step for {self._config.progress_s:g} s"
         return ""

@@ -212,6 +212,8 @@ class ReplicaPool:
         if not others or not replica.works:
             return
         lost, config = replica.why_lost(), self.config
+        if replica.loss is Loss.STALLED and not all(work.lost for work in replica.works):
+            replica.rest()
         paused_s = config.paused_s if any(not each.paused_long for each in others) else float("inf")
         for work in list(replica.works):
             stuck = work.progress.why_stuck(now, config.progress_s, paused_s) if work.progress is not None else ""
@@ -222,7 +224,7 @@ class ReplicaPool:
         """Give a replica no work until it answers and makes progress again."""
         if replica.loss is not None or not replica.seen:
             return
-        replica.lose(loss)
+        replica.loss = loss
         self._homes.forget(replica.target)
         if not replica.works and (replica.leaving or replica.drains):
             log.info("replica left", replica=replica.name, target=replica.target)

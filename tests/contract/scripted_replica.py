@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -41,6 +41,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
         aborts_after: Messages after which a request ends with ABORT.
         damaged_after: Messages after which the offsets are wrong.
         paused: Whether sampling is paused.
+        after_opening: Called when a request has begun.
         open: Requests that are answered now; `most_open` were at a time.
     """
 
@@ -57,6 +58,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
     aborts_after: int | None = None
     damaged_after: int | None = None
     paused: bool = False
+    after_opening: Callable[[], object] = lambda: None
     steps: int = 1
     open: int = 0
     most_open: int = 0
@@ -78,6 +80,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
             raise SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one")
         prompt = list(wanted.token_ids.ids) or PROMPT
         yield rollout_pb2.GenerateStreamResponse(opening={"prompt_token_ids": prompt, "tokenizer_digest": self.digest})
+        self.after_opening()
         begun = prompt[len(prompt) - wanted.continued_tokens :]
         firsts = [begun[0] if begun else 33 + (wanted.sampling.seed + index) % 90 for index in range(wanted.n or 1)]
         done, most, number = 0, wanted.sampling.max_tokens, 0
@@ -161,11 +164,15 @@ class Cable:
         """Break all connections, and refuse new ones."""
         if self._server is not None:
             self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
+        self.jolt()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def jolt(self) -> None:
+        """Break all connections; new ones may be made, as with a process that is started again at once."""
+        for writer in self._writers:
+            writer.transport.abort()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -158,6 +158,18 @@ async def test_a_hanging_replica_keeps_its_calls_while_there_is_no_other() -> No
         assert scene.pool.counts["retried"] == 0
 
 
+async def test_an_engine_that_was_only_slow_gets_work_again_at_once_if_there_is_no_other() -> None:
+    failing = ScriptedReplica("only", stalls_after=2)
+    async with fleet(failing) as scene:
+        call = await begun(scene)
+        await until(lambda: scene.known(failing).loss)
+        failing.stalls_after = None
+        assert_whole(await call)
+        await until(lambda: not scene.known(failing).loss)
+        assert not scene.known(failing).why_not(), "it rests only when another one took its requests"
+        assert (scene.pool.counts["retried"], scene.pool.counts["evicted_stalled"]) == (0, 1)
+
+
 async def test_a_pause_is_no_hang() -> None:
     failing, other = pair()
     async with fleet(failing, other) as scene:
@@ -218,6 +230,17 @@ async def test_a_request_that_is_interrupted_again_and_again_fails(monkeypatch) 
         with pytest.raises(SluiceError, match=r"interrupted 8 times in a row.*STREAM_DAMAGED"):
             await scene.ask()
         assert len({each.request_id for each in failing.requests}) == len(failing.requests)
+
+
+async def test_a_request_that_kills_its_replicas_does_not_go_on_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr(one_replica, "_LONGEST_COOLDOWN_S", 0.05)
+    only = ScriptedReplica("only")
+    async with fleet(only) as scene:
+        # A moment later, when the opening has arrived.
+        only.after_opening = lambda: asyncio.get_running_loop().call_later(0.01, scene.cables[0].jolt)
+        only.pace_s = 1.0
+        with pytest.raises(SluiceError, match=r"interrupted 8 times in a row.*UNAVAILABLE"):
+            await scene.ask()
 
 
 async def test_a_caller_that_leaves_ends_all_that_was_asked_for_it() -> None:
