@@ -171,7 +171,10 @@ async def _built(
             common.security,
             config.replicas,
             on_replica,
-            concurrency=config.concurrency,
+            # What adapts to measured load is not the same in two runs.
+            concurrency=config.concurrency.model_copy(update={"adapt": False})
+            if common.deterministic
+            else config.concurrency,
             group=max(each.group_size for each in config.mix),
         )
         lockstep = Lockstep(pool, changed.set) if common.deterministic else None

@@ -12,6 +12,7 @@ minimum over a while, as in CoDel (Nichols and Jacobson, 2012).
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from dataclasses import dataclass
 
@@ -62,7 +63,8 @@ class ConcurrencyLimit:
 
     def __init__(self, config: ConcurrencyConfig, group: int) -> None:
         self._config, self._group = config, group
-        self._limit = float(max(group, min(config.initial_samples, config.most_samples)))
+        first = min(config.initial_samples, config.most_samples) if config.adapt else sys.maxsize
+        self._limit = float(max(group, first))
         self._queues: deque[tuple[float, int]] = deque()
         self._preemptions: int | None = None
         self._rest_until = -math.inf

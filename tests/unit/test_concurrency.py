@@ -88,7 +88,7 @@ def simulate(engine: SimulatedEngine, group: int, *, adapt: bool, seconds: float
             scoring.popleft()
         held_back = False
         while not held_back:
-            held_back = len(engine.groups) + len(scoring) >= max(1, limit.samples // group)
+            held_back = len(engine.groups) + len(scoring) >= max(1, min(FIXED_GROUPS, limit.samples // group))
             if not held_back:
                 engine.submit(number, group)
                 number += 1
@@ -141,6 +141,13 @@ def test_a_burst_of_a_moment_is_no_standing_queue() -> None:
         queued = 400 if tick % 3 else 0
         limit.report(EngineLoad(64, queued, 0.3, 0, 64), 150, tick * POLL_S, held_back=False)
     assert limit.samples == 2 * 64 + 32, "twice its places, and the reserve"
+
+
+def test_without_adaptation_it_is_no_limit() -> None:
+    limit = ConcurrencyLimit(ConcurrencyConfig(adapt=False), 8)
+    limit.report(EngineLoad(8, 5000, 1.0, 0, 8), 5000, 0.0, held_back=False)
+    limit.refused(5000, 1.0)
+    assert limit.samples > 1 << 60
 
 
 def test_a_full_queue_at_the_replica_reduces_it() -> None:
