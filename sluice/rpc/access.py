@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 
 import grpc
+import structlog
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
@@ -113,7 +114,7 @@ class Access:
     def admit(
         self, authorization: str | bytes | None, certificate: Collection[str], roles: frozenset[Role]
     ) -> Usage | None:
-        """Admit one call, and make its principal the `caller` of this context.
+        """Admit one call, and make its principal the `caller` of this context, which each line of the log names.
 
         The quota comes before the role: refused calls use it up too.
 
@@ -132,6 +133,7 @@ class Access:
             return None
         principal = self._principals.identify(authorization, certificate, now_utc())
         _caller.set(principal)
+        structlog.contextvars.bind_contextvars(principal=principal.name)
         usage = self._usage.get(principal.name)
         now = self._clock()
         if usage is None:  # as many as there are principals, at most
