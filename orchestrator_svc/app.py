@@ -254,6 +254,7 @@ def _journal(common: CommonConfig, config: OrchestratorConfig, curriculum: Curri
             fsync_interval_s=config.journal.fsync_interval_ms / 1000,
             segment_bytes=config.journal.segment_mb << 20,
             queue_records=config.journal.queue_records,
+            queue_bytes=config.journal.queue_mb << 20,
             follow=curriculum.apply,
         )
     except JournalError as error:

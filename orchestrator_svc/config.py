@@ -258,12 +258,17 @@ class DeadlinesConfig(Section):
 
 
 class JournalConfig(Section):
-    """The journal of draws, trajectories and batches, in the run's directory."""
+    """The journal of facts, in the run's directory."""
 
     fsync_interval_ms: float = Field(5.0, ge=0, le=50, description="Milliseconds to gather records before one fsync.")
     segment_mb: int = Field(64, ge=1, description="Size at which a new segment file is begun, in MiB.")
     queue_records: int = Field(
         100_000, ge=1, description="Records that may wait for the disk; with more, it is too slow and the run fails."
+    )
+    queue_mb: int = Field(
+        512,
+        ge=1,
+        description="Size of the payloads that may wait for the disk, in MiB; with more, the run fails as well.",
     )
 
 

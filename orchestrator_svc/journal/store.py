@@ -98,6 +98,7 @@ class _Waiting:
 
     facts: list[tuple[int, journal_pb2.Fact]] = field(default_factory=list)
     payloads: list[tuple[Place, bytes]] = field(default_factory=list)
+    payload_bytes: int = 0
     unneeded_below: int | None = None
     deletes: bool = False
 
@@ -113,6 +114,7 @@ class Journal:
         fsync_interval_s: Seconds that facts are gathered before they are made durable.
         segment_bytes: Size at which a new segment is begun.
         queue_records: Facts that may wait; more are an error.
+        queue_bytes: Size of the payloads that may wait; more is an error.
         follow: Gets every fact after the ledger took it, those of earlier processes first.
         disk: Does the writing.
 
@@ -134,6 +136,7 @@ class Journal:
         fsync_interval_s: float = 0.005,
         segment_bytes: int = 64 << 20,
         queue_records: int = 100_000,
+        queue_bytes: int = 512 << 20,
         follow: Callable[[journal_pb2.Fact], None] | None = None,
         disk: Disk | None = None,
     ) -> None:
@@ -143,7 +146,7 @@ class Journal:
         self._disk = disk or Disk()
         self._connection = _open(run_dir / DATABASE, environment)
         self._run = self._connection.execute  # in the journal's thread only, but for this constructor
-        self._interval_s, self._queue_records = fsync_interval_s, queue_records
+        self._interval_s, self._queue_records, self._queue_bytes = fsync_interval_s, queue_records, queue_bytes
         self._waiting = _Waiting()
         self._durable_seq = 0
         self._flushing: asyncio.Task[None] | None = None
@@ -228,10 +231,20 @@ class Journal:
             self._waiting.deletes = True
 
     def keep(self, payload: Message) -> journal_pb2.PayloadPlace:
-        """Write a payload, and return its place for the fact that names it, which has to be recorded before any waiting."""
+        """Write a payload, and return its place for the fact that names it, which has to be recorded before any waiting.
+
+        Raises:
+            JournalError: if the disk is too slow.
+        """
         content = payload.SerializeToString()
+        if self._waiting.payload_bytes + len(content) > self._queue_bytes:
+            raise JournalError(
+                f"payloads of {self._waiting.payload_bytes >> 20} MiB wait to be written, and orchestrator.journal.queue_mb"
+                f" allows {self._queue_bytes >> 20}: the disk is too slow"
+            )
         place = self._segments.place(content)
         self._waiting.payloads.append((place, content))
+        self._waiting.payload_bytes += len(content)
         return place.to_proto()
 
     def keep_trajectories(

@@ -532,6 +532,17 @@ async def test_records_beyond_the_bound_are_refused(tmp_path) -> None:
     await asyncio.wait({journal._flushing})
 
 
+async def test_payloads_beyond_the_bound_are_refused(tmp_path) -> None:
+    journal = Journal(tmp_path, IDENTITY, fsync_interval_s=3600.0, queue_bytes=1000)
+    journal.record(drawn(1))
+    journal.keep(record("g1-0"))
+    with pytest.raises(JournalError, match="queue_mb"):
+        journal.keep(record("g1-1", "long" * 300))
+    assert journal._flushing is not None
+    journal._flushing.cancel()
+    await asyncio.wait({journal._flushing})
+
+
 async def test_many_writers_share_one_commit_and_all_become_durable(tmp_path) -> None:
     journal = open_journal(tmp_path)
 
