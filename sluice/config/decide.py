@@ -189,6 +189,14 @@ def _repeatable_orchestrator(orchestrator: Any) -> Section:  # noqa: ANN401 - a 
     for each in orchestrator.mix:
         if each.workflow not in OWN_WORKFLOWS:
             raise _not_repeatable("orchestrator.workflow", each.workflow, "one of Sluice's own")
+        # What is drawn next must depend neither on the clock nor on which of two groups ends first.
+        for name in ("groups_per_s", "max_running"):
+            if getattr(each, name) is not None:
+                raise _not_repeatable(f"{name} of environment {each.name}", getattr(each, name), "none")
+        if each.filter.replaces and (len(orchestrator.mix) > 1 or each.pools.enabled):
+            raise _not_repeatable(
+                f"filter of environment {each.name}", "set, beside pools or another environment", "unset"
+            )
     if orchestrator.evaluation.every_steps:
         raise _not_repeatable("orchestrator.evaluation.every_steps", orchestrator.evaluation.every_steps, "0")
     data = orchestrator.model_dump(exclude_unset=True)

@@ -162,6 +162,11 @@ def test_a_deterministic_run_has_what_it_needs() -> None:
         (["--trainer.parallel.dp-shard", "2"], "trainer.parallel"),
         (["--orchestrator.workflow", "a.module:Class"], "orchestrator.workflow"),
         (["--orchestrator.evaluation.every-steps", "5"], "orchestrator.evaluation.every_steps"),
+        (["--orchestrator.groups-per-s", "5"], "groups_per_s of environment environment"),
+        (
+            ["--orchestrator.pools.enabled", "true", "--orchestrator.filter.drop-degenerate", "true"],
+            "filter of environment environment",
+        ),
     ],
 )
 def test_a_setting_that_a_deterministic_run_cannot_have_is_named(flags: list[str], setting: str) -> None:
