@@ -13,7 +13,7 @@ from rollout_svc.servicer import ResponseCache
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import RpcServer, SluiceError
-from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2, trainer_pb2, trainer_pb2_grpc
+from sluice.v1 import checkpoint_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version
 
 DIGEST = "same-tokenizer"
@@ -173,6 +173,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     saved: list[trainer_pb2.Checkpoint] = field(default_factory=list)
     restored: list[str] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
+    record: list[checkpoint_pb2.BatchRecord] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reports: dict[int, trainer_pb2.StepReport] = field(default_factory=dict)
     last_batch_ids: dict[int, str] = field(default_factory=dict)
@@ -211,6 +212,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         """Lose the epoch, as a process that was killed and came back."""
         self.phase = trainer_pb2.TRAINER_PHASE_READY
         self.version = BASE
+        self.waiting.clear()
         self._wake()
 
     async def SubmitBatch(self, request_iterator, context):
@@ -259,6 +261,16 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             metrics={"loss": 0.25, "mismatch_kl": 0.5},
             results=[self._result(each) for each in trajectories],
             content_digest=batch_digest(map(trajectory_digest, trajectories)),
+        )
+        report = self.reports[header.sequence_no]
+        self.record.append(
+            checkpoint_pb2.BatchRecord(
+                policy_version=report.policy_version,
+                batch_id=report.batch_id,
+                sequence_no=report.sequence_no,
+                content_digest=report.content_digest,
+                results=report.results,
+            )
         )
         if self.publishes:
             self.publish()

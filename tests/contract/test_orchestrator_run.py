@@ -21,12 +21,13 @@ from orchestrator_doubles import (
 
 from benchmarks.children import free_port
 from orchestrator_svc.app import serve
+from orchestrator_svc.audit import audit
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
-from orchestrator_svc.journal.store import Journal, read_facts
+from orchestrator_svc.journal.store import DATABASE, Journal, read_facts
 from orchestrator_svc.report import AppliedStep, Recorder, RunReporter, read_metrics
 from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
@@ -34,7 +35,7 @@ from sluice.client import OrchestratorClient, TrainerClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import Version
+from sluice.versions import Lineage, Version
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +97,10 @@ class Scene:
 async def scene(tmp_path):
     replicas = [RolloutDouble()]
     async with contextlib.AsyncExitStack() as stack:
-        yield await make_scene(tmp_path, stack, replicas)
+        built = await make_scene(tmp_path, stack, replicas)
+        yield built
+        if (built.run_dir / DATABASE).exists() and built.trainer.keeps_record:
+            assert not audit(read_facts(built.run_dir), built.trainer.record, Lineage()).differences
 
 
 async def make_scene(directory, stack, replicas) -> Scene:

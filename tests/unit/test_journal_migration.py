@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator_svc.audit import audit
 from orchestrator_svc.journal import migration
 from orchestrator_svc.journal.ledger import Redraw, Stage, folded
 from orchestrator_svc.journal.segments import JournalError, segment_numbers
@@ -73,6 +74,22 @@ async def test_a_trainer_that_lost_a_batch_of_the_old_journal_gets_it_again(run_
     assert journal.ledger.trained == 2
     with pytest.raises(Exception, match="no longer holds batch 1"):
         journal.ledger.check_reach(BASE.number)
+    await journal.close()
+
+
+async def test_an_audit_counts_what_a_journal_of_format_1_only_counted(run_dir) -> None:
+    journal = open_journal(run_dir)
+    ledger = journal.ledger
+    result = audit(read_facts(run_dir), [], ledger.lineage)
+    assert not result.differences
+    assert (result.accepted, result.trained, result.dropped) == (ledger.accepted, ledger.trained, ledger.dropped)
+    assert (result.counted_batches, result.groups_in_flight) == (2, {4, 5})
+    journal.record(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=2)))
+    journal.record(pb.Fact(epoch_begun=pb.EpochBegun(epoch=2, origin=Version(1, 1).to_proto())))
+    await journal.durable()
+    result = audit(read_facts(run_dir), [], ledger.lineage)
+    assert not result.differences
+    assert (result.trained, result.counted_batches) == (ledger.trained, 1)
     await journal.close()
 
 
