@@ -306,7 +306,7 @@ class ReplicaPool:
         return not self._held_back
 
     def pick(self, wanted: Version, avoid: str = "", keys: Sequence[str] = ()) -> Replica | None:
-        """Return the replica for a request, of those that serve `wanted` or newer; None if there is none.
+        """Return the replica for a request, of those that serve `wanted` or newer; None if no replica does.
 
         Args:
             wanted: Oldest version that may sample.
