@@ -100,7 +100,9 @@ class LiveSettings:
             if new != old:
                 changes.append(Change(key, "" if old is None else as_toml(old), as_toml(new)))
         if faults:
-            listed = "; ".join(f"{field.removeprefix('values')}: {fault}" for field, fault in faults.items())
+            listed = "; ".join(
+                f"{field.removeprefix('values[').removesuffix(']')} {fault}" for field, fault in faults.items()
+            )
             raise SluiceError(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "BAD_SETTING",
@@ -156,7 +158,10 @@ class LiveSettings:
         try:
             return getattr(kind.model_validate(others | {name: value}), name)
         except ValidationError as error:
-            reasons = (each["msg"].removeprefix("Value error, ") for each in error.errors())
+            reasons = (
+                each["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+                for each in error.errors()
+            )
             raise ValueError(f"{'; '.join(reasons)} (got {as_toml(value)})") from None
 
 
@@ -177,11 +182,11 @@ def _parsed(text: str) -> Value:
         ValueError: if it is none.
     """
     if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"the value has more than {_MOST_CHARACTERS} characters")
+        raise ValueError(f"has more than {_MOST_CHARACTERS} characters")
     try:
         table = tomllib.loads(f"value = {text}\n")
     except (tomllib.TOMLDecodeError, RecursionError):
         table = {}
     if table.keys() != {"value"} or "\n" in text:
-        raise ValueError(f"{text[:100]!r} is not a value of TOML, such as 3 or 1e-5")
+        raise ValueError(f"must be a value of TOML, such as 3 or 1e-5, not {text[:100]!r}")
     return table["value"]

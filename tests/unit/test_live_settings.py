@@ -86,8 +86,8 @@ def test_all_or_none():
         ("max_staleness", "-1", "greater than or equal to 0"),
         ("max_staleness", "1.5", "integer"),
         ("max_staleness", "true", "must be a number"),
-        ("max_staleness", "", "is not a value of TOML"),
-        ("max_staleness", "1\nmax_staleness = 2", "is not a value of TOML"),
+        ("max_staleness", "", "must be a value of TOML"),
+        ("max_staleness", "1\nmax_staleness = 2", "must be a value of TOML"),
         ("max_staleness", "1" * 2000, "more than 1000 characters"),
         ("orchestrator.max_concurrent", "3", "could never fill a batch"),
         ("orchestrator.environments.easy.ratio", "0", "greater than 0"),
@@ -109,6 +109,7 @@ def test_an_error_lists_what_can_be_changed():
     with pytest.raises(SluiceError) as caught:
         live.plan({"seed": "1"})
     assert all(key in caught.value.message for key in KEYS)
+    assert "nothing was changed: seed cannot be changed while the run lives" in caught.value.message
     with pytest.raises(SluiceError, match="give at least one of"):
         live.plan({})
 
