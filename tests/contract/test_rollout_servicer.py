@@ -412,12 +412,10 @@ class TestStream:
         long = sampled(n=PLACES)
         long.sampling.max_tokens = 400
         running = [served.stream(long)]
-        await running[0].read()
         assert (await running[0].read()).chunk.stage == rollout_pb2.REQUEST_STAGE_RUNNING
-        running += [served.stream(long) for _ in range(5)]
-        await until(lambda: served.replica.servicer.samples == 6 * PLACES)
+        running += [served.stream(long) for _ in range(11)]
+        await until(lambda: served.replica.servicer.samples == 12 * PLACES)
         waiting = served.stream(ask())
-        await waiting.read()
         first, second = [(await waiting.read()).chunk for _ in range(2)]
         assert first.stage == second.stage == rollout_pb2.REQUEST_STAGE_QUEUED
         assert not first.deltas
