@@ -195,7 +195,7 @@ async def _built(
         status = RunStatus(common.run, config, scheduler, pool, events, curriculum=curriculum)
         reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environments=processes)
         evaluations = None
-        if config.evaluation.every_steps:
+        if config.evaluation.wanted:
             # An evaluation is not continued, so a later process must not get the answers of this one.
             prefix = f"{common.run}/{journal.ledger.start}"
             evaluated = [
@@ -208,7 +208,7 @@ async def _built(
                 )
                 for each in config.mix
             ]
-            evaluations = Evaluations(config, pool, evaluated, reporter)
+            evaluations = Evaluations(config, pool, evaluated, journal, reporter)
         client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
         trainer = TrainerLink(client, common.run, config.deadlines)
         dispatcher = Dispatcher(config, scheduler, journal, status, curriculum, runners=runners, changed=changed)

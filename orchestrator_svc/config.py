@@ -80,14 +80,41 @@ class AttemptsConfig(Section):
 class EvaluationConfig(AttemptsConfig):
     """Evaluation inside the run, pinned to one version of the weights."""
 
-    every_steps: int = Field(0, ge=0, description="Steps between evaluations; 0 never evaluates.")
+    every_steps: int = Field(0, ge=0, description="Steps between evaluations; 0: see `every_s`.")
+    every_s: float = Field(
+        0,
+        ge=0,
+        description="Seconds between evaluations, looked at after each step; 0: see `every_steps`. With neither the run does not evaluate.",
+    )
+    metric: str = Field(
+        "reward_mean",
+        description="Result by which evaluations are compared, such as `greedy_exact_share` or `pass_at_4`; of several environments the mean.",
+    )
+    keep_best: bool = Field(
+        False,
+        description="Write a checkpoint of the version that is evaluated, and keep the one with the best result beside the newest ones.",
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        description="Evaluations in a row without a better result after which the run ends in order; 0: it does not.",
+    )
+    min_gain: float = Field(0.0, ge=0, description="By how much a result must exceed the best one to count as better.")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run evaluates."""
+        return self.every_steps > 0 or self.every_s > 0
 
 
 class CheckpointConfig(Section):
     """When the trainer is asked for checkpoints."""
 
     every_steps: int = Field(
-        25, ge=0, description="Steps between checkpoints, the most that a crash of the trainer costs; 0: see `final`."
+        25, ge=0, description="Steps between checkpoints, the most that a crash of the trainer costs; 0: see `every_s`."
+    )
+    every_s: float = Field(
+        0, ge=0, description="Seconds between checkpoints, looked at after each step; 0: see `every_steps`."
     )
     final: bool = Field(True, description="Write a checkpoint after the last step.")
     deadline_s: float = Field(1800.0, gt=0, description="Seconds that one checkpoint may take.")

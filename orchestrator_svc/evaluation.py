@@ -6,22 +6,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NoReturn
 
 import grpc
 import structlog
 
 from orchestrator_svc.config import AttemptsConfig, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.replica import Replica
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import RunReporter
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.rpc import SluiceError
-from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
+from sluice.tasks import discard_outcome
+from sluice.v1 import journal_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
 log = structlog.get_logger(__name__)
@@ -44,90 +48,193 @@ class Evaluated:
     tasks: Sequence[Task]
 
 
+@dataclass
+class Standing:
+    """Which evaluation is the best so far. Pure.
+
+    Attributes:
+        metric: Result by which they are compared.
+        min_gain: By how much a result must exceed the best one.
+        best: The best result; None before the first.
+        version: Version that had it.
+        since: Evaluations after it.
+    """
+
+    metric: str
+    min_gain: float
+    best: float | None = None
+    version: Version = BASE
+    since: int = 0
+
+    def take(self, version: Version, results: Iterable[Mapping[str, float]]) -> bool:
+        """Compare the results of a version, one per environment, with the best; return whether they are better."""
+        values = [each[self.metric] for each in results if self.metric in each]
+        if not values:
+            return False
+        value = math.fsum(values) / len(values)
+        if self.best is not None and value <= self.best + self.min_gain:
+            self.since += 1
+            return False
+        self.best, self.version, self.since = value, version, 0
+        return True
+
+    def take_all(self, evaluations: Iterable[orchestrator_pb2.EvaluationFinished]) -> None:
+        """Take the results of earlier processes, those of one version together."""
+        for version, results in groupby(evaluations, lambda each: Version.from_proto(each.policy_version)):
+            self.take(version, [each.metrics for each in results])
+
+
 class Evaluations:
     """Evaluates between the steps of a run, one evaluation at a time, beside training.
 
-    The weights must not change under an evaluation, so one replica is held at its version. Of several replicas the held one
-    still takes training episodes as long as the staleness bound allows; with a single one all updates wait until the
-    evaluation ends, and dispatch stops by the bound.
+    The weights must not change under an evaluation, so one replica is held at its version, for as long as it takes. Of several
+    replicas the held one still takes training episodes as long as the staleness bound allows; with a single one all updates wait
+    until the evaluation ends, and dispatch stops by the bound.
 
     Attributes:
         failed: Evaluations that failed or were left out.
         held_all_replicas: Whether one of them held the only replica.
+        standing: Which one is the best, those of earlier processes included.
     """
 
     def __init__(
-        self, config: OrchestratorConfig, pool: ReplicaPool, environments: Sequence[Evaluated], reporter: RunReporter
+        self,
+        config: OrchestratorConfig,
+        pool: ReplicaPool,
+        environments: Sequence[Evaluated],
+        journal: Journal,
+        reporter: RunReporter,
     ) -> None:
         self.failed = 0
         self.held_all_replicas = False
-        self._config, self._pool, self._environments, self._reporter = config, pool, environments, reporter
-        self._running: asyncio.Task[None] | None = None
+        self._config, self._pool, self._environments = config, pool, environments
+        self._journal, self._reporter = journal, reporter
+        self.standing = Standing(config.evaluation.metric, config.evaluation.min_gain)
+        self.standing.take_all(journal.ledger.evaluations)
 
-    def after_step(self, version: Version, beside: asyncio.TaskGroup) -> None:
-        """Begin an evaluation in the task group if one is due, unless the last one is still under way."""
-        every = self._config.evaluation.every_steps
-        if not every or version.number % every:
-            return
-        if self._running is not None and not self._running.done():
-            self.failed += 1
-            log.warning("evaluation is left out: the last one is still under way", step=version.number)
-        else:
-            self._running = beside.create_task(self._run(version), name="evaluation")
+    @property
+    def plateau(self) -> bool:
+        """Whether as many evaluations as `evaluation.patience` brought nothing better."""
+        return 0 < self._config.evaluation.patience <= self.standing.since
 
-    async def _run(self, wanted: Version) -> None:
+    async def run(self, wanted: Version, *, exactly: bool) -> bool:
+        """Evaluate a version, record the results, and return whether they are the best so far; a failure is counted.
+
+        Args:
+            wanted: The version.
+            exactly: Whether it must be this one; else it may be the one that a replica serves after it.
+        """
         try:
-            version, results = await self._evaluate(wanted)
+            version, results = await self._evaluate(wanted, exactly=exactly)
         except (SluiceError, TimeoutError) as error:
             self.failed += 1
             log.error("evaluation failed", step=wanted.number, error=str(error) or "deadline")  # noqa: TRY400 - typed, says all
-            return
+            return False
         except Exception:  # whatever a workflow raises must not end the run
             self.failed += 1
             log.exception("evaluation failed unexpectedly", step=wanted.number)
-            return
-        for name, result in results.items():
-            await self._reporter.evaluation(version, name, result.metrics())
+            return False
+        metrics = {name: result.metrics() for name, result in results.items()}
+        if not any(self.standing.metric in each for each in metrics.values()):
+            log.warning("no result has the metric by which evaluations are compared", metric=self.standing.metric)
+        for name, values in metrics.items():
+            finished = orchestrator_pb2.EvaluationFinished(
+                policy_version=version.to_proto(), environment=name, metrics=values
+            )
+            fact = journal_pb2.EvaluationRecorded(evaluation=finished)
+            self._journal.record(journal_pb2.Fact(evaluation_recorded=fact))
+            await self._reporter.evaluation(version, name, values)
+        return self.standing.take(version, metrics.values())
 
-    async def _evaluate(self, wanted: Version) -> tuple[Version, dict[str, EvalResult]]:
-        """Evaluate `wanted`, or what a replica serves after it, on one environment after the other.
+    async def _evaluate(self, wanted: Version, *, exactly: bool) -> tuple[Version, dict[str, EvalResult]]:
+        """Evaluate on one environment after the other.
 
         Raises:
-            SluiceError: if no replica can be held.
+            SluiceError: if no replica can be held, or one cannot be held any longer.
             TimeoutError: if it takes longer than `evaluation.deadline_s`.
         """
         settings = self._config.evaluation
         async with asyncio.timeout(settings.deadline_s):
             replica = await self._pool.choose(wanted)
             self.held_all_replicas |= len(self._pool.replicas) == 1
-            async with self._held(replica) as version:
-                results = {}
-                for each in self._environments:
-                    train = each.settings.sampling
-                    sampling = Sampling(settings.temperature, train.max_tokens, train.stop)
-                    # Of any seed of the run, so that runs of different seeds are evaluated alike.
-                    runner = replace(each.runner, engine=each.runner.engine.pinned(replica), seed=0)
-                    results[each.settings.name] = await evaluate(runner, each.tasks, settings, sampling, version)
-                return version, results
+            hold = _Hold(replica, self._config.deadlines.hold_s)
+            version = await hold.begin(wanted if exactly else None)
+            renewing = asyncio.create_task(hold.renew(version), name="hold")
+            working = asyncio.create_task(self._attempt_all(replica, version), name="evaluation")
+            try:
+                await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
+                return version, working.result() if working.done() else await renewing
+            finally:
+                for each in (renewing, working):
+                    each.cancel()
+                await asyncio.wait({renewing, working})
+                discard_outcome(renewing, working)
+                await hold.end()
 
-    @contextlib.asynccontextmanager
-    async def _held(self, replica: Replica) -> AsyncIterator[Version]:
-        """Hold a replica at the version that it serves; give the version."""
-        request = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner=_OWNER)
-        request.ttl.FromMilliseconds(int(self._config.deadlines.hold_s * 1000))
+    async def _attempt_all(self, replica: Replica, version: Version) -> dict[str, EvalResult]:
+        settings, results = self._config.evaluation, {}
+        for each in self._environments:
+            train = each.settings.sampling
+            sampling = Sampling(settings.temperature, train.max_tokens, train.stop)
+            # Of any seed of the run, so that runs of different seeds are evaluated alike.
+            runner = replace(each.runner, engine=each.runner.engine.pinned(replica), seed=0)
+            results[each.settings.name] = await evaluate(runner, each.tasks, settings, sampling, version)
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """A replica that stays at one version, for `ttl_s` seconds at a time."""
+
+    replica: Replica
+    ttl_s: float
+
+    async def begin(self, version: Version | None) -> Version:
+        """Hold the replica at the version that it serves, or take it to another one; return the version.
+
+        Raises:
+            SluiceError: if the replica refuses.
+        """
+        mode = rollout_pb2.WEIGHT_POLICY_MODE_HOLD if version is None else rollout_pb2.WEIGHT_POLICY_MODE_TARGET
+        request = rollout_pb2.SetWeightPolicyRequest(mode=mode, owner=_OWNER)
+        if version is not None:
+            request.version.CopyFrom(version.to_proto())
+        request.ttl.FromMilliseconds(int(self.ttl_s * 1000))
         try:
-            answer = await replica.admin.SetWeightPolicy(request)
+            answer = await self.replica.admin.SetWeightPolicy(request, timeout=self.ttl_s)
         except grpc.aio.AioRpcError as error:
             raise SluiceError.from_rpc(error) from error
-        try:
-            yield Version.from_proto(answer.policy_version)
-        finally:
-            follow = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW, owner=_OWNER)
+        return Version.from_proto(answer.policy_version)
+
+    async def renew(self, version: Version) -> NoReturn:
+        """Renew the hold until cancelled.
+
+        Raises:
+            SluiceError: if it cannot be renewed before it ends: the weights may change.
+        """
+        ends = time.monotonic() + self.ttl_s
+        while True:
+            await asyncio.sleep(self.ttl_s / 4)
+            began = time.monotonic()
             try:
-                await replica.admin.SetWeightPolicy(follow, timeout=_RELEASE_S)
-            except grpc.aio.AioRpcError as error:
-                reason = str(SluiceError.from_rpc(error))
-                log.warning("cannot release a hold; it ends by its time to live", replica=replica.name, error=reason)
+                async with asyncio.timeout(self.ttl_s / 4):
+                    await self.begin(version)
+            except (SluiceError, TimeoutError) as error:
+                if time.monotonic() + self.ttl_s / 2 > ends:
+                    raise SluiceError.aborted(
+                        "HOLD_LOST", f"replica {self.replica.name} cannot be held at version {version}: {error}"
+                    ) from error
+            else:
+                ends = began + self.ttl_s
+
+    async def end(self) -> None:
+        """Let the replica follow the trainer again; a hold that cannot be ended ends by itself."""
+        follow = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW, owner=_OWNER)
+        try:
+            await self.replica.admin.SetWeightPolicy(follow, timeout=_RELEASE_S)
+        except grpc.aio.AioRpcError as error:
+            reason = str(SluiceError.from_rpc(error))
+            log.warning("cannot release a hold; it ends by its time to live", replica=self.replica.name, error=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +267,10 @@ class EvalResult:
                 found[f"{name}reward_mean"] = math.fsum(rewards) / len(rewards)
                 found[f"{name}reward_stderr"] = _standard_error(samples)
                 found[f"{name}exact_share"] = sum(each >= EXACT for each in rewards) / len(rewards)
+        for k in _powers_of_two(sampled):
+            found |= _with_interval(f"pass_at_{k}", pass_at(k, sampled))
+        if sampled:
+            found |= _with_interval("exact_share", pass_at(1, sampled))
         if self.samples:
             found["truncated_share"] = sum(each.truncated for each in self.samples) / len(self.samples)
         found["missing_rewards"] = float(sum(each.reward is None for each in self.samples))
@@ -211,13 +322,52 @@ def _sample(task: Task, record: orchestrator_pb2.TrajectoryRecord, *, greedy: bo
     )
 
 
-def _standard_error(samples: Sequence[EvalSample]) -> float:
-    """Standard error of the mean reward over tasks: samples of one task are not independent."""
+def pass_at(k: int, samples: Iterable[EvalSample]) -> list[float]:
+    """Return the chance of each task that one of k of its samples is exact, without bias from its n >= k samples.
+
+    A task with c exact samples of n has 1 - C(n - c, k) / C(n, k) (Chen et al., 2021); one with fewer than k is left out.
+    """
+    chances = []
+    for rewards in _rewards_by_task(samples):
+        exact = sum(each >= EXACT for each in rewards)
+        if len(rewards) >= k:
+            chances.append(1 - math.comb(len(rewards) - exact, k) / math.comb(len(rewards), k))
+    return chances
+
+
+def wilson(mean: float, tasks: int) -> tuple[float, float]:
+    """Return the 95% interval of a mean of `tasks` values in [0, 1] (Wilson, 1927). Exact for 0 and 1, too wide for others."""
+    z2 = 1.959964**2
+    centre = (mean + z2 / (2 * tasks)) / (1 + z2 / tasks)
+    half = math.sqrt(z2 * (mean * (1 - mean) / tasks + z2 / (4 * tasks**2))) / (1 + z2 / tasks)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    mean = math.fsum(values) / len(values)
+    low, high = wilson(mean, len(values))
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}
+
+
+def _powers_of_two(samples: Iterable[EvalSample]) -> list[int]:
+    """Return 2, 4, 8, ... up to the samples that a task has."""
+    most = max(map(len, _rewards_by_task(samples)), default=0)
+    return [1 << power for power in range(1, most.bit_length()) if 1 << power <= most]
+
+
+def _rewards_by_task(samples: Iterable[EvalSample]) -> list[list[float]]:
     by_task: dict[str, list[float]] = {}
     for each in samples:
         if each.reward is not None:
             by_task.setdefault(each.task_id, []).append(each.reward)
-    means = [math.fsum(rewards) / len(rewards) for rewards in by_task.values()]
+    return list(by_task.values())
+
+
+def _standard_error(samples: Sequence[EvalSample]) -> float:
+    """Standard error of the mean reward over tasks: samples of one task are not independent."""
+    means = [math.fsum(rewards) / len(rewards) for rewards in _rewards_by_task(samples)]
     if len(means) < 2:
         return 0.0
     mean = math.fsum(means) / len(means)

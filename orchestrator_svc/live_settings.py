@@ -69,9 +69,11 @@ class LiveSettings:
             "orchestrator.max_running": (config, "max_running"),
             "orchestrator.concurrency.most_samples": (config.concurrency, "most_samples"),
             "orchestrator.checkpoint.every_steps": (config.checkpoint, "every_steps"),
+            "orchestrator.checkpoint.every_s": (config.checkpoint, "every_s"),
         }
-        if config.evaluation.every_steps:  # otherwise the run has not loaded what it would evaluate
-            self._places["orchestrator.evaluation.every_steps"] = (config.evaluation, "every_steps")
+        if config.evaluation.wanted:  # otherwise the run has not loaded what it would evaluate
+            for name in ("every_steps", "every_s", "patience"):
+                self._places[f"orchestrator.evaluation.{name}"] = (config.evaluation, name)
         if len(config.mix) > 1:
             for each in config.mix:
                 self._places[ratio_key(each.name)] = (each, "ratio")

@@ -9,12 +9,15 @@ in a task of its own and awaits it. An error in any of them ends the run.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import structlog
 
+from orchestrator_svc.config import CheckpointConfig, EvaluationConfig
 from orchestrator_svc.dispatch import Dispatcher
-from orchestrator_svc.evaluation import Evaluations
+from orchestrator_svc.evaluation import Evaluations, Standing
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
@@ -24,7 +27,7 @@ from orchestrator_svc.status import RunStatus
 from orchestrator_svc.training import Training
 from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2, orchestrator_pb2
-from sluice.versions import BASE
+from sluice.versions import BASE, Version
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +58,10 @@ class Run:
         self._dispatcher, self._training = dispatcher, training
         self._evaluations, self._reporter = evaluations, reporter
         self._saving: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[None] | None = None
+        now = time.monotonic()
+        self._save_due = Every(self._config.checkpoint, now)
+        self._evaluation_due = Every(self._config.evaluation, now)
         self._stop_reason = ""
 
     async def run(self) -> None:
@@ -159,15 +166,46 @@ class Run:
             await self._reporter.step(step)
             if step.past:
                 return
-            every = self._config.checkpoint.every_steps
-            if every and step.version.number % every == 0 and (self._saving is None or self._saving.done()):
+            now = time.monotonic()
+            if self._save_due.at(step.version.number, now) and (self._saving is None or self._saving.done()):
                 self._saving = beside.create_task(self._save(), name="checkpoint")
-            if self._evaluations is not None:
-                self._evaluations.after_step(step.version, beside)
+            if self._evaluations is not None and self._evaluation_due.at(step.version.number, now):
+                if self._evaluating is not None and not self._evaluating.done():
+                    self._evaluations.failed += 1
+                    log.warning("evaluation is left out: the last one is still under way", step=step.version.number)
+                else:
+                    evaluating = self._evaluate(self._evaluations, step.version)
+                    self._evaluating = beside.create_task(evaluating, name="evaluation")
 
         await self._training.run(on_step)
         for each in helpers:
             each.cancel()
+
+    async def _evaluate(self, evaluations: Evaluations, version: Version) -> None:
+        """Evaluate a version; keep its checkpoint if it is the best; end the run if nothing becomes better any more."""
+        checkpoint = None
+        if self._config.evaluation.keep_best:
+            try:
+                checkpoint = await self._training.save_checkpoint()
+            except SluiceError as error:
+                evaluations.failed += 1
+                log.error("evaluation is left out: its checkpoint failed", error=str(error))  # noqa: TRY400 - says all
+                return
+            version = Version.from_proto(checkpoint.policy_version)
+        better = await evaluations.run(version, exactly=checkpoint is not None)
+        standing = evaluations.standing
+        if better and checkpoint is not None:
+            try:
+                await self._training.keep_checkpoint(
+                    checkpoint.name, f"{standing.metric} {standing.best:.6g}, the best"
+                )
+            except SluiceError as error:
+                log.error("the best checkpoint is not kept", name=checkpoint.name, error=str(error))  # noqa: TRY400
+        if evaluations.plateau:
+            self.stop(
+                f"{standing.since} evaluations brought nothing better than {standing.metric} {standing.best:.6g} of version"
+                f" {standing.version} (orchestrator.evaluation.patience)"
+            )
 
     async def _save(self) -> None:
         try:
@@ -202,8 +240,36 @@ class Run:
                 "stop_reason": self._stop_reason,
                 "evaluations_failed": evaluations.failed if evaluations else 0,
                 "evaluation_held_all_replicas": evaluations.held_all_replicas if evaluations else False,
+                "best_evaluation": _best(evaluations.standing) if evaluations else None,
             },
         )
+
+
+def _best(standing: Standing) -> dict[str, object] | None:
+    if standing.best is None:
+        return None
+    return {"metric": standing.metric, "value": standing.best, "version": str(standing.version)}
+
+
+@dataclass
+class Every:
+    """When something is due that happens every so many steps or seconds. Pure.
+
+    Attributes:
+        settings: Have `every_steps` and `every_s`, which may change; 0 is never.
+        last: When it was due last, in seconds.
+    """
+
+    settings: CheckpointConfig | EvaluationConfig
+    last: float
+
+    def at(self, step: int, now: float) -> bool:
+        """Return whether it is due after a step, and note it."""
+        steps, seconds = self.settings.every_steps, self.settings.every_s
+        due = bool(steps and step % steps == 0) or bool(seconds and now - self.last >= seconds)
+        if due:
+            self.last = now
+        return due
 
 
 def _first(error: Exception) -> Exception:

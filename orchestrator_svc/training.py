@@ -101,7 +101,15 @@ class Training:
         """Batches that the trainer has applied."""
         return self._ledger.applied
 
-    async def save_checkpoint(self) -> None:
+    async def keep_checkpoint(self, name: str, reason: str) -> None:
+        """Let the trainer keep a checkpoint beside the newest ones, in place of the one that was kept so before.
+
+        Raises:
+            SluiceError: if there is no such checkpoint any more, or the trainer cannot be reached.
+        """
+        await self._trainer.client.keep_checkpoint(self._trainer.run, name, reason)
+
+    async def save_checkpoint(self) -> trainer_pb2.Checkpoint:
         """Let the trainer write a checkpoint, and release what the journal need no longer keep.
 
         Raises:
@@ -119,6 +127,7 @@ class Training:
         self._journal.record(journal_pb2.Fact(checkpoint_covered=covered))
         self._status.checkpoint_written(saved.name, version)
         log.info("checkpoint", name=saved.name, version=str(version))
+        return saved
 
     def stop(self) -> None:
         """End after the batches that are made."""

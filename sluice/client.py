@@ -224,6 +224,11 @@ class TrainerClient(_Client):
         request = trainer_pb2.SaveCheckpointRequest(run=_run_name(run), journal_position=journal_position)
         return await _typed(self._stub.SaveCheckpoint(request, timeout=timeout_s))
 
+    async def keep_checkpoint(self, run: str, checkpoint: str, reason: str) -> None:
+        """Keep one checkpoint beside the newest ones, in place of the one that was kept so before."""
+        request = trainer_pb2.KeepCheckpointRequest(run=_run_name(run), checkpoint=checkpoint, reason=reason)
+        await _typed(self._stub.KeepCheckpoint(request))
+
     async def checkpoints(self, run: str) -> list[trainer_pb2.Checkpoint]:
         """Return the complete checkpoints, newest first."""
         found: list[trainer_pb2.Checkpoint] = []

@@ -197,8 +197,9 @@ def _repeatable_orchestrator(orchestrator: Any) -> Section:  # noqa: ANN401 - a 
             raise _not_repeatable(
                 f"filter of environment {each.name}", "set, beside pools or another environment", "unset"
             )
-    if orchestrator.evaluation.every_steps:
-        raise _not_repeatable("orchestrator.evaluation.every_steps", orchestrator.evaluation.every_steps, "0")
+    for name in ("every_steps", "every_s"):
+        if getattr(orchestrator.evaluation, name):
+            raise _not_repeatable(f"orchestrator.evaluation.{name}", getattr(orchestrator.evaluation, name), "0")
     data = orchestrator.model_dump(exclude_unset=True)
     data.setdefault("sampling", {})["seeded"] = True
     for each in data.get("environments", ()):

@@ -78,7 +78,13 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
     ),
     "sluice.v1.WeightSyncService": ("CommitVersion", "ListVersions", "GetManifest", "DeleteVersion"),
     "sluice.v1.WeightDeliveryService": ("ReportVersion",),
-    "sluice.v1.TrainerService": ("BeginEpoch", "GetTrainerState", "SaveCheckpoint", "ListCheckpoints"),
+    "sluice.v1.TrainerService": (
+        "BeginEpoch",
+        "GetTrainerState",
+        "SaveCheckpoint",
+        "KeepCheckpoint",
+        "ListCheckpoints",
+    ),
     "sluice.v1.OrchestratorService": (
         "GetRun",
         "PauseRun",

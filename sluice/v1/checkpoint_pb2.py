@@ -27,7 +27,7 @@ from sluice.v1 import common_pb2 as sluice_dot_v1_dot_common__pb2
 from sluice.v1 import trainer_pb2 as sluice_dot_v1_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asluice/v1/checkpoint.proto\x12\tsluice.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16sluice/v1/common.proto\x1a\x17sluice/v1/trainer.proto\"\x93\x03\n\x12\x43heckpointManifest\x12)\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x15.sluice.v1.Checkpoint\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x04 \x01(\x04\x12\x18\n\x10next_sequence_no\x18\x05 \x01(\x04\x12(\n\x07lineage\x18\x06 \x01(\x0b\x32\x17.sluice.v1.EpochLineage\x12(\n\x05\x66iles\x18\x07 \x03(\x0b\x32\x19.sluice.v1.CheckpointFile\x12\x34\n\x0c\x62\x61tch_record\x18\x08 \x01(\x0b\x32\x1e.sluice.v1.BatchRecordPosition\x12=\n\x08settings\x18\t \x03(\x0b\x32+.sluice.v1.CheckpointManifest.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"B\n\x0e\x43heckpointFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"7\n\x13\x42\x61tchRecordPosition\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"\xeb\x01\n\x0b\x42\x61tchRecord\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x13\n\x0bsequence_no\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\t\x12\x0f\n\x07skipped\x18\x05 \x01(\x08\x12,\n\x07results\x18\x06 \x03(\x0b\x32\x1b.sluice.v1.TrajectoryResult\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"7\n\x0c\x45pochLineage\x12\'\n\x07origins\x18\x01 \x03(\x0b\x32\x16.sluice.v1.EpochOrigin\"P\n\x0b\x45pochOrigin\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x32\n\x10restored_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asluice/v1/checkpoint.proto\x12\tsluice.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16sluice/v1/common.proto\x1a\x17sluice/v1/trainer.proto\"\x93\x03\n\x12\x43heckpointManifest\x12)\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x15.sluice.v1.Checkpoint\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x04 \x01(\x04\x12\x18\n\x10next_sequence_no\x18\x05 \x01(\x04\x12(\n\x07lineage\x18\x06 \x01(\x0b\x32\x17.sluice.v1.EpochLineage\x12(\n\x05\x66iles\x18\x07 \x03(\x0b\x32\x19.sluice.v1.CheckpointFile\x12\x34\n\x0c\x62\x61tch_record\x18\x08 \x01(\x0b\x32\x1e.sluice.v1.BatchRecordPosition\x12=\n\x08settings\x18\t \x03(\x0b\x32+.sluice.v1.CheckpointManifest.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\".\n\x0eKeptCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"B\n\x0e\x43heckpointFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"7\n\x13\x42\x61tchRecordPosition\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"\xeb\x01\n\x0b\x42\x61tchRecord\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x13\n\x0bsequence_no\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\t\x12\x0f\n\x07skipped\x18\x05 \x01(\x08\x12,\n\x07results\x18\x06 \x03(\x0b\x32\x1b.sluice.v1.TrajectoryResult\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"7\n\x0c\x45pochLineage\x12\'\n\x07origins\x18\x01 \x03(\x0b\x32\x16.sluice.v1.EpochOrigin\"P\n\x0b\x45pochOrigin\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x32\n\x10restored_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,14 +40,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINTMANIFEST']._serialized_end=527
   _globals['_CHECKPOINTMANIFEST_SETTINGSENTRY']._serialized_start=480
   _globals['_CHECKPOINTMANIFEST_SETTINGSENTRY']._serialized_end=527
-  _globals['_CHECKPOINTFILE']._serialized_start=529
-  _globals['_CHECKPOINTFILE']._serialized_end=595
-  _globals['_BATCHRECORDPOSITION']._serialized_start=597
-  _globals['_BATCHRECORDPOSITION']._serialized_end=652
-  _globals['_BATCHRECORD']._serialized_start=655
-  _globals['_BATCHRECORD']._serialized_end=890
-  _globals['_EPOCHLINEAGE']._serialized_start=892
-  _globals['_EPOCHLINEAGE']._serialized_end=947
-  _globals['_EPOCHORIGIN']._serialized_start=949
-  _globals['_EPOCHORIGIN']._serialized_end=1029
+  _globals['_KEPTCHECKPOINT']._serialized_start=529
+  _globals['_KEPTCHECKPOINT']._serialized_end=575
+  _globals['_CHECKPOINTFILE']._serialized_start=577
+  _globals['_CHECKPOINTFILE']._serialized_end=643
+  _globals['_BATCHRECORDPOSITION']._serialized_start=645
+  _globals['_BATCHRECORDPOSITION']._serialized_end=700
+  _globals['_BATCHRECORD']._serialized_start=703
+  _globals['_BATCHRECORD']._serialized_end=938
+  _globals['_EPOCHLINEAGE']._serialized_start=940
+  _globals['_EPOCHLINEAGE']._serialized_end=995
+  _globals['_EPOCHORIGIN']._serialized_start=997
+  _globals['_EPOCHORIGIN']._serialized_end=1077
 # @@protoc_insertion_point(module_scope)

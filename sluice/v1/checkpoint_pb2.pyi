@@ -106,6 +106,32 @@ class CheckpointManifest(_message.Message):
 Global___CheckpointManifest: _TypeAlias = CheckpointManifest  # noqa: Y015
 
 @_typing.final
+class KeptCheckpoint(_message.Message):
+    """`checkpoints/kept.json`: the checkpoint that stays however many newer ones there are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    reason: _builtins.str
+    """Why it stays, for people to read."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptCheckpoint: _TypeAlias = KeptCheckpoint  # noqa: Y015
+
+@_typing.final
 class CheckpointFile(_message.Message):
     """One file of a checkpoint."""
 

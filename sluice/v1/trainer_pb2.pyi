@@ -649,6 +649,53 @@ class SaveCheckpointResponse(_message.Message):
 Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
 
 @_typing.final
+class KeepCheckpointRequest(_message.Message):
+    """Request of TrainerService.KeepCheckpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """`runs/{run}`."""
+    checkpoint: _builtins.str
+    """Name of the checkpoint, as `step_{number}`."""
+    reason: _builtins.str
+    """Why, for people to read; at most 1024 characters."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "reason", b"reason", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepCheckpointRequest: _TypeAlias = KeepCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class KeepCheckpointResponse(_message.Message):
+    """Outcome of keeping a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepCheckpointResponse: _TypeAlias = KeepCheckpointResponse  # noqa: Y015
+
+@_typing.final
 class Checkpoint(_message.Message):
     """A complete checkpoint."""
 

@@ -60,6 +60,11 @@ class TrainerServiceStub:
                 request_serializer=sluice_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.KeepCheckpoint = channel.unary_unary(
+                '/sluice.v1.TrainerService/KeepCheckpoint',
+                request_serializer=sluice_dot_v1_dot_trainer__pb2.KeepCheckpointRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_trainer__pb2.KeepCheckpointResponse.FromString,
+                _registered_method=True)
         self.ListCheckpoints = channel.unary_unary(
                 '/sluice.v1.TrainerService/ListCheckpoints',
                 request_serializer=sluice_dot_v1_dot_trainer__pb2.ListCheckpointsRequest.SerializeToString,
@@ -122,6 +127,14 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepCheckpoint(self, request, context):
+        """Keeps one checkpoint beside the newest ones, such as the best by evaluation, in place of the one that was kept so before.
+        Idempotent. Errors: NOT_FOUND (no complete checkpoint of that name).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListCheckpoints(self, request, context):
         """Lists complete checkpoints, newest first: those with a manifest, and with every file that it names in its size. The content
         of the files is not read. No side effects.
@@ -157,6 +170,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=sluice_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'KeepCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepCheckpoint,
+                    request_deserializer=sluice_dot_v1_dot_trainer__pb2.KeepCheckpointRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_trainer__pb2.KeepCheckpointResponse.SerializeToString,
             ),
             'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
                     servicer.ListCheckpoints,
@@ -300,6 +318,33 @@ class TrainerService:
             '/sluice.v1.TrainerService/SaveCheckpoint',
             sluice_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             sluice_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.TrainerService/KeepCheckpoint',
+            sluice_dot_v1_dot_trainer__pb2.KeepCheckpointRequest.SerializeToString,
+            sluice_dot_v1_dot_trainer__pb2.KeepCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,10 @@ class TrainerServiceStub:
     """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
     Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
     """
+    KeepCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.KeepCheckpointRequest, _trainer_pb2.KeepCheckpointResponse]
+    """Keeps one checkpoint beside the newest ones, such as the best by evaluation, in place of the one that was kept so before.
+    Idempotent. Errors: NOT_FOUND (no complete checkpoint of that name).
+    """
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ListCheckpointsRequest, _trainer_pb2.ListCheckpointsResponse]
     """Lists complete checkpoints, newest first: those with a manifest, and with every file that it names in its size. The content
     of the files is not read. No side effects.
@@ -102,6 +106,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
     Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
+    """
+    KeepCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.KeepCheckpointRequest, _trainer_pb2.KeepCheckpointResponse]  # type: ignore[assignment]
+    """Keeps one checkpoint beside the newest ones, such as the best by evaluation, in place of the one that was kept so before.
+    Idempotent. Errors: NOT_FOUND (no complete checkpoint of that name).
     """
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ListCheckpointsRequest, _trainer_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """Lists complete checkpoints, newest first: those with a manifest, and with every file that it names in its size. The content
@@ -169,6 +177,16 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
         Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
+        """
+
+    @_abc_1.abstractmethod
+    def KeepCheckpoint(
+        self,
+        request: _trainer_pb2.KeepCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.KeepCheckpointResponse, _abc.Awaitable[_trainer_pb2.KeepCheckpointResponse]]:
+        """Keeps one checkpoint beside the newest ones, such as the best by evaluation, in place of the one that was kept so before.
+        Idempotent. Errors: NOT_FOUND (no complete checkpoint of that name).
         """
 
     @_abc_1.abstractmethod

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import structlog
+from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from sluice.checkpoint_files import MANIFEST, complete_checkpoints, read_manifest, wrong_size
@@ -20,6 +21,9 @@ from trainer_svc.checkpoint.state import LiveState
 from trainer_svc.engine.engine import TrainEngine
 
 log = structlog.get_logger(__name__)
+
+KEPT = "kept.json"
+"""File beside the checkpoints that names the one that always stays."""
 
 
 class Checkpoints:
@@ -138,12 +142,36 @@ class Checkpoints:
             write_manifest(existing, self.directory / existing.checkpoint.name)
         return existing
 
+    def kept(self) -> str:
+        """Return the name of the checkpoint that stays however many newer ones there are; empty without one."""
+        try:
+            kept = json_format.Parse((self.directory / KEPT).read_text(), checkpoint_pb2.KeptCheckpoint())
+        except (OSError, json_format.ParseError):
+            return ""
+        return kept.name
+
+    def keep_always(self, name: str, reason: str) -> None:
+        """Let a checkpoint stay, in place of the one before.
+
+        Raises:
+            SluiceError: NOT_FOUND if there is no complete checkpoint of this name.
+        """
+        if self.find(name) is None:
+            raise SluiceError.not_found(
+                "NO_CHECKPOINT", f"there is no complete checkpoint {name!r} in {self.directory}"
+            )
+        kept = checkpoint_pb2.KeptCheckpoint(name=name, reason=reason)
+        write_durably(self.directory / KEPT, (json_format.MessageToJson(kept) + "\n").encode())
+        log.info("checkpoint stays", name=name, reason=reason)
+
     def load(self, manifest: checkpoint_pb2.CheckpointManifest, engines: Mapping[str, TrainEngine]) -> None:
         """Put the state of a checkpoint back; errors are those of `Saver.load`."""
         self.saver.load(self.directory / manifest.checkpoint.name, engines)
 
     def _prune(self, written: Version, known: Lineage) -> None:
-        for manifest in surplus(self.complete(), written, known, self.keep):
+        kept = self.kept()
+        others = [each for each in self.complete() if each.checkpoint.name != kept]
+        for manifest in surplus(others, written, known, self.keep):
             path = self.directory / manifest.checkpoint.name
             gone = path.with_name(f".{path.name}.retired")
             remove_tree(gone)

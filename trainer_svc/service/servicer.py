@@ -28,6 +28,8 @@ from trainer_svc.service.trainer import Trainer
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 PAGE_SIZE = 100
+MAX_REASON = 1024
+"""Characters that may say why a checkpoint is kept."""
 """Checkpoints per page where the caller does not say."""
 
 MAX_TRAJECTORIES = 16_384
@@ -193,6 +195,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         del context
         self._check_run(request.run)
         return trainer_pb2.SaveCheckpointResponse(checkpoint=await self._trainer.save(request.journal_position))
+
+    async def KeepCheckpoint(  # noqa: N802 - gRPC's name
+        self, request: trainer_pb2.KeepCheckpointRequest, context: Context
+    ) -> trainer_pb2.KeepCheckpointResponse:
+        """Keep one checkpoint beside the newest ones."""
+        del context
+        self._check_run(request.run)
+        if len(request.reason) > MAX_REASON:
+            raise SluiceError.invalid_argument("reason", f"has {len(request.reason)} characters, at most {MAX_REASON}")
+        await asyncio.to_thread(self._trainer.learner.checkpoints.keep_always, request.checkpoint, request.reason)
+        return trainer_pb2.KeepCheckpointResponse()
 
     async def ListCheckpoints(  # noqa: N802 - gRPC's name
         self, request: trainer_pb2.ListCheckpointsRequest, context: Context
