@@ -320,6 +320,12 @@ class SimulatedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         )
         return trainer_pb2.SaveCheckpointResponse(checkpoint=self._checkpoint)
 
+    async def KeepCheckpoint(  # noqa: N802
+        self, _request: trainer_pb2.KeepCheckpointRequest, _context: object
+    ) -> trainer_pb2.KeepCheckpointResponse:
+        """Do nothing: there is only one."""
+        return trainer_pb2.KeepCheckpointResponse()
+
     async def ListCheckpoints(  # noqa: N802
         self, _request: trainer_pb2.ListCheckpointsRequest, _context: object
     ) -> trainer_pb2.ListCheckpointsResponse:

@@ -269,8 +269,6 @@ class EvalResult:
                 found[f"{name}exact_share"] = sum(each >= EXACT for each in rewards) / len(rewards)
         for k in _powers_of_two(sampled):
             found |= _with_interval(f"pass_at_{k}", pass_at(k, sampled))
-        if sampled:
-            found |= _with_interval("exact_share", pass_at(1, sampled))
         if self.samples:
             found["truncated_share"] = sum(each.truncated for each in self.samples) / len(self.samples)
         found["missing_rewards"] = float(sum(each.reward is None for each in self.samples))
@@ -352,9 +350,9 @@ def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _powers_of_two(samples: Iterable[EvalSample]) -> list[int]:
-    """Return 2, 4, 8, ... up to the samples that a task has."""
+    """Return 1, 2, 4, ... up to the samples that a task has. The first is avg@k, the mean over all samples of each task."""
     most = max(map(len, _rewards_by_task(samples)), default=0)
-    return [1 << power for power in range(1, most.bit_length()) if 1 << power <= most]
+    return [1 << power for power in range(most.bit_length())]
 
 
 def _rewards_by_task(samples: Iterable[EvalSample]) -> list[list[float]]:

@@ -75,6 +75,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     policies: list[rollout_pb2.SetWeightPolicyRequest] = field(default_factory=list)
     failures: list[SluiceError] = field(default_factory=list)
     status_failure: SluiceError | None = None
+    refuses_holds: bool = False
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
     finish: Callable[[rollout_pb2.GenerateRequest], int] = lambda request: tokens_pb2.FINISH_REASON_STOP
@@ -147,6 +148,8 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
 
     async def SetWeightPolicy(self, request, context):
         self.policies.append(request)
+        if self.refuses_holds and request.mode != rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW:
+            raise SluiceError.aborted("HELD", "somebody else holds it")
         return rollout_pb2.SetWeightPolicyResponse(policy_version=self.version.to_proto())
 
 
@@ -162,6 +165,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     busy: bool = False
     keeps_record: bool = True
     publishes: bool = True
+    kept: list[str] = field(default_factory=list)
     version: Version = BASE
     checkpoint: Version = BASE
     epochs: list[int] = field(default_factory=list)
@@ -325,6 +329,10 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         )
         self.saved.append(saved)
         return trainer_pb2.SaveCheckpointResponse(checkpoint=saved)
+
+    async def KeepCheckpoint(self, request, context):
+        self.kept.append(request.checkpoint)
+        return trainer_pb2.KeepCheckpointResponse()
 
     def _wake(self) -> None:
         self.changed.set()

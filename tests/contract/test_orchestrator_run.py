@@ -20,11 +20,13 @@ from orchestrator_doubles import (
 )
 
 from benchmarks.children import free_port
+from orchestrator_svc import evaluation as evaluation_module
 from orchestrator_svc.app import serve
 from orchestrator_svc.audit import audit
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.processes import EnvironmentProcesses
+from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import DATABASE, Journal, read_facts
@@ -617,6 +619,67 @@ async def test_evaluation_holds_a_replica_at_one_version(scene) -> None:
     assert event.evaluation_finished.metrics["reward_mean"] == pytest.approx((0.5 + 2 / 3) / 2)
     assert report["evaluations"][0]["eval/greedy_reward_mean"] == 0.5
     assert report["evaluation_held_all_replicas"] is True
+
+
+async def test_a_hold_is_renewed_while_an_evaluation_needs_it(scene, monkeypatch) -> None:
+    replica, evaluate = scene.replicas[0], evaluation_module.evaluate
+
+    async def slow(*arguments):
+        await scene.until(lambda: len(replica.policies) > 3)
+        return await evaluate(*arguments)
+
+    monkeypatch.setattr(evaluation_module, "evaluate", slow)
+    report = await scene.run(evaluation={"every_steps": 4, "prompts": 2}, deadlines={"hold_s": 0.2})
+    *holds, follow = replica.policies
+    assert len(holds) > 3
+    assert {each.owner for each in holds} == {follow.owner}
+    assert {each.version.number for each in holds[1:]} == {4}, "later ones name the version"
+    assert follow.mode == rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
+    assert report["evaluations_failed"] == 0
+
+
+async def test_an_evaluation_whose_hold_is_lost_fails(scene, monkeypatch) -> None:
+    replica = scene.replicas[0]
+
+    async def endless(*_arguments):
+        replica.refuses_holds = True
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(evaluation_module, "evaluate", endless)
+    report = await scene.run(evaluation={"every_steps": 4}, deadlines={"hold_s": 0.2})
+    assert report["evaluations_failed"] == 1
+    assert report["state"] == "succeeded"
+
+
+async def test_the_best_checkpoint_is_kept_and_a_run_that_stands_still_ends(scene, monkeypatch) -> None:
+    rewards = {1: 0.2, 2: 0.7, 3: 0.6, 4: 0.7}
+
+    async def known(_runner, _tasks, _settings, _sampling, version):
+        reward = rewards.get(version.number, 0.0)
+        return EvalResult([EvalSample("t", "", "", reward, greedy=False, truncated=False)])
+
+    trainer = scene.trainer
+    trainer.automatic = False
+    monkeypatch.setattr(evaluation_module, "evaluate", known)
+    run = scene.start(
+        evaluation={"every_steps": 1, "keep_best": True, "patience": 2}, max_steps=50, checkpoint={"every_steps": 0}
+    )
+    for number in (1, 2, 3, 4):
+        await scene.until(lambda: trainer.waiting)
+        trainer.apply()
+        await scene.until(lambda at=number: len(scene.replicas[0].policies) == 2 * at)
+    while not run.done():  # the batches that are made are still trained
+        if trainer.waiting:
+            trainer.apply()
+        await asyncio.sleep(0.01)
+    await run
+    report = scene.report()
+    assert trainer.kept == ["step_1", "step_2"]
+    assert report["best_evaluation"] == {"metric": "reward_mean", "value": 0.7, "version": "1.2"}
+    assert report["state"] == "stopped"
+    assert "2 evaluations brought nothing better than reward_mean 0.7 of version 1.2" in report["stop_reason"]
+    targets = [each for each in scene.replicas[0].policies if each.mode == rollout_pb2.WEIGHT_POLICY_MODE_TARGET]
+    assert [each.version.number for each in targets][:4] == [1, 2, 3, 4]
 
 
 async def test_an_environment_that_breaks_in_the_last_evaluation_costs_its_tasks_not_the_checkpoint(scene) -> None:
