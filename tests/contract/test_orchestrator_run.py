@@ -31,6 +31,7 @@ from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import DATABASE, Journal, read_facts
 from orchestrator_svc.report import AppliedStep, Recorder, RunReporter, read_metrics
+from orchestrator_svc.run import Run
 from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
@@ -660,14 +661,21 @@ async def test_the_best_checkpoint_is_kept_and_a_run_that_stands_still_ends(scen
 
     trainer = scene.trainer
     trainer.automatic = False
+    ended, evaluate_step = [], Run._evaluate
+
+    async def noted(self: Run, evaluations, version) -> None:
+        await evaluate_step(self, evaluations, version)
+        ended.append(version)
+
     monkeypatch.setattr(evaluation_module, "evaluate", known)
+    monkeypatch.setattr(Run, "_evaluate", noted)
     run = scene.start(
         evaluation={"every_steps": 1, "keep_best": True, "patience": 2}, max_steps=50, checkpoint={"every_steps": 0}
     )
     for number in (1, 2, 3, 4):
         await scene.until(lambda: trainer.waiting)
         trainer.apply()
-        await scene.until(lambda at=number: len(scene.replicas[0].policies) == 2 * at)
+        await scene.until(lambda at=number: len(ended) == at)
     while not run.done():  # the batches that are made are still trained
         if trainer.waiting:
             trainer.apply()
