@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator_svc.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from sluice.config import Options, whole_number
 

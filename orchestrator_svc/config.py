@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import CommonConfig, Section, ServerConfig
 from sluice.config.schema import Value, deep_merge
@@ -28,41 +29,6 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn; their tokens are kept.")
     ignore_eos: bool = Field(False, description="Ignore the tokens that end a turn and sample up to `max_tokens`.")
     seeded: bool = Field(False, description="Send seeds with requests, from the run's seed, group, episode and turn.")
-
-
-class EnvironmentProcessesConfig(Section):
-    """Processes that run the environment's code. One that hangs, dies or needs too much memory is killed and replaced."""
-
-    count: int = Field(
-        0, ge=0, description="Most processes, started when calls wait for one; 0: one per core, at most 4."
-    )
-    calls: int = Field(
-        0,
-        ge=0,
-        description="Calls that one process runs at a time; a hung one takes all of them along. 0: one, or 64 if the environment's methods are coroutines. With two or more, plain methods run in threads.",
-    )
-    call_s: float = Field(
-        60.0, gt=0, description="Seconds for one call of messages, reset or step; then its process is killed."
-    )
-    score_s: float = Field(10.0, gt=0, description="Seconds to score one group; then the process is killed.")
-    score_retries: int = Field(
-        1, ge=0, description="Further attempts to score a completion before its reward is missing, which is never 0."
-    )
-    memory_mib: int = Field(
-        8192,
-        ge=0,
-        description="Most memory of one process and what it started, in MiB; then it is killed. 0: no limit. Linux only.",
-    )
-    max_restarts: int = Field(
-        16, ge=0, description="Processes that may die one after the other without an answer before no more are started."
-    )
-    variables: list[str] = Field(
-        default_factory=list,
-        description="Environment variables that the processes get although their names are of secrets, such as OPENAI_API_KEY.",
-    )
-    log_lines_per_minute: int = Field(
-        600, ge=1, description="Lines that one process may print to the log in a minute; further ones are counted."
-    )
 
 
 class AttemptsConfig(Section):

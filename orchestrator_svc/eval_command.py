@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
-from orchestrator_svc.config import AttemptsConfig, EnvironmentProcessesConfig, OrchestratorConfig, ReplicasConfig
+from orchestrator_svc.config import AttemptsConfig, OrchestratorConfig, ReplicasConfig
+from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.loading import check_there, locate
 from sluice.config import Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import structlog
 
-from orchestrator_svc.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.base import Message, Task
+from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.episode import MOST_LOSSES, OpenEpisode, task_fields
 from orchestrator_svc.envs.framing import NotPlainError
 from orchestrator_svc.envs.worker import Call, End, EnvironmentFailedError, Reason, Worker, passed_variables

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 

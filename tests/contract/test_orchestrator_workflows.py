@@ -12,8 +12,9 @@ import pytest
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 
 from orchestrator_svc import replicas
-from orchestrator_svc.config import EnvironmentProcessesConfig, ReplicasConfig
+from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation

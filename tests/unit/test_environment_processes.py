@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from orchestrator_svc.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.episode import ReplayDiffersError
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.question_answer import exact_reward, math_reward

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from orchestrator_svc.config import EnvironmentProcessesConfig, OrchestratorConfig
+from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import SingleTurnEnvironment
+from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.workflows import MultiTurn, Scored, choose_workflow
