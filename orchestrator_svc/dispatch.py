@@ -97,7 +97,8 @@ class Dispatcher:
             while True:
                 while self._start_next(groups):
                     pass
-                if self._lockstep is not None and not self._unfinished and self._scheduler.wanted_version() is None:
+                none_may_start = self.paused or not (self._unfinished or self._scheduler.wanted_version())
+                if self._lockstep is not None and none_may_start:
                     self._lockstep.hand_over()
                 self._changed.clear()
                 wait_s = self._curriculum.wait_s(time.monotonic())

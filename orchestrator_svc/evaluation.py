@@ -32,6 +32,9 @@ log = structlog.get_logger(__name__)
 
 _OWNER = "orchestrator-evaluation"
 
+_LOOK_S = 0.05
+"""Seconds between two looks at a replica that goes to the version to evaluate."""
+
 _RELEASE_S = 10.0
 """Seconds to release a hold; if that fails, the hold ends by its time to live."""
 
@@ -54,6 +57,7 @@ class Standing:
 
     Attributes:
         metric: Result by which they are compared.
+        environments: Names of those that are evaluated. A version without the result of one of them is not compared.
         min_gain: By how much a result must exceed the best one.
         best: The best result; None before the first.
         version: Version that had it.
@@ -61,16 +65,17 @@ class Standing:
     """
 
     metric: str
+    environments: Sequence[str]
     min_gain: float
     best: float | None = None
     version: Version = BASE
     since: int = 0
 
-    def take(self, version: Version, results: Iterable[Mapping[str, float]]) -> bool:
-        """Compare the results of a version, one per environment, with the best; return whether they are better."""
-        values = [each[self.metric] for each in results if self.metric in each]
-        if not values:
+    def take(self, version: Version, results: Mapping[str, Mapping[str, float]]) -> bool:
+        """Compare the results of a version, by environment, with the best; return whether they are better."""
+        if any(self.metric not in results.get(name, {}) for name in self.environments):
             return False
+        values = [results[name][self.metric] for name in self.environments]
         value = math.fsum(values) / len(values)
         if self.best is not None and value <= self.best + self.min_gain:
             self.since += 1
@@ -81,7 +86,7 @@ class Standing:
     def take_all(self, evaluations: Iterable[orchestrator_pb2.EvaluationFinished]) -> None:
         """Take the results of earlier processes, those of one version together."""
         for version, results in groupby(evaluations, lambda each: Version.from_proto(each.policy_version)):
-            self.take(version, [each.metrics for each in results])
+            self.take(version, {each.environment: each.metrics for each in results})
 
 
 class Evaluations:
@@ -109,7 +114,8 @@ class Evaluations:
         self.held_all_replicas = False
         self._config, self._pool, self._environments = config, pool, environments
         self._journal, self._reporter = journal, reporter
-        self.standing = Standing(config.evaluation.metric, config.evaluation.min_gain)
+        names = [each.settings.name for each in environments]
+        self.standing = Standing(config.evaluation.metric, names, config.evaluation.min_gain)
         self.standing.take_all(journal.ledger.evaluations)
 
     @property
@@ -117,8 +123,8 @@ class Evaluations:
         """Whether as many evaluations as `evaluation.patience` brought nothing better."""
         return 0 < self._config.evaluation.patience <= self.standing.since
 
-    async def run(self, wanted: Version, *, exactly: bool) -> bool:
-        """Evaluate a version, record the results, and return whether they are the best so far; a failure is counted.
+    async def run(self, wanted: Version, *, exactly: bool) -> None:
+        """Evaluate a version, and record and compare the results; a failure is counted.
 
         Args:
             wanted: The version.
@@ -129,22 +135,23 @@ class Evaluations:
         except (SluiceError, TimeoutError) as error:
             self.failed += 1
             log.error("evaluation failed", step=wanted.number, error=str(error) or "deadline")  # noqa: TRY400 - typed, says all
-            return False
+            return
         except Exception:  # whatever a workflow raises must not end the run
             self.failed += 1
             log.exception("evaluation failed unexpectedly", step=wanted.number)
-            return False
+            return
         metrics = {name: result.metrics() for name, result in results.items()}
-        if not any(self.standing.metric in each for each in metrics.values()):
-            log.warning("no result has the metric by which evaluations are compared", metric=self.standing.metric)
-        for name, values in metrics.items():
+        if not all(self.standing.metric in each for each in metrics.values()):
+            log.warning("an evaluation is not compared: not every result has the metric", metric=self.standing.metric)
+        for name, values in metrics.items():  # all of them before anything is awaited: a start finds all or none
             finished = orchestrator_pb2.EvaluationFinished(
                 policy_version=version.to_proto(), environment=name, metrics=values
             )
             fact = journal_pb2.EvaluationRecorded(evaluation=finished)
             self._journal.record(journal_pb2.Fact(evaluation_recorded=fact))
+        for name, values in metrics.items():
             await self._reporter.evaluation(version, name, values)
-        return self.standing.take(version, metrics.values())
+        self.standing.take(version, metrics)
 
     async def _evaluate(self, wanted: Version, *, exactly: bool) -> tuple[Version, dict[str, EvalResult]]:
         """Evaluate on one environment after the other.
@@ -158,18 +165,24 @@ class Evaluations:
             replica = await self._pool.choose(wanted)
             self.held_all_replicas |= len(self._pool.replicas) == 1
             hold = _Hold(replica, self._config.deadlines.hold_s)
-            version = await hold.begin(wanted if exactly else None)
-            renewing = asyncio.create_task(hold.renew(version), name="hold")
-            working = asyncio.create_task(self._attempt_all(replica, version), name="evaluation")
             try:
-                await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
-                return version, working.result() if working.done() else await renewing
+                version = await hold.begin(wanted if exactly else None)
+                return version, await self._attempt_all_under(hold, replica, version)
             finally:
-                for each in (renewing, working):
-                    each.cancel()
-                await asyncio.wait({renewing, working})
-                discard_outcome(renewing, working)
                 await hold.end()
+
+    async def _attempt_all_under(self, hold: _Hold, replica: Replica, version: Version) -> dict[str, EvalResult]:
+        """Attempt all tasks while the hold is renewed."""
+        renewing = asyncio.create_task(hold.renew(version), name="hold")
+        working = asyncio.create_task(self._attempt_all(replica, version), name="evaluation")
+        try:
+            await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else await renewing
+        finally:
+            for each in (renewing, working):
+                each.cancel()
+            await asyncio.wait({renewing, working})
+            discard_outcome(renewing, working)
 
     async def _attempt_all(self, replica: Replica, version: Version) -> dict[str, EvalResult]:
         settings, results = self._config.evaluation, {}
@@ -190,11 +203,19 @@ class _Hold:
     ttl_s: float
 
     async def begin(self, version: Version | None) -> Version:
-        """Hold the replica at the version that it serves, or take it to another one; return the version.
+        """Hold the replica at the version that it serves, or take it to another one and wait until it serves that; return it.
 
         Raises:
             SluiceError: if the replica refuses.
         """
+        while True:  # the caller has a deadline
+            served = await self._ask(version)
+            if version in (None, served):
+                return served
+            await asyncio.sleep(_LOOK_S)
+
+    async def _ask(self, version: Version | None) -> Version:
+        """Ask for the hold once more, and return the version that the replica serves now."""
         mode = rollout_pb2.WEIGHT_POLICY_MODE_HOLD if version is None else rollout_pb2.WEIGHT_POLICY_MODE_TARGET
         request = rollout_pb2.SetWeightPolicyRequest(mode=mode, owner=_OWNER)
         if version is not None:
@@ -218,7 +239,10 @@ class _Hold:
             began = time.monotonic()
             try:
                 async with asyncio.timeout(self.ttl_s / 4):
-                    await self.begin(version)
+                    served = await self._ask(version)
+                if served != version:
+                    ends = 0.0
+                    raise SluiceError.aborted("VERSION_CHANGED", f"it serves version {served} now")
             except (SluiceError, TimeoutError) as error:
                 if time.monotonic() + self.ttl_s / 2 > ends:
                     raise SluiceError.aborted(

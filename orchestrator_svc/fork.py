@@ -194,14 +194,17 @@ def _position(old: Path, manifest: checkpoint_pb2.CheckpointManifest) -> int:
     Raises:
         ConfigError: if the journal has not come so far.
     """
-    position, last, applied = manifest.checkpoint.journal_position, 0, 0
+    position, last, applied, made = manifest.checkpoint.journal_position, 0, 0, 0
     version = Version.from_proto(manifest.checkpoint.policy_version)
     for seq, fact in read_facts(old):
         last = seq
+        if fact.HasField("batch_made") and fact.batch_made.batch_id == manifest.checkpoint.last_batch_id:
+            made = seq
         if fact.HasField("batch_applied") and Version.from_proto(fact.batch_applied.policy_version) == version:
             applied = seq
     # The trainer's own schedule knows no position: its cut is where the orchestrator learned of the checkpoint's last batch.
-    position = position or applied
+    # A checkpoint that had to wait for the one before it may hold a batch that was made after its position was named.
+    position = max(position, made) if position else applied
     name = manifest.checkpoint.name
     if not position:
         raise ConfigError(f"checkpoint {name} names no position of the journal, and its last batch is not in it")

@@ -262,7 +262,7 @@ class Generation:
         more.n = 1
         more.token_ids.ids.MergeFrom(self.response.prompt_token_ids)
         more.token_ids.ids.MergeFrom(sample.token_ids)
-        more.continued_tokens = done
+        more.continued_tokens = request.continued_tokens + done
         more.sampling.min_tokens = max(0, request.sampling.min_tokens - done)
         if request.sampling.HasField("max_tokens"):
             more.sampling.max_tokens = request.sampling.max_tokens - done

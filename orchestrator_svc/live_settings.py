@@ -71,6 +71,9 @@ class LiveSettings:
             "orchestrator.checkpoint.every_steps": (config.checkpoint, "every_steps"),
             "orchestrator.checkpoint.every_s": (config.checkpoint, "every_s"),
         }
+        if common.deterministic:
+            for name in ("max_staleness", "orchestrator.concurrency.most_samples"):  # such a run needs them as they are
+                del self._places[name]
         if config.evaluation.wanted:  # otherwise the run has not loaded what it would evaluate
             for name in ("every_steps", "every_s", "patience"):
                 self._places[f"orchestrator.evaluation.{name}"] = (config.evaluation, name)

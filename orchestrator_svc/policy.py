@@ -112,7 +112,11 @@ class PolicyEngine:
         if self.lockstep is not None:
             request.priority = await self.lockstep.turn(request.request_id)
         generation = Generation(request)
-        await self._finish(generation, prefix_keys)
+        try:
+            await self._finish(generation, prefix_keys)
+        finally:
+            if self.lockstep is not None:
+                self.lockstep.arrived(request.request_id)
         response = generation.response
         self.counts["requests"] += 1
         self.counts["tokens"] += sum(len(sample.token_ids) for sample in response.samples)
@@ -202,9 +206,6 @@ class PolicyEngine:
                 waiting = sum(each.waiting for each in part.samples)
                 self.counts["tokens_lost"] += round(min(_MOST_UNSENT, rate * unsent_s) * waiting)
             raise
-        finally:
-            if self.lockstep is not None:
-                self.lockstep.arrived(name)
         self._sample_rate += _RATE_WEIGHT * (
             part.gained / samples / max(heard - began, _SHORTEST_S) - self._sample_rate
         )

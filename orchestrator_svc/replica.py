@@ -176,11 +176,13 @@ class Replica:
         self._last_error = "its engine stalled"
 
     def work_failed(self, error: SluiceError) -> None:
-        """Record a failed request: the replica gets no work for a while."""
+        """Record a failed request: the replica gets no work for a while. Those that fail together count as one."""
         self._last_error = str(error)
-        rest = min(_LONGEST_COOLDOWN_S, _FIRST_COOLDOWN_S * 2**self._failed_work)
+        now = time.monotonic()
+        if now < self._rest_until:
+            return
+        self._rest_until = now + min(_LONGEST_COOLDOWN_S, _FIRST_COOLDOWN_S * 2 ** min(self._failed_work, 10))
         self._failed_work += 1
-        self._rest_until = max(self._rest_until, time.monotonic() + rest)
 
     def work_succeeded(self, version: Version) -> None:
         """Record a request that succeeded; `version` sampled its last token."""

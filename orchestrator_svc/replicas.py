@@ -127,6 +127,7 @@ class ReplicaPool:
         self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}
         leased = {lease.target for lease in self._leases.values()}
         targets = await resolve_targets([*self._addresses, *leased])
+        targets += [each.target for each in self._leases.values() if each.target not in targets]  # registered meanwhile
         for target in targets:
             self._join(target)
         for target in [each for each in self._replicas if each not in targets]:

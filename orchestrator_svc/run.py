@@ -144,6 +144,8 @@ class Run:
             stages = {stage.value: ledger.count(stage) for stage in Stage}
             log.info("resuming", facts=ledger.last_seq, applied=ledger.applied, **stages)
         await self._training.check_trainer()
+        if self._evaluations is not None:
+            await self._keep_best(self._evaluations.standing)
         deadline_s = self._config.deadlines.start_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -192,20 +194,24 @@ class Run:
                 log.error("evaluation is left out: its checkpoint failed", error=str(error))  # noqa: TRY400 - says all
                 return
             version = Version.from_proto(checkpoint.policy_version)
-        better = await evaluations.run(version, exactly=checkpoint is not None)
+        await evaluations.run(version, exactly=checkpoint is not None)
         standing = evaluations.standing
-        if better and checkpoint is not None:
-            try:
-                await self._training.keep_checkpoint(
-                    checkpoint.name, f"{standing.metric} {standing.best:.6g}, the best"
-                )
-            except SluiceError as error:
-                log.error("the best checkpoint is not kept", name=checkpoint.name, error=str(error))  # noqa: TRY400
-        if evaluations.plateau:
+        await self._keep_best(standing)
+        if evaluations.plateau and self._training.applied < self._config.max_steps:
             self.stop(
                 f"{standing.since} evaluations brought nothing better than {standing.metric} {standing.best:.6g} of version"
                 f" {standing.version} (orchestrator.evaluation.patience)"
             )
+
+    async def _keep_best(self, standing: Standing) -> None:
+        """Let the trainer keep the checkpoint of the best evaluation; said again after each one, since a call may be lost."""
+        if standing.best is None or not self._config.evaluation.keep_best:
+            return
+        name = f"step_{standing.version.number}"
+        try:
+            await self._training.keep_checkpoint(name, f"{standing.metric} {standing.best:.6g}, the best")
+        except SluiceError as error:
+            log.error("the best checkpoint is not kept", name=name, error=str(error))  # noqa: TRY400 - typed, says all
 
     async def _save(self) -> None:
         try:

@@ -100,8 +100,8 @@ def penalty(trajectory: tokens_pb2.Trajectory, rule: OverlongConfig, most_tokens
     if not rule.buffer_tokens:
         return 0.0
     longest = max(trajectory.turn_runs, default=sampled_tokens(trajectory))
-    within = longest - (most_tokens - rule.buffer_tokens)
-    return rule.penalty * min(1.0, max(0, within) / rule.buffer_tokens)
+    buffer = min(rule.buffer_tokens, most_tokens)
+    return rule.penalty * min(1.0, max(0, longest - (most_tokens - buffer)) / buffer)
 
 
 def mask(trajectory: tokens_pb2.Trajectory) -> None:

@@ -343,16 +343,16 @@ class Training:
                 if groups is not None and (made := await self._made_of(groups)) is not None:
                     return made[0], epoch, made[1]
                 if groups is not None:
-                    continue  # one of them was damaged
+                    continue  # choose again
             self._changed.clear()
             await self._changed.wait()
 
     async def _made_of(self, groups: Sequence[Group]) -> tuple[Batch, list[orchestrator_pb2.TrajectoryRecord]] | None:
-        """Make the next batch of these groups; None if the disk damaged one of them."""
+        """Make the next batch of these groups; None if the disk damaged one of them, or they are no longer the choice."""
         found = [(group, await self._readable(group)) for group in groups]
         readable = [(group, each) for group, each in found if each is not None]
-        if len(readable) < len(found):
-            return None
+        if len(readable) < len(found) or self._scheduler.choose_batch() != groups:
+            return None  # or the limits of the run were changed while the disk was read
         records = self._with_advantages(readable)
         number, digests = self._ledger.next_batch, [trajectory_digest(each.trajectory) for each in records]
         learning_rate = self._ledger.settings.get(LEARNING_RATE)

@@ -24,6 +24,7 @@ from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.generation import derived_seed
+from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.policy import PolicyEngine
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
@@ -278,7 +279,7 @@ class MultiTurn:
         records = []
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
-                if not isinstance(outcome, Exception):
+                if not isinstance(outcome, Exception) or isinstance(outcome, JournalError):
                     raise outcome
                 log.warning("episode failed", group=data.group_id, episode=index, error=repr(outcome))
             else:

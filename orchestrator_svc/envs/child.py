@@ -102,7 +102,7 @@ class Server:
             from asyncio import CancelledError, get_running_loop, wait  # noqa: PLC0415 - imported already where a loop runs
 
             # The time limit does not reach into a thread: the orchestrator kills the process a moment later.
-            thread = get_running_loop().run_in_executor(None, method, *arguments)
+            thread = get_running_loop().run_in_executor(None, _without_stop_iteration, method, *arguments)
             while not thread.done():
                 with contextlib.suppress(CancelledError):
                     await wait({thread})
@@ -304,6 +304,14 @@ def main() -> None:
         _serve_in_threads(connection, environment, settings["threads"])
     else:
         _serve_one_by_one(connection, environment)
+
+
+def _without_stop_iteration(method: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - those of any method
+    """Call a method; a future can hold any error but StopIteration."""
+    try:
+        return method(*arguments)
+    except StopIteration as error:
+        raise RuntimeError("the method raised StopIteration, as next() does at the end of an iterator") from error
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import structlog
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 from google.protobuf.message import Message
 from prometheus_client import Counter
 
@@ -46,6 +46,7 @@ LOGGED: Mapping[str, tuple[str, ...]] = {
     "sluice.v1.RolloutAdminService/Drain": ("grace",),
     "sluice.v1.TrainerService/BeginEpoch": ("run", "epoch", "checkpoint"),
     "sluice.v1.TrainerService/SaveCheckpoint": ("run", "journal_position"),
+    "sluice.v1.TrainerService/KeepCheckpoint": ("run", "checkpoint", "reason"),
     "sluice.v1.WeightSyncService/CommitVersion": ("manifest.run", "manifest.version", "manifest.kind"),
     "sluice.v1.WeightSyncService/DeleteVersion": ("run", "version"),
 }
@@ -196,7 +197,10 @@ def _fields(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
             message = getattr(message, table)
         part = type(message)()
         _copy_field(message, part, field)
-        value = MessageToDict(part, preserving_proto_field_name=True).get(field)
+        try:
+            value = MessageToDict(part, preserving_proto_field_name=True).get(field)
+        except SerializeToJsonError:  # such as a duration beyond what JSON may name
+            value = "cannot be shown"
         if value is not None:
             found[field] = _short(value)
     return found

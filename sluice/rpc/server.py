@@ -415,12 +415,12 @@ class _ObservedMethod:
         request_id, authorization = _identify(context)
         structlog.contextvars.bind_contextvars(request_id=request_id)
         code = grpc.StatusCode.OK
-        usage = None
+        usage, known = None, self._roles is None
         self._calls.in_flight += self._roles is not None
         self._in_flight.inc()
         try:
             if self._roles is not None:
-                usage = self._admit(self._roles, authorization, context)
+                usage, known = self._admit(self._roles, authorization, context), True
             response = await self._body(request, context)
             code = _code_of(context)
         except asyncio.CancelledError:
@@ -449,7 +449,8 @@ class _ObservedMethod:
                 usage.end()
             self._calls.in_flight -= self._roles is not None
             self._in_flight.dec()
-            if self._call_log is not None and code is not grpc.StatusCode.UNAUTHENTICATED:
+            # A call that was refused before anyone knew whose it was must not push others out of the log.
+            if self._call_log is not None and (known or code is grpc.StatusCode.PERMISSION_DENIED):
                 self._call_log.record(f"{self._service}/{self._name}", request, context.peer(), code.name)
             self._account(code, time.perf_counter() - started)
         return response

@@ -682,7 +682,7 @@ async def test_the_best_checkpoint_is_kept_and_a_run_that_stands_still_ends(scen
         await asyncio.sleep(0.01)
     await run
     report = scene.report()
-    assert trainer.kept == ["step_1", "step_2"]
+    assert trainer.kept[:4] == ["step_1", "step_2", "step_2", "step_2"], "said again, since a call may be lost"
     assert report["best_evaluation"] == {"metric": "reward_mean", "value": 0.7, "version": "1.2"}
     assert report["state"] == "stopped"
     assert "2 evaluations brought nothing better than reward_mean 0.7 of version 1.2" in report["stop_reason"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -62,8 +61,8 @@ def test_the_interval_agrees_with_published_values() -> None:
 
 @given(st.lists(st.floats(0, 1), max_size=12), st.floats(0, 0.3))
 def test_the_best_is_the_first_that_nothing_later_exceeds_by_the_least_gain(values: list[float], gain: float) -> None:
-    standing = Standing("reward_mean", gain)
-    better = [standing.take(Version(1, at), [{"reward_mean": value}]) for at, value in enumerate(values)]
+    standing = Standing("reward_mean", ["a"], gain)
+    better = [standing.take(Version(1, at), {"a": {"reward_mean": value}}) for at, value in enumerate(values)]
     if not values:
         assert standing.best is None
         return
@@ -78,16 +77,26 @@ def test_the_best_of_earlier_processes_is_known_again() -> None:
             policy_version=Version(1, number).to_proto(), environment=name, metrics={"reward_mean": reward}
         )
 
-    standing = Standing("reward_mean", 0.0)
-    standing.take_all([finished(5, "a", 0.2), finished(5, "b", 0.6), finished(9, "a", 0.3), finished(9, "b", 0.4)])
+    standing = Standing("reward_mean", ["a", "b"], 0.0)
+    standing.take_all(
+        [
+            finished(3, "a", 0.9),
+            finished(5, "a", 0.2),
+            finished(5, "b", 0.6),
+            finished(9, "a", 0.3),
+            finished(9, "b", 0.4),
+        ]
+    )
     assert standing.best is not None
     assert math.isclose(standing.best, 0.4)
     assert (standing.version, standing.since) == (Version(1, 5), 1)
 
 
-@dataclass
-class Clock:
-    now: float = 0.0
+def test_a_version_without_a_result_of_every_environment_is_not_compared() -> None:
+    standing = Standing("reward_mean", ["a", "b"], 0.0)
+    assert standing.take(Version(1, 1), {"a": {"reward_mean": 0.9}, "b": {"reward_mean": 0.1}})
+    assert not standing.take(Version(1, 2), {"a": {"reward_mean": 0.8}, "b": {"failed_tasks": 5.0}})
+    assert standing.take(Version(1, 3), {"a": {"reward_mean": 0.8}, "b": {"reward_mean": 0.4}})
 
 
 @pytest.mark.parametrize(

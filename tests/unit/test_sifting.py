@@ -56,6 +56,12 @@ def test_the_penalty_grows_over_the_buffer_before_the_limit(longest, cut, lost) 
     assert penalty(trajectory, rule, LIMIT) == lost
 
 
+def test_a_buffer_beyond_the_tasks_own_limit_spares_short_episodes() -> None:
+    rule = OverlongConfig(policy="penalise", buffer_tokens=500, penalty=1.0)
+    trajectory = record("a", 1.0, tokens=50).trajectory
+    assert penalty(trajectory, rule, 100) == 0.5, "the ramp begins at 0 tokens, not below"
+
+
 def test_without_a_buffer_only_what_was_cut_off_is_penalised() -> None:
     group = sift(
         [record("a", 1.0, tokens=10), record("b", 1.0, tokens=10, finish=CUT)],
