@@ -150,6 +150,8 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
         self.policies.append(request)
         if self.refuses_holds and request.mode != rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW:
             raise SluiceError.aborted("HELD", "somebody else holds it")
+        if request.mode == rollout_pb2.WEIGHT_POLICY_MODE_TARGET:
+            self.version = Version.from_proto(request.version)
         return rollout_pb2.SetWeightPolicyResponse(policy_version=self.version.to_proto())
 
 

@@ -68,7 +68,7 @@ async def test_a_server_says_what_it_is_and_what_it_lacks(served):
     info = await common_pb2_grpc.ServerInfoServiceStub(channel).GetServerInfo(common_pb2.GetServerInfoRequest())
     assert (info.service, info.run, list(info.features)) == ("trainer", "runs/r1", ["engine.double"])
     assert list(info.services) == ["sluice.v1.ServerInfoService", SERVICE]
-    assert list(info.unimplemented_rpcs) == [f"{SERVICE}/ListCheckpoints"]
+    assert list(info.unimplemented_rpcs) == [f"{SERVICE}/KeepCheckpoint", f"{SERVICE}/ListCheckpoints"]
     assert (info.max_message_bytes, info.max_concurrent_rpcs) == (MAX_MESSAGE_BYTES, 64)
     assert info.contract_version >= 1
 

@@ -236,7 +236,7 @@ class TestKeptKeys:
         applied = 0
         while not tracked.ended:
             await tracked.wait(0.005)
-            for chunk in tracked.chunks():
+            for chunk in tracked.parts():
                 streamed[chunk.index].extend(chunk.spans)
             if applied < 4 and sum(len(spans) for spans in streamed.values()) > 6 * (applied + 1):
                 applied += 1

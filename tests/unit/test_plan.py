@@ -74,7 +74,8 @@ def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> Non
     assert newest_checkpoint(tmp_path) == ""
     for step in (9, 10):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
-        (tmp_path / "checkpoints" / f"step_{step}" / "manifest.json").touch()
+        manifest = f'{{"checkpoint": {{"name": "step_{step}", "policyVersion": {{"epoch": "1", "number": "{step}"}}}}}}'
+        (tmp_path / "checkpoints" / f"step_{step}" / "manifest.json").write_text(manifest)
     (tmp_path / "checkpoints" / "step_11").mkdir()
     assert newest_checkpoint(tmp_path) == "step_10"
 
