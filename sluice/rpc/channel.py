@@ -166,7 +166,7 @@ def connect(
         channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
     # The other role's token, if only that is configured.
     agent, admin = security.token_file, security.admin_token_file
-    path = (admin or agent) if role == "admin" else (agent or admin)
+    path = (agent or admin) if role in {"agent", "gateway"} else (admin or agent)
     fixed = () if path is None else (("authorization", f"Bearer {read_token(path)}"),)
     return _BoundedChannel(channel, fixed, default_deadline_s, stream_deadline_s)
 

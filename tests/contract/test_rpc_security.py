@@ -85,6 +85,14 @@ async def test_each_token_grants_its_role_and_the_admin_token_grants_both(tmp_pa
     await server.stop(0)
 
 
+@pytest.mark.parametrize("role", ROLES)
+async def test_of_two_tokens_that_of_the_agent_is_sent_only_for_what_an_agent_may_do(tokens, role):
+    server, _ = await start_double(tokens)
+    expected = "PERMISSION_DENIED" if role in {"agent", "gateway"} else "OK"
+    assert await outcome(server.target, tokens, role) == expected
+    await server.stop(0)
+
+
 def test_every_method_of_every_contract_has_a_rule():
     contracts = {
         f"{service.full_name}"
