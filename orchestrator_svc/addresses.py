@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -15,6 +16,49 @@ _DNS = "dns:///"
 _UNIX = "unix:"
 _LOOKUP_S = 5.0
 """Seconds that the resolver may take for one name."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedAddresses:
+    """Where replicas that announce themselves may be: the orchestrator connects to what others name.
+
+    Attributes:
+        networks: Networks, such as ``10.0.0.0/8``, that such an address must lie in; none: all that a replica can have.
+    """
+
+    networks: Sequence[str] = ()
+
+    def check(self, target: str, *, from_here: bool) -> None:
+        """Check an address behind which no name has to be looked up.
+
+        Args:
+            target: ``IP:port`` or ``unix:PATH``.
+            from_here: Whether a process of this machine announced it: only that one may name a port or a socket of this machine.
+
+        Raises:
+            ValueError: if a replica may not be there.
+        """
+        if target.startswith(_UNIX):
+            if not from_here:
+                raise ValueError(f"{target!r} is a socket of the orchestrator's machine, and you call from another one")
+            return
+        address = ipaddress.ip_address(target.rpartition(":")[0].strip("[]"))
+        address = getattr(address, "ipv4_mapped", None) or address
+        if address.is_loopback:
+            if not from_here:
+                raise ValueError(
+                    f"{target!r} is the orchestrator's machine itself, and you call from another one: announce an address at"
+                    " which the orchestrator reaches you (rollout.advertise)"
+                )
+            return
+        if self.networks:
+            allowed = (ipaddress.ip_network(each) for each in self.networks)
+            if not any(address.version == each.version and address in each for each in allowed):
+                raise ValueError(
+                    f"{target!r} lies in none of the networks {', '.join(self.networks)} (orchestrator.replicas.networks)"
+                )
+        elif address.is_link_local or address.is_multicast or address.is_unspecified:
+            raise ValueError(f"{target!r} is no address of a replica: it is link-local, multicast or unspecified")
 
 
 def check_address(address: str) -> None:

@@ -36,7 +36,7 @@ from orchestrator_svc.workflows import GroupRunner, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
-from sluice.rpc.access import caller
+from sluice.rpc.access import caller, is_local_peer
 from sluice.v1 import orchestrator_pb2 as pb
 from sluice.v1 import orchestrator_pb2_grpc
 
@@ -308,7 +308,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         return pb.SetRunResponse(changed=await self._run.change_settings(request.values, caller().name))
 
     async def RegisterReplica(  # noqa: N802 - gRPC's name
-        self, request: pb.RegisterReplicaRequest, _context: Context
+        self, request: pb.RegisterReplicaRequest, context: Context
     ) -> pb.RegisterReplicaResponse:
         """Use a replica that announces itself."""
         self._check_run(request.run)
@@ -318,7 +318,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._check_owner(request.replica)
         lease = Duration()
         try:
-            seconds = self._pool.register(request.replica, request.address, caller().name)
+            seconds = self._pool.register(
+                request.replica, request.address, caller().name, from_here=is_local_peer(context.peer())
+            )
             lease.FromMilliseconds(int(seconds * 1000))
         except ValueError as error:
             raise SluiceError.invalid_argument("address", str(error)) from error

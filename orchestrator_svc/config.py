@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from ipaddress import ip_network
 from typing import Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
@@ -181,6 +182,18 @@ class ReplicasConfig(Section):
     lease_s: float = Field(
         30.0, gt=0, description="Seconds that an announced replica is used after its last heartbeat."
     )
+    most_announced: int = Field(1024, ge=1, description="Most replicas that are announced at a time.")
+    networks: list[str] = Field(
+        default_factory=list,
+        description="Networks that the addresses of announced replicas must lie in, such as 10.0.0.0/8. Empty: everything but link-local, multicast and unspecified addresses. A loopback address or a unix socket may be announced from the orchestrator's machine alone.",
+    )
+
+    @field_validator("networks")
+    @classmethod
+    def _are_networks(cls, networks: list[str]) -> list[str]:
+        for each in networks:
+            ip_network(each)  # raises a ValueError that says what is wrong
+        return networks
 
     @model_validator(mode="after")
     def _in_time(self) -> Self:

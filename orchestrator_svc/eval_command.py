@@ -165,6 +165,7 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     from orchestrator_svc.policy import PolicyEngine  # noqa: PLC0415
     from orchestrator_svc.replicas import ReplicaPool  # noqa: PLC0415
     from orchestrator_svc.workflows import GroupRunner, Sampling, choose_workflow  # noqa: PLC0415
+    from sluice.rpc.channel import token_file  # noqa: PLC0415
 
     settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)
     async with contextlib.AsyncExitStack() as stack:
@@ -181,7 +182,10 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
         workflow = choose_workflow(settings, environment)
         replica = await stack.enter_async_context(_started_replica(config)) if config.model else None
         target = replica.target if replica is not None else config.address
-        pool = ReplicaPool([target], config.security, ReplicasConfig(poll_s=0.2), lambda _: None)
+        # The operator named this address, so it may get the operator's own token.
+        token = config.security.dispatcher_token_file or token_file(config.security, "admin")
+        security = config.security.model_copy(update={"dispatcher_token_file": token})
+        pool = ReplicaPool([target], security, ReplicasConfig(poll_s=0.2), lambda _: None)
         polling = asyncio.create_task(pool.run())
         stack.push_async_callback(settle, polling)
         stack.callback(polling.cancel)

@@ -84,7 +84,7 @@ class Replica:
         self.loss: Loss | None = None
         self.leaving = False
         self.limit = limit
-        self._channel = connect(target, security)
+        self._channel = connect(target, security, role="dispatcher")
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self.admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
         self._config, self._clock = config, clock

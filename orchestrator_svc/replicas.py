@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import structlog
 
-from orchestrator_svc.addresses import check_address, is_fixed, resolve_targets
+from orchestrator_svc.addresses import AnnouncedAddresses, check_address, is_fixed, resolve_targets
 from orchestrator_svc.concurrency import ConcurrencyLimit
 from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
 from orchestrator_svc.placement import Homes, place
@@ -23,6 +23,7 @@ from orchestrator_svc.progress import ListeningClock, Loss
 from orchestrator_svc.replica import Replica, is_broken
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
+from sluice.rpc.channel import token_file
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
@@ -36,11 +37,15 @@ _LEAST_SEARCH_S = 0.05
 
 
 class Lease(NamedTuple):
-    """What a replica that announces itself is granted: used at this address until then, and by whom it was announced."""
+    """What a replica that announces itself is granted: used at this address until then, and by whom it was announced.
+
+    `from_here` says whether that was a process of this machine.
+    """
 
     target: str
     expires: float
     owner: str
+    from_here: bool
 
 
 class ReplicaPool:
@@ -55,6 +60,9 @@ class ReplicaPool:
     Attributes:
         counts: What happened at replicas, by name; `PolicyEngine` counts here too. Evictions are "evicted_dead",
             "evicted_silent" and "evicted_stalled".
+
+    Raises:
+        ConfigError: if this process has tokens but none for replicas.
     """
 
     def __init__(
@@ -67,6 +75,8 @@ class ReplicaPool:
         concurrency: ConcurrencyConfig | None = None,
         group: int = 1,
     ) -> None:
+        token_file(security, "dispatcher")
+        self._announced = AnnouncedAddresses(config.networks)
         self._addresses = []
         for address in addresses:
             try:
@@ -125,9 +135,14 @@ class ReplicaPool:
     async def _follow_names(self) -> None:
         now = self._clock.now
         self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}
-        leased = {lease.target for lease in self._leases.values()}
-        targets = await resolve_targets([*self._addresses, *leased])
-        targets += [each.target for each in self._leases.values() if each.target not in targets]  # registered meanwhile
+        targets = await resolve_targets(self._addresses)
+        for from_here in (True, False):
+            names = {lease.target for lease in self._leases.values() if lease.from_here is from_here}
+            found = [each for each in await resolve_targets(names) if self._allowed(each, from_here=from_here)]
+            self._leased.update(found)
+            targets += found
+        # Those that registered meanwhile.
+        targets += [each.target for each in self._leases.values() if is_fixed(each.target)]
         for target in targets:
             self._join(target)
         for target in [each for each in self._replicas if each not in targets]:
@@ -148,6 +163,15 @@ class ReplicaPool:
             self._homes.forget(target)
             await replica.close()
             log.info("replica forgotten", replica=replica.name, target=target)
+
+    def _allowed(self, target: str, *, from_here: bool) -> bool:
+        """Return whether an announced replica may be at an address that its name stands for."""
+        try:
+            self._announced.check(target, from_here=from_here)
+        except ValueError as error:
+            log.warning("an announced address is left out", reason=str(error))
+            return False
+        return True
 
     def _join(self, target: str) -> None:
         if target in self._replicas:
@@ -242,24 +266,34 @@ class ReplicaPool:
         self._tell_changes(replica)
         self._move(replica, self._clock.now)
 
-    def register(self, name: str, target: str, owner: str = "") -> float:
+    def register(self, name: str, target: str, owner: str = "", *, from_here: bool = False) -> float:
         """Use a replica that announced itself, at once; return the seconds within which it has to send a heartbeat.
 
         Args:
             name: Its name.
             target: Its address.
             owner: Name of the principal that announces it.
+            from_here: Whether a process of this machine announces it.
 
         Raises:
-            ValueError: if its address cannot be one.
+            ValueError: if its address cannot be one, or no replica may be there.
+            SluiceError: RESOURCE_EXHAUSTED if too many are announced.
         """
         check_address(target)
+        if is_fixed(target):
+            self._announced.check(target, from_here=from_here)
         before = self._leases.get(name)
+        if before is None and len(self._leases) >= self.config.most_announced:
+            raise SluiceError.resource_exhausted(
+                "TOO_MANY_REPLICAS",
+                f"{self.config.most_announced} replicas are announced, the most that are used (orchestrator.replicas.most_announced)",
+                self.config.lease_s,
+            )
         is_new = before is None or before.target != target
-        self._leases[name] = Lease(target, self._clock.now + self.config.lease_s, owner)
+        self._leases[name] = Lease(target, self._clock.now + self.config.lease_s, owner, from_here)
         if is_new:
-            self._leased.add(target)
             if is_fixed(target):
+                self._leased.add(target)
                 self._join(target)
             self._search.set()  # for a name, and for the address that it had before
         return self.config.lease_s
@@ -271,7 +305,7 @@ class ReplicaPool:
             KeyError: if the lease is unknown or over.
         """
         lease = self._leases[name]
-        return self.register(name, lease.target, lease.owner)
+        return self.register(name, lease.target, lease.owner, from_here=lease.from_here)
 
     def owner(self, name: str) -> str | None:
         """Return the principal that announced a replica; None if it has no lease."""

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes what a run in containers needs and does not have yet: the tokens of the two roles, and the model.
+# Makes what a run in containers needs and does not have yet: the tokens of the roles, and the model.
 set -eu
 umask 077
-for role in agent admin; do
+for role in agent admin dispatcher; do
   file=/run/sluice/secrets/$role.token
   if [ ! -s "$file" ]; then
     head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$file.part"

@@ -37,6 +37,7 @@ from sluice.config import (
 from sluice.config.decide import visible_devices
 from sluice.models import check_hub, check_model
 from sluice.rpc.access import Access, server_credentials
+from sluice.rpc.principals import new_token, replace_private
 from sluice.supervise.plan import Place, assign_devices, child_specs, free_addresses, replica_names, replicas_of
 from sluice.supervise.supervisor import MAX_RESTARTS, Ending, Outcome, Supervisor, run_until_signal
 
@@ -187,16 +188,26 @@ def write_settings(run: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def _private_settings(config: RunConfig) -> Iterator[Path | None]:
-    """Write a settings file with the secrets, which only this user can read; None if there are no secrets."""
-    whole = dump_toml(config, redacted=False)
-    if whole == dump_toml(config):
+    """Write a settings file with the secrets, which only this user can read; None if there are no secrets.
+
+    If the services have principals, one secret is made here: the token with which the orchestrator calls the replicas.
+    """
+    security = config.security
+    makes_token = security.dispatcher_token_file is None and not Access(security).open
+    if not makes_token and dump_toml(config, redacted=False) == dump_toml(config):
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="sluice-") as directory:
-        path = Path(directory) / "settings.toml"
-        path.touch(mode=0o600)
-        path.write_text(whole, encoding="utf-8")
-        yield path
+    with tempfile.TemporaryDirectory(prefix="sluice-") as name:
+        directory = Path(name)
+        if makes_token:
+            token = directory / "dispatcher.token"
+            replace_private(token, new_token().encode())
+            config = config.model_copy(
+                update={"security": security.model_copy(update={"dispatcher_token_file": token})}
+            )
+        settings = directory / "settings.toml"
+        replace_private(settings, dump_toml(config, redacted=False).encode())
+        yield settings
 
 
 def newest_checkpoint(directory: Path) -> str:

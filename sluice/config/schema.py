@@ -226,6 +226,10 @@ class SecurityConfig(Section):
         None,
         description="File with the bearer token that this process sends instead where the role `agent` is not enough. Without `principals_file` it is also the token of the principal `admin`.",
     )
+    dispatcher_token_file: Path | None = Field(
+        None,
+        description="File with the bearer token that the orchestrator sends to replicas, of a principal with the role `dispatcher`: it opens nothing at the other services. A server that has this setting admits it as the principal `dispatcher`, with or without `principals_file`. `sluice rl` makes one.",
+    )
     call_log_mb: int = Field(
         16, ge=1, description="Size at which the log of calls that change something begins a new file, in MiB."
     )

@@ -9,6 +9,7 @@ import ipaddress
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
+from urllib.parse import unquote
 
 import grpc
 import structlog
@@ -28,10 +29,14 @@ _EVERY_ROLE = frozenset(ROLES)
 ACCESS: Mapping[str, frozenset[Role]] = {
     INFO_SERVICE: _EVERY_ROLE,
     reflection.SERVICE_NAME: _EVERY_ROLE,
-    "sluice.v1.RolloutService": frozenset({"agent", "gateway"}),
+    "sluice.v1.RolloutService": frozenset({"agent", "gateway", "dispatcher"}),
     "sluice.v1.EpisodeService": frozenset({"agent", "gateway"}),
     "sluice.v1.EnvironmentService": frozenset({"agent", "gateway"}),
     "sluice.v1.RolloutAdminService": frozenset(),
+    "sluice.v1.RolloutAdminService/SetWeightPolicy": frozenset({"dispatcher"}),
+    "sluice.v1.RolloutAdminService/Pause": frozenset({"dispatcher"}),
+    "sluice.v1.RolloutAdminService/Resume": frozenset({"dispatcher"}),
+    "sluice.v1.RolloutAdminService/GetStatus": frozenset({"dispatcher"}),
     "sluice.v1.TrainerService": frozenset(),
     "sluice.v1.OrchestratorService": frozenset(),
     "sluice.v1.OrchestratorService/RegisterReplica": frozenset({"replica"}),
@@ -152,9 +157,20 @@ def is_local(host: str) -> bool:
     if host.startswith(UNIX) or host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def is_local_peer(peer: str) -> bool:
+    """Return whether a caller is on this machine and calls by loopback or a unix socket.
+
+    Args:
+        peer: As gRPC names it: ``ipv4:10.0.0.5:48122``, ``ipv6:%5B::1%5D:48122`` or ``unix:``.
+    """
+    kind, _, address = peer.partition(":")
+    return kind == "unix" or (kind in {"ipv4", "ipv6"} and is_local(unquote(address).rpartition(":")[0]))
 
 
 def check_exposure(server: ServerConfig, security: SecurityConfig) -> None:

@@ -152,7 +152,7 @@ def connect(
     Args:
         target: ``host:port``, ``dns:///name:port`` (all addresses, round robin) or ``unix:/path``.
         security: Tokens and TLS; TLS is used when an authority or a certificate is configured, never on a unix socket.
-        role: The role that the calls need: of two tokens, that of the admin is sent unless an agent's is enough.
+        role: The role that the calls need; `token_file` says which token is sent for it.
         default_deadline_s: Deadline of a call with one response that has no ``timeout`` of its own.
         stream_deadline_s: The same for a call with a stream of responses.
 
@@ -164,11 +164,31 @@ def connect(
         channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
     else:
         channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
-    # The other role's token, if only that is configured.
-    agent, admin = security.token_file, security.admin_token_file
-    path = (agent or admin) if role in {"agent", "gateway"} else (admin or agent)
+    path = token_file(security, role)
     fixed = () if path is None else (("authorization", f"Bearer {read_token(path)}"),)
     return _BoundedChannel(channel, fixed, default_deadline_s, stream_deadline_s)
+
+
+def token_file(security: SecurityConfig, role: Role) -> Path | None:
+    """Return the file of the token that calls send which need a role; None if they send none.
+
+    Of two tokens, that of the admin is sent unless an agent's is enough. A dispatcher never sends either: it calls addresses
+    that replicas announced.
+
+    Raises:
+        ConfigError: if the role is dispatcher, and this process has tokens but none of a dispatcher.
+    """
+    agent, admin = security.token_file, security.admin_token_file
+    if role == "dispatcher":
+        if security.dispatcher_token_file is None and (agent or admin):
+            raise ConfigError(
+                "security.dispatcher_token_file is not set, and the orchestrator sends replicas no other token, since that would"
+                " open the other services to them: add a principal with `sluice token new dispatcher --role dispatcher`"
+                " and set it to the file with that token (without principals_file: to a file with a new token, at the"
+                " replicas too)"
+            )
+        return security.dispatcher_token_file
+    return (agent or admin) if role in {"agent", "gateway"} else (admin or agent)
 
 
 def _credentials(target: str, security: SecurityConfig) -> grpc.ChannelCredentials | None:

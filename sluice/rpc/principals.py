@@ -38,7 +38,7 @@ from pydantic import AwareDatetime, Field, ValidationError, model_validator
 from sluice.config import ConfigError, Section, SecurityConfig
 from sluice.rpc.errors import SluiceError
 
-Role = Literal["admin", "agent", "gateway", "replica", "trainer"]
+Role = Literal["admin", "agent", "dispatcher", "gateway", "replica", "trainer"]
 """What a principal is for; `sluice.rpc.access.ACCESS` says what each role may call. `admin` may call everything."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -209,7 +209,8 @@ def read_token(path: Path) -> str:
         token = path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigError(
-            f"cannot read the token file {path}: {error.strerror}; correct security.token_file or admin_token_file"
+            f"cannot read the token file {path}: {error.strerror}; correct security.token_file, admin_token_file or"
+            " dispatcher_token_file"
         ) from error
     except UnicodeDecodeError:
         token = ""
@@ -246,13 +247,14 @@ class Principals:
     def of(cls, security: SecurityConfig) -> Self | None:
         """Return the principals that a server with these settings admits; None if it admits everyone.
 
-        Without a principals file, the two token files are the tokens of two principals, `agent` and `admin`.
+        Without a principals file, the token files are the tokens of the principals `agent` and `admin`. In both cases
+        `security.dispatcher_token_file` adds the principal `dispatcher`.
 
         Raises:
             ConfigError: if a file cannot be used, or if the settings leave a call that nobody could make.
         """
         if security.principals_file is not None:
-            principals = cls(read_principals(security.principals_file))
+            principals = cls(_with_dispatcher(read_principals(security.principals_file), security))
             if principals.know_certificates and not security.require_client_cert:
                 raise ConfigError(
                     f"{security.principals_file} names certificates, which clients show only if"
@@ -268,9 +270,10 @@ class Principals:
             return None
         admin = Entry(name="admin", role="admin", token_sha256=digest_of(read_token(security.admin_token_file)))
         if security.token_file is None:
-            return cls([admin])
+            return cls(_with_dispatcher([admin], security))
         agent = Entry(name="agent", role="agent", token_sha256=digest_of(read_token(security.token_file)))
-        return cls([agent, admin])  # the later one wins where both files hold one token
+        # The later one wins where both files hold one token.
+        return cls(_with_dispatcher([agent, admin], security))
 
     def identify(self, authorization: str | bytes | None, certificate: Collection[str], now: datetime) -> Principal:
         """Return who makes a call.
@@ -328,9 +331,40 @@ class Principals:
         return next((self._by_certificate[name] for name in names if name in self._by_certificate), None)
 
 
+def _with_dispatcher(entries: list[Entry], security: SecurityConfig) -> list[Entry]:
+    """Return the entries and the principal `dispatcher`, if its token file is set and no entry has that token.
+
+    Raises:
+        ConfigError: if the token is that of a principal with another role, or another principal has the name.
+    """
+    path = security.dispatcher_token_file
+    if path is None:
+        return entries
+    own = Entry(name="dispatcher", role="dispatcher", token_sha256=digest_of(read_token(path)))
+    for entry in entries:
+        if entry.token_sha256 == own.token_sha256 and entry.role != own.role:
+            raise ConfigError(
+                f"security.dispatcher_token_file {path} holds the token of principal {entry.name!r} with the role"
+                f" {entry.role}, which replicas must not get: give the role dispatcher a token of its own"
+            )
+    if any(entry.token_sha256 == own.token_sha256 for entry in entries):
+        return entries
+    if any(entry.name == own.name for entry in entries):
+        raise ConfigError(
+            f"{security.principals_file} has a principal 'dispatcher' with another token than"
+            f" security.dispatcher_token_file {path}: rename that principal, or correct the file"
+        )
+    return [*entries, own]
+
+
 def now_utc() -> datetime:
     """Return the time that `Principals.identify` compares with `expires`."""
     return datetime.now(UTC)
+
+
+def new_token() -> str:
+    """Return a token that nobody can guess."""
+    return secrets.token_urlsafe(_TOKEN_BYTES)
 
 
 def add_token(path: Path, name: str, role: Role, expires: datetime | None = None) -> str:
@@ -342,7 +376,7 @@ def add_token(path: Path, name: str, role: Role, expires: datetime | None = None
     Raises:
         ConfigError: if the file cannot be changed, is a symbolic link, or has a principal of that name.
     """
-    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    token = new_token()
     table: dict[str, object] = {"name": name, "role": role, "token_sha256": digest_of(token)}
     if expires is not None:
         table["expires"] = expires

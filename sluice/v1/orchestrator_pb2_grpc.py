@@ -132,6 +132,8 @@ class OrchestratorServiceServicer:
 
     def RegisterReplica(self, request, context):
         """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role.
+        Errors: INVALID_ARGUMENT (no replica may be at that address), RESOURCE_EXHAUSTED (too many are announced),
+        PERMISSION_DENIED (another principal announced a replica of that name).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,7 +50,10 @@ class OrchestratorServiceStub:
     Errors: INVALID_ARGUMENT (a key that cannot be changed while the run lives, with the list of those that can; a bad value).
     """
     RegisterReplica: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.RegisterReplicaRequest, _orchestrator_pb2.RegisterReplicaResponse]
-    """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role."""
+    """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role.
+    Errors: INVALID_ARGUMENT (no replica may be at that address), RESOURCE_EXHAUSTED (too many are announced),
+    PERMISSION_DENIED (another principal announced a replica of that name).
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]
     """Renews a replica's lease. Idempotent. Needs the replica role. Errors: NOT_FOUND (register again)."""
     ListTrajectories: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]
@@ -78,7 +81,10 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     Errors: INVALID_ARGUMENT (a key that cannot be changed while the run lives, with the list of those that can; a bad value).
     """
     RegisterReplica: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.RegisterReplicaRequest, _orchestrator_pb2.RegisterReplicaResponse]  # type: ignore[assignment]
-    """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role."""
+    """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role.
+    Errors: INVALID_ARGUMENT (no replica may be at that address), RESOURCE_EXHAUSTED (too many are announced),
+    PERMISSION_DENIED (another principal announced a replica of that name).
+    """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews a replica's lease. Idempotent. Needs the replica role. Errors: NOT_FOUND (register again)."""
     ListTrajectories: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]  # type: ignore[assignment]
@@ -145,7 +151,10 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.RegisterReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.RegisterReplicaResponse, _abc.Awaitable[_orchestrator_pb2.RegisterReplicaResponse]]:
-        """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role."""
+        """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role.
+        Errors: INVALID_ARGUMENT (no replica may be at that address), RESOURCE_EXHAUSTED (too many are announced),
+        PERMISSION_DENIED (another principal announced a replica of that name).
+        """
 
     @_abc_1.abstractmethod
     def Heartbeat(

@@ -1,4 +1,4 @@
-"""A replica's lease belongs to the principal that announced it: no other one renews, moves or ends it."""
+"""A replica's lease belongs to the principal that announced it, and what a replica is sent opens nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from orchestrator_doubles import RolloutDouble
 from test_orchestrator_run import make_scene
 
+from benchmarks.children import free_port
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.rpc.principals import add_token
@@ -17,6 +18,62 @@ from sluice.v1 import orchestrator_pb2 as pb
 from sluice.v1 import orchestrator_pb2_grpc
 
 pytestmark = pytest.mark.slow
+
+
+class Listener(grpc.GenericRpcHandler):
+    """Answers no call, and keeps the authorization of each."""
+
+    def __init__(self) -> None:
+        self.heard: set[str] = set()
+        self.methods: set[str] = set()
+
+    def service(self, call: grpc.HandlerCallDetails) -> None:
+        self.methods.add(call.method)
+        self.heard |= {str(value) for key, value in call.invocation_metadata if key == "authorization"}
+
+
+async def test_a_fake_replica_that_announces_itself_gets_a_token_that_opens_nothing(tmp_path) -> None:
+    file = tmp_path / "principals.toml"
+    names = {"orchestrator": "admin", "replica": "replica", "to-replicas": "dispatcher"}
+    for name, role in names.items():
+        (tmp_path / name).write_text(add_token(file, name, role))
+    async with contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [RolloutDouble()])
+        scene.trainer.automatic = False
+        fake, port = Listener(), free_port()
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((fake,))
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        security = SecurityConfig(
+            principals_file=file, token_file=tmp_path / "orchestrator", dispatcher_token_file=tmp_path / "to-replicas"
+        )
+        running = scene.start(common={"security": security})
+        await scene.until(lambda: scene.trainer.waiting)
+        orchestrator = f"127.0.0.1:{scene.port}"
+        async with connect(orchestrator, SecurityConfig(token_file=tmp_path / "replica")) as channel:
+            stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+            for address in ("169.254.169.254:80", "0.0.0.0:80"):
+                with pytest.raises(grpc.aio.AioRpcError, match="is no address of a replica"):
+                    await stub.RegisterReplica(
+                        pb.RegisterReplicaRequest(run="runs/test", replica="fake", address=address), timeout=10
+                    )
+            await stub.RegisterReplica(
+                pb.RegisterReplicaRequest(run="runs/test", replica="fake", address=f"127.0.0.1:{port}"), timeout=10
+            )
+        await scene.until(lambda: fake.methods)
+        assert fake.heard == {f"Bearer {(tmp_path / 'to-replicas').read_text()}"}
+
+        async with connect(orchestrator, SecurityConfig(token_file=tmp_path / "to-replicas")) as channel:
+            for method in pb.DESCRIPTOR.services_by_name["OrchestratorService"].methods:
+                call = channel.unary_stream if method.server_streaming else channel.unary_unary
+                answer = call(f"/{method.containing_service.full_name}/{method.name}")(b"", timeout=10)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await (answer.read() if method.server_streaming else answer)
+                assert SluiceError.from_rpc(refused.value).reason == "ROLE_REQUIRED", method.name
+        scene.trainer.run_freely()
+        await asyncio.wait_for(running, 60)
 
 
 async def test_only_who_announced_a_replica_speaks_for_it(tmp_path) -> None:

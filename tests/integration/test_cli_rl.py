@@ -17,8 +17,9 @@ import pytest
 
 from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError, connect
 from sluice.rpc.principals import add_token
-from sluice.v1 import common_pb2, common_pb2_grpc
+from sluice.v1 import common_pb2, common_pb2_grpc, orchestrator_pb2, trainer_pb2, weightsync_pb2
 
 ROOT = Path(__file__).parents[2]
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
@@ -188,6 +189,31 @@ def test_a_wrong_setting_of_one_service_is_reported_before_anything_starts(start
     assert not run.directory.exists()
 
 
+async def refusals(peers: dict[str, str], security: SecurityConfig) -> set[str]:
+    """What the services answer to every call of the contracts of trainer, weight service and orchestrator."""
+    found = set()
+    for peer, contract in (
+        ("trainer", trainer_pb2.DESCRIPTOR),
+        ("weightsync", weightsync_pb2.DESCRIPTOR),
+        ("orchestrator", orchestrator_pb2.DESCRIPTOR),
+    ):
+        async with connect(peers[peer], security) as channel:
+            for method in (each for service in contract.services_by_name.values() for each in service.methods):
+                make = getattr(
+                    channel,
+                    f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}",
+                )
+                call = make(f"/{method.containing_service.full_name}/{method.name}")
+                answer = call(*(() if method.client_streaming else (b"",)), timeout=10)
+                try:
+                    await (answer.read() if method.server_streaming else answer)
+                    found.add(f"{method.full_name} was served")
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:  # another server has this contract
+                        found.add(SluiceError.from_rpc(error).reason)
+    return found
+
+
 def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_operator_changes_the_run(
     started, tmp_path: Path
 ) -> None:
@@ -215,10 +241,14 @@ def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_oper
     )
     assert refused.returncode == 1
     assert "ROLE_REQUIRED" in refused.stderr
+    peers = tomllib.loads((run.directory / "config.toml").read_text())["peers"]
+    settings = next(word for word in run.child("orchestrator").cmdline() if word.endswith("settings.toml"))
+    private = tomllib.loads(Path(settings).read_text())["security"]["dispatcher_token_file"]
+    assert Path(private).stat().st_mode & 0o077 == 0
+    assert asyncio.run(refusals(peers, SecurityConfig(token_file=private))) == {"ROLE_REQUIRED"}
     run.child("orchestrator").kill()
     run.until("orchestrator serves")
     run.until("step ")
-    peers = tomllib.loads((run.directory / "config.toml").read_text())["peers"]
 
     async def stop() -> None:
         security = SecurityConfig(token_file=tmp_path / "operator")
@@ -241,10 +271,15 @@ def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_oper
         for path in sorted((run.directory / "calls").iterdir())
         for line in path.read_text().splitlines()
     ]
+    refused_to_replicas = [
+        each for each in calls if each["principal"] == "dispatcher" and each["code"] == "PERMISSION_DENIED"
+    ]
+    assert "OrchestratorService/StopRun" in {each["method"] for each in refused_to_replicas}
+    calls = [each for each in calls if each not in refused_to_replicas]
     assert {(each["principal"], each["method"]) for each in calls} == {
         ("orchestrator", "TrainerService/BeginEpoch"),
         ("orchestrator", "TrainerService/SaveCheckpoint"),
-        ("orchestrator", "RolloutAdminService/SetWeightPolicy"),
+        ("dispatcher", "RolloutAdminService/SetWeightPolicy"),
         ("trainer", "WeightSyncService/CommitVersion"),
         ("operator", "OrchestratorService/SetRun"),
         ("operator", "OrchestratorService/StopRun"),

@@ -83,6 +83,36 @@ class TestIdentify:
         assert known is not None
         assert known.identify("Bearer one", (), NOW).role == "admin"
 
+    @pytest.mark.parametrize("has_file", [True, False])
+    def test_a_dispatcher_is_known_by_its_token_file_alone(self, tmp_path, has_file):
+        for name in ("admin", "to-replicas"):
+            (tmp_path / name).write_text(f"the-{name}")
+        settings = {"admin_token_file": tmp_path / "admin", "dispatcher_token_file": tmp_path / "to-replicas"}
+        if has_file:
+            add_token(tmp_path / "principals.toml", "op", "admin")
+            settings["principals_file"] = tmp_path / "principals.toml"
+        known = Principals.of(SecurityConfig(**settings))
+        assert known is not None
+        assert known.identify("Bearer the-to-replicas", (), NOW).role == "dispatcher"
+        assert known.names == {"op" if has_file else "admin", "dispatcher"}
+
+    def test_the_dispatchers_token_is_of_its_role_alone(self, tmp_path):
+        file, token = tmp_path / "principals.toml", tmp_path / "token"
+        security = SecurityConfig(principals_file=file, dispatcher_token_file=token)
+        token.write_text(add_token(file, "op", "admin"))
+        with pytest.raises(ConfigError, match="holds the token of principal 'op' with the role admin"):
+            Principals.of(security)
+        with pytest.raises(ConfigError, match="holds the token of principal 'admin' with the role admin"):
+            Principals.of(SecurityConfig(admin_token_file=token, dispatcher_token_file=token))
+        token.write_text(add_token(file, "to-replicas", "dispatcher"))
+        known = Principals.of(security)
+        assert known is not None
+        assert known.identify(f"Bearer {token.read_text()}", (), NOW).name == "to-replicas"
+        add_token(file, "dispatcher", "agent")
+        token.write_text("another")
+        with pytest.raises(ConfigError, match="has a principal 'dispatcher' with another token"):
+            Principals.of(security)
+
     @given(st.one_of(st.text(), st.binary()), st.sets(st.text()))
     def test_no_header_and_no_name_gets_in_by_accident(self, header, names):
         known = principals(table("a", "admin", "the-token"), table("b", certificate="the certificate"))
