@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -51,9 +52,13 @@ _LEAST_END_S = 1.0
 """Seconds that the run gets at least to write its last records, also if the calls in progress took the whole of
 ``server.drain_s``: `sluice rl` kills it two seconds after that."""
 
-_COLLECTIONS = (2_000, 10, 50)
-"""Thresholds of the garbage collector, by generation. A full collection looks at all that is in flight, and the event loop waits
-for it: with the interpreter's own thresholds several times a second, and each finds next to nothing."""
+_COLLECTIONS = (1_000, 2, 300)
+"""Thresholds of the garbage collector, by generation. The event loop waits for it, 1 to 2 ms for a thousand new objects, and it finds
+next to nothing. So the first two generations stay small; a full collection, which looks at all that is in flight, is rare."""
+
+_SWITCH_S = 0.0005
+"""Seconds after which a thread that computes hands the interpreter over. The event loop asks for it after each system call, while the
+threads of journal and files may be at work."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -71,6 +76,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
             gc.collect()
             gc.freeze()  # what is loaded by now stays, and is not looked at again
             gc.set_threshold(*_COLLECTIONS)
+            sys.setswitchinterval(_SWITCH_S)
             server = _server(common, config, servicer)
             await server.start()
             ended = asyncio.Event()

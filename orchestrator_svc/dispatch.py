@@ -27,6 +27,7 @@ from orchestrator_svc.sifting import ScoredGroup, sift
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.rpc import SluiceError
+from sluice.tasks import Turn
 from sluice.v1 import journal_pb2
 from sluice.versions import Version, versions_of
 
@@ -93,10 +94,11 @@ class Dispatcher:
         Raises:
             SluiceError: if groups fail one after the other, or no replica has been there for too long.
         """
+        turn = Turn()
         async with asyncio.TaskGroup() as groups:
             while True:
                 while self._start_next(groups):
-                    pass
+                    await turn.give_way()
                 none_may_start = self.paused or not (self._unfinished or self._scheduler.wanted_version())
                 if self._lockstep is not None and none_may_start:
                     self._lockstep.hand_over()

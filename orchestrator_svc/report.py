@@ -28,7 +28,7 @@ from orchestrator_svc.replicas import evictions
 from orchestrator_svc.status import RunStatus
 from sluice.config import CommonConfig
 from sluice.host_files import write_whole
-from sluice.tasks import discard_outcome
+from sluice.tasks import Turn, discard_outcome
 from sluice.telemetry import MetricsWriter
 from sluice.threads import SerialThread
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
@@ -65,7 +65,7 @@ class AppliedStep:
     past: bool
 
 
-def summarise(
+async def summarise(
     step: trainer_pb2.StepReport,
     applied: journal_pb2.BatchApplied,
     records: list[orchestrator_pb2.TrajectoryRecord],
@@ -81,7 +81,9 @@ def summarise(
     results = {result.trajectory_id: result for result in step.results}
     ages: Counter[int] = Counter()
     number_of = cache(lineage.number)  # many tokens, few versions
+    turn = Turn()
     for record in records:
+        await turn.give_way()
         result = results.get(record.trajectory.trajectory_id)
         record.step = step.sequence_no
         record.outcome = result.outcome if result else tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
@@ -192,7 +194,10 @@ class RunReporter:
         version, metrics = step.version, dict(step.metrics)
         if not step.past:
             metrics |= self._since_last_step() | self._engine.pool.update_metrics(version)
-        self._status.history.add(step.records)
+        turn = Turn()
+        for record in step.records:
+            self._status.history.add(record)
+            await turn.give_way()
         self._status.step_finished(version, metrics)
         await self._recorder.step(version.number, metrics, step.records, self._ledger.lineage)
         shown = {name: round(metrics[name], 4) for name in ("reward/mean", "staleness/mean") if name in metrics}

@@ -11,6 +11,7 @@ Groups are batched in order, so one that is dispatched while `live` others are u
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Stage
@@ -150,6 +151,16 @@ class Scheduler:
         number = self.ledger.next_batch
         chosen = self._selection.choose(number) if number <= self.max_steps else None
         return None if chosen is None else [self.ledger.groups[each] for each in chosen]
+
+    def may_batch(self, groups: Sequence[Group]) -> bool:
+        """Return whether groups that `choose_batch` returned a while ago may still be the next batch.
+
+        Others that are ready by now, and may be older, wait for the batch after it.
+        """
+        number, live = self.ledger.next_batch, self.ledger.groups
+        ready = all(live.get(each.number) is each and each.stage is Stage.READY for each in groups)
+        in_time = self.on_stale is OnStale.TRUNCATE or all(self.bound.last_batch(e.oldest) >= number for e in groups)
+        return number <= self.max_steps and ready and in_time
 
     def bound_of(self, batch: Batch) -> int:
         """Return the most versions that a token of a batch may lag behind: the bound that held when the batch was made."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -314,15 +314,14 @@ class TrajectoryHistory:
         self._kept: deque[Kept] = deque()
         self._max_bytes, self._bytes, self._next = max_bytes, 0, 1
 
-    def add(self, records: Iterable[orchestrator_pb2.TrajectoryRecord]) -> None:
-        """Add trajectories; forget the oldest beyond the bound."""
-        for record in records:
-            trajectory = record.trajectory
-            reward = trajectory.reward if trajectory.HasField("reward") else None
-            kept = Kept(self._next, record.step, reward, record.SerializeToString())
-            self._kept.append(kept)
-            self._next += 1
-            self._bytes += len(kept.payload)
+    def add(self, record: orchestrator_pb2.TrajectoryRecord) -> None:
+        """Add a trajectory; forget the oldest beyond the bound."""
+        trajectory = record.trajectory
+        reward = trajectory.reward if trajectory.HasField("reward") else None
+        kept = Kept(self._next, record.step, reward, record.SerializeToString())
+        self._kept.append(kept)
+        self._next += 1
+        self._bytes += len(kept.payload)
         while self._bytes > self._max_bytes:
             self._bytes -= len(self._kept.popleft().payload)
 

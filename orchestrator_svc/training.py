@@ -32,6 +32,7 @@ from sluice.advantages import TRAINER_ESTIMATORS, Episode, estimate
 from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
+from sluice.tasks import Turn
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens
 
@@ -223,8 +224,8 @@ class Training:
             found = [(group, await self._journal.trajectories(group)) for group in batch.groups]
         except GroupDamagedError as error:
             return str(error)
-        records = self._with_advantages(found)
-        if batch.digests and batch.digests != tuple(trajectory_digest(each.trajectory) for each in records):
+        records = await self._with_advantages(found)
+        if batch.digests and batch.digests != tuple(await _digests(records)):
             return "its trajectories are not the same bytes as when it was made: orchestrator.advantage was changed"
         return ""
 
@@ -348,13 +349,16 @@ class Training:
             await self._changed.wait()
 
     async def _made_of(self, groups: Sequence[Group]) -> tuple[Batch, list[orchestrator_pb2.TrajectoryRecord]] | None:
-        """Make the next batch of these groups; None if the disk damaged one of them, or they are no longer the choice."""
+        """Make the next batch of these groups; None if the disk damaged one of them, or they may not be trained together any more."""
         found = [(group, await self._readable(group)) for group in groups]
         readable = [(group, each) for group, each in found if each is not None]
-        if len(readable) < len(found) or self._scheduler.choose_batch() != groups:
-            return None  # or the limits of the run were changed while the disk was read
-        records = self._with_advantages(readable)
-        number, digests = self._ledger.next_batch, [trajectory_digest(each.trajectory) for each in records]
+        if len(readable) < len(found):
+            return None
+        records = await self._with_advantages(readable)
+        digests = await _digests(records)
+        if not self._scheduler.may_batch(groups):
+            return None  # the limits of the run were changed meanwhile
+        number = self._ledger.next_batch
         learning_rate = self._ledger.settings.get(LEARNING_RATE)
         self._record(
             batch_made=journal_pb2.BatchMade(
@@ -370,13 +374,13 @@ class Training:
         )
         return self._ledger.batches[number], records
 
-    def _with_advantages(
+    async def _with_advantages(
         self, groups: Sequence[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]]
     ) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Return the trajectories of a batch, with the advantages that their environments estimate."""
         for each in self._config.mix:
             own = [record for group, records in groups if group.environment == each.name for record in records]
-            _give_advantages(each.advantage, own)
+            await _give_advantages(each.advantage, own)
         return [record for _, records in groups for record in records]
 
     def _drop_stale(self) -> None:
@@ -478,7 +482,7 @@ class Training:
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
         bound = self._scheduler.bound_of(batch)
-        summary = summarise(step, applied, records, self._ledger.lineage, bound, past=past)
+        summary = await summarise(step, applied, records, self._ledger.lineage, bound, past=past)
         if len(self._config.mix) > 1:
             environments = {group.name: group.environment for group in batch.groups}
             summary = replace(summary, metrics={**summary.metrics, **reward_by_environment(records, environments)})
@@ -496,7 +500,7 @@ class Training:
                 found.append((group, await self._journal.trajectories(group)))
             except GroupDamagedError as error:
                 log.warning("a trained group cannot be shown", group=group.name, error=str(error))
-        return self._with_advantages(found)
+        return await self._with_advantages(found)
 
 
 def _applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.BatchApplied:
@@ -522,7 +526,16 @@ def _common_estimator(mix: Sequence[EnvironmentConfig]) -> str:
     return estimators.pop() if len(estimators) == 1 and NO_ADVANTAGE not in estimators else ""
 
 
-def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
+async def _digests(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> list[bytes]:
+    """Return the digest of each trajectory, as the trainer gets it."""
+    turn, digests = Turn(), []
+    for record in records:
+        digests.append(trajectory_digest(record.trajectory))
+        await turn.give_way()
+    return digests
+
+
+async def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
     """Set the advantage of each trajectory within its group, one reward per episode; none where the trainer estimates.
 
     Raises:
@@ -532,8 +545,10 @@ def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Trajecto
         for record in records:
             del record.trajectory.advantages[:]
         return
+    turn = Turn()
     episodes: dict[str, Episode] = {}
     for record in records:
+        await turn.give_way()
         trajectory = record.trajectory
         before = episodes.get(trajectory.episode_id)
         tokens = sampled_tokens(trajectory) + (before.sampled_tokens if before else 0)
@@ -544,5 +559,6 @@ def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Trajecto
     except ValueError as error:
         raise SluiceError.failed_precondition("REWARDS_UNFIT", f"orchestrator.advantage: {error}") from error
     for record in records:
+        await turn.give_way()
         value = advantages.get(record.trajectory.episode_id)
         record.trajectory.advantages[:] = [] if value is None else [value]

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, cast
 import grpc
 
 from sluice.config import SecurityConfig
-from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
+from sluice.rpc import SluiceError, connect
 from sluice.rpc.principals import Role
 from sluice.v1 import (
     orchestrator_pb2,
@@ -33,6 +33,9 @@ from sluice.versions import Version
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | tokens_pb2.Conversation
 """Text, token ids, messages as ``{"role": ..., "content": ...}``, or a conversation with tools."""
+
+_PART_BYTES = 128 << 10
+"""Size of a message with trajectories: the loops that send and receive a batch serve others between two messages."""
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
@@ -344,13 +347,13 @@ def _generate_request(
 def _batch_parts(
     header: trainer_pb2.BatchHeader, trajectories: Iterable[tokens_pb2.Trajectory]
 ) -> Iterator[trainer_pb2.SubmitBatchRequest]:
-    """Yield the header, then the trajectories in messages below the size limit."""
+    """Yield the header, then the trajectories in messages of `_PART_BYTES`; a larger trajectory has one of its own."""
     yield trainer_pb2.SubmitBatchRequest(header=header)
     part = trainer_pb2.TrajectoryPart()
     size = 0
     for trajectory in trajectories:
         length = trajectory.ByteSize() + 16  # tag and length of the field, generously
-        if part.trajectories and size + length > MAX_MESSAGE_BYTES:
+        if part.trajectories and size + length > _PART_BYTES:
             yield trainer_pb2.SubmitBatchRequest(trajectories=part)
             part, size = trainer_pb2.TrajectoryPart(), 0
         part.trajectories.append(trajectory)

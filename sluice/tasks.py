@@ -1,12 +1,32 @@
-"""Wait for work that a cancelled caller must not leave behind, such as a thread that writes to a file."""
+"""Work on an event loop: what a cancelled caller must not leave behind, and what would keep others waiting."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_TURN_S = 0.002
+"""Seconds of one turn: as long as a few callbacks of a busy loop."""
+
+
+class Turn:
+    """Bounds how long a long computation keeps the event loop: call `give_way` between its parts, however small they are.
+
+    Unlike in a thread the parts never run beside other callbacks, and do not compete with them for the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._ends = time.monotonic() + _TURN_S
+
+    async def give_way(self) -> None:
+        """Let everything else that is due run first, if this turn has lasted long enough."""
+        if time.monotonic() >= self._ends:
+            await asyncio.sleep(0)
+            self._ends = time.monotonic() + _TURN_S
 
 
 async def run_to_end(work: asyncio.Future[T], *, on_cancel: Callable[[], object] | None = None) -> T:

@@ -100,11 +100,12 @@ def names(answer: orchestrator_pb2.ListTrajectoriesResponse) -> list[str]:
 
 def test_trajectories_are_listed_newest_first_in_pages() -> None:
     recent = TrajectoryHistory()
-    recent.add(record(f"g{number}-0", step=number, reward=number / 10) for number in range(1, 8))
+    for number in range(1, 8):
+        recent.add(record(f"g{number}-0", step=number, reward=number / 10))
     request = orchestrator_pb2.ListTrajectoriesRequest(page_size=3)
     first = recent.page(request)
     assert names(first) == ["g7-0", "g6-0", "g5-0"]
-    recent.add([record("g8-0")])
+    recent.add(record("g8-0"))
     request.page_token = first.next_page_token
     second = recent.page(request)
     assert names(second) == ["g4-0", "g3-0", "g2-0"], "new ones do not shift the pages"
@@ -120,7 +121,8 @@ def test_trajectories_are_listed_newest_first_in_pages() -> None:
 def test_old_trajectories_make_room_by_size() -> None:
     size = record("g1-0").ByteSize()
     recent = TrajectoryHistory(max_bytes=3 * size)
-    recent.add(record(f"g{number}-0") for number in range(1, 6))
+    for number in range(1, 6):
+        recent.add(record(f"g{number}-0"))
     assert names(recent.page(orchestrator_pb2.ListTrajectoriesRequest())) == ["g5-0", "g4-0", "g3-0"]
 
 
@@ -138,7 +140,7 @@ def test_shares_of_waiting_add_up_for_each_who_looks() -> None:
     assert bottleneck(0.05, 0.05) == ""
 
 
-def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
+async def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
     lineage = Lineage()
     lineage = lineage.begin(1, BASE)
     records = [
@@ -159,7 +161,7 @@ def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
     )
     late = journal_pb2.DroppedTrajectories(trajectory_ids=["g2-0"])
     applied = journal_pb2.BatchApplied(trained=["g1-0", "g1-1"], dropped={"STALE": late})
-    summary = summarise(step, applied, records, lineage, max_staleness=2)
+    summary = await summarise(step, applied, records, lineage, max_staleness=2)
     assert (summary.trained, summary.dropped) == (2, {"STALE": 1})
     assert summary.metrics["staleness/tokens_at_0"] == 7
     assert summary.metrics["staleness/tokens_at_2"] == 1

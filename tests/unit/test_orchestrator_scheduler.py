@@ -329,6 +329,37 @@ def test_a_stricter_bound_makes_ready_groups_too_old() -> None:
     assert each.stale_groups() == [facts.ledger.groups[3]]
 
 
+def test_a_choice_stands_while_its_batch_is_prepared_unless_the_limits_change() -> None:
+    each, facts = scheduler(2, window=1.0)
+    for number in (1, 2, 3):
+        facts.draw(number, Version(1, 0))
+    for number in (1, 3):
+        facts.accept(number, [Version(1, 0)], 1)
+    chosen = each.choose_batch()
+    assert chosen == [facts.ledger.groups[1], facts.ledger.groups[3]]
+    facts.accept(2, [Version(1, 0)], 1)
+    assert each.choose_batch() != chosen, "an older group is ready by now"
+    assert each.may_batch(chosen)
+    each.max_steps = 0
+    assert not each.may_batch(chosen), "the run was stopped"
+    each.max_steps = 10
+    facts.make_batch([chosen[0], facts.ledger.groups[2]])
+    assert not each.may_batch(chosen), "one of them is in a batch"
+
+
+def test_a_choice_falls_when_the_bound_becomes_too_strict_for_it() -> None:
+    each, facts = scheduler(2)
+    run_batch(each, facts, 1, Version(1, 0))
+    for number in (3, 4):
+        facts.draw(number, Version(1, 0))
+        facts.accept(number, [Version(1, 0)], 1)
+    chosen = each.choose_batch()
+    assert chosen is not None
+    assert each.may_batch(chosen)
+    each.change_bound(StalenessBound(0, 2, 100))
+    assert not each.may_batch(chosen)
+
+
 def test_a_batch_keeps_the_bound_that_it_was_made_under() -> None:
     each, facts = scheduler(2)
     run_batch(each, facts, 1, Version(1, 0))

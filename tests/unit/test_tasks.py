@@ -1,4 +1,4 @@
-"""Work that outlives the cancellation of its caller: it is waited for, and its failure is not reported as unheard."""
+"""Work that outlives the cancellation of its caller, and work that gives way to others on its event loop."""
 
 import asyncio
 import gc
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sluice.tasks import discard_outcome, run_to_end, settle
+from sluice import tasks
+from sluice.tasks import Turn, discard_outcome, run_to_end, settle
 
 
 class Unheard:
@@ -57,3 +58,25 @@ async def test_work_that_fails_after_the_wait_for_it_is_not_reported() -> None:
     del work, failed
     gc.collect()
     assert not unheard.reports
+
+
+async def test_a_long_computation_gives_way_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part takes half a millisecond of a simulated clock, and a turn two milliseconds."""
+    now, order = 0.0, list[str]()
+    monkeypatch.setattr(tasks.time, "monotonic", lambda: now)
+
+    async def compute() -> None:
+        nonlocal now
+        turn = Turn()
+        for part in range(12):
+            order.append(str(part))
+            now += 0.0005
+            await turn.give_way()
+
+    async def others() -> None:
+        for _ in range(3):
+            order.append("other")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(compute(), others())
+    assert order == [*"0123", "other", *"4567", "other", *"89", "10", "11", "other"]
