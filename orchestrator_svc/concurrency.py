@@ -75,8 +75,9 @@ class ConcurrencyLimit:
 
     @property
     def samples(self) -> int:
-        """The limit, at least one group."""
-        return max(self._group, int(self._limit))
+        """The limit, at least one group; `most_samples` may have been lowered since it was set."""
+        limit = min(self._limit, self._config.most_samples) if self._config.adapt else self._limit
+        return max(self._group, int(limit))
 
     def report(self, load: EngineLoad, in_flight: int, now: float, *, held_back: bool) -> None:
         """Adapt to a report.

@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.journal.ledger import Redraw
+from orchestrator_svc.journal.ledger import Reason, Redraw
 from orchestrator_svc.shares import Shares
 from orchestrator_svc.task_stream import TaskStream
 from sluice.v1 import journal_pb2
@@ -38,6 +38,9 @@ FAULTS = frozenset(
 
 ENDED = frozenset({NO_SIGNAL, "OVERLONG", "NO_TOKENS"})
 """Why a group was dropped whose episodes ran to their end, so that their rewards count in the solve rate."""
+
+_NOTE_AFTER = 1000
+"""Tasks that changed since the last note after which another one is due. Bounds the time that a note takes, and its size."""
 
 _ROUNDING = 1e-9
 """Groups by which a level may be off."""
@@ -182,12 +185,12 @@ class Curriculum:
 
         Args:
             now: Monotonic seconds.
-            redraws: Tasks that have to be drawn again, in order. One that is in quarantine or no longer exists is passed over.
+            redraws: Tasks that have to be drawn again, in order. One that cannot be drawn any more is passed over.
         """
         able = [name for name, each in self._sources.items() if each.can_deliver(now)]
         for each in redraws:
             name, task_id = each.environment, each.task_id
-            if name in able and (self.drawable(name, task_id) or not task_id):
+            if name in able and not self.why_not_again(each):
                 return Draw(name, task_id, each.position, self._draws(name, task_id), each.reason)
         for name in able:
             if self._sources[name].owed:
@@ -196,6 +199,13 @@ class Curriculum:
         if chosen is None:
             return None
         return self._draw_from(chosen, "", tuple(name for name in self._sources if name not in able))
+
+    def why_not_again(self, redraw: Redraw) -> str:
+        """Return the reason for which a task will not be drawn again; empty if it will."""
+        task = self.task(redraw.environment, redraw.task_id, redraw.position)
+        if task is None:
+            return Reason.TASK_CHANGED
+        return "" if self.drawable(redraw.environment, task.task_id) else Reason.QUARANTINED
 
     def start(self, environment: str, now: float) -> None:
         """Count a group that starts now against the environment's rate. A start of the process begins with full buckets."""
@@ -354,8 +364,16 @@ class Curriculum:
         """Return the share of the groups that an environment is meant to have, 0 to 1."""
         return self._mix().share(environment)
 
+    @property
+    def note_is_due(self) -> bool:
+        """Whether so many tasks changed that `noted` should be recorded."""
+        return sum(each.stream.unnoted for each in self._sources.values()) >= _NOTE_AFTER
+
     def noted(self) -> journal_pb2.CurriculumNoted:
-        """Return where the choice of tasks stands; as a fact, it brings this state back under other settings too."""
+        """Return where the choice of tasks stands, of the tasks those that changed since the note before.
+
+        As a fact, after those before it, it brings this state back under other settings too.
+        """
         noted = journal_pb2.CurriculumNoted()
         for name, source in self._sources.items():
             each = noted.environments.add()

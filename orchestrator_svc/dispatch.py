@@ -139,6 +139,7 @@ class Dispatcher:
             SluiceError: ABORTED if every task is in quarantine.
         """
         now = time.monotonic()
+        self._drop_redraws()
         draw = self._curriculum.choose(now, self._ledger.redraws)
         if draw is None:
             if self._curriculum.exhausted:
@@ -158,6 +159,23 @@ class Dispatcher:
             redraw_reason=draw.reason,
             passed_over=draw.passed_over,
         )
+
+    def _drop_redraws(self) -> None:
+        """Give up the tasks that had to be drawn again and cannot be any more; their turn comes, since others are drawn."""
+        redraws = self._ledger.redraws
+        while redraws and (reason := self._curriculum.why_not_again(redraws[0])):
+            owed = redraws[0]
+            log.warning(
+                "a task will not be drawn again", environment=owed.environment, task=owed.task_id, reason=reason
+            )
+            dropped = journal_pb2.RedrawDropped(
+                environment=owed.environment,
+                task_id=owed.task_id,
+                position=owed.position,
+                redraw_reason=owed.reason,
+                reason=reason,
+            )
+            self._journal.record(journal_pb2.Fact(redraw_dropped=dropped))
 
     def _draw(self, drawn: journal_pb2.TaskDrawn, version: Version) -> Group:
         """Record a draw, and return its group, which this version and newer ones may sample."""
@@ -313,6 +331,8 @@ class Dispatcher:
         )
         if failures is not None:
             self._quarantine(group, failures, f"{reason}: {problem}")
+        if reason == Reason.TASK_CHANGED:
+            return  # only groups that an earlier process drew end so: the run goes on with other tasks
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._config.max_failed_groups:
             raise SluiceError.aborted(
@@ -339,11 +359,13 @@ class Dispatcher:
         self._journal.record(journal_pb2.Fact(task_quarantined=noted))
 
     def _note_counts(self, more: Counter[str]) -> None:
-        """Record by how much counters grew: those of the engine, and these."""
+        """Record by how much counters grew, those of the engine and these, and where the tasks stand if that is due."""
         counts = self._engine.counts.copy()
         grown, self._counted = +(counts - self._counted + more), counts
         if grown:
             self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
+        if self._curriculum.note_is_due:
+            self._journal.record(journal_pb2.Fact(curriculum_noted=self._curriculum.noted()))
 
 
 def _ended_episodes(

@@ -116,7 +116,7 @@ class Evaluations:
         self._journal, self._reporter = journal, reporter
         names = [each.settings.name for each in environments]
         self.standing = Standing(config.evaluation.metric, names, config.evaluation.min_gain)
-        self.standing.take_all(journal.ledger.evaluations)
+        self.standing.take_all(each.evaluation_recorded.evaluation for each in journal.recorded("evaluation_recorded"))
 
     @property
     def plateau(self) -> bool:
@@ -164,7 +164,7 @@ class Evaluations:
         async with asyncio.timeout(settings.deadline_s):
             replica = await self._pool.choose(wanted)
             self.held_all_replicas |= len(self._pool.replicas) == 1
-            hold = _Hold(replica, self._config.deadlines.hold_s)
+            hold = _Hold(replica, self._config.deadlines.hold_s, self._journal)
             try:
                 version = await hold.begin(wanted if exactly else None)
                 return version, await self._attempt_all_under(hold, replica, version)
@@ -197,10 +197,11 @@ class Evaluations:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """A replica that stays at one version, for `ttl_s` seconds at a time."""
+    """A replica that stays at one version, for `ttl_s` seconds at a time; the journal knows which one it is."""
 
     replica: Replica
     ttl_s: float
+    journal: Journal
 
     async def begin(self, version: Version | None) -> Version:
         """Hold the replica at the version that it serves, or take it to another one and wait until it serves that; return it.
@@ -208,6 +209,8 @@ class _Hold:
         Raises:
             SluiceError: if the replica refuses.
         """
+        _note_policy(self.journal, self.replica.name, _mode(version), version)
+        await self.journal.durable()
         while True:  # the caller has a deadline
             served = await self._ask(version)
             if version in (None, served):
@@ -216,8 +219,7 @@ class _Hold:
 
     async def _ask(self, version: Version | None) -> Version:
         """Ask for the hold once more, and return the version that the replica serves now."""
-        mode = rollout_pb2.WEIGHT_POLICY_MODE_HOLD if version is None else rollout_pb2.WEIGHT_POLICY_MODE_TARGET
-        request = rollout_pb2.SetWeightPolicyRequest(mode=mode, owner=_OWNER)
+        request = rollout_pb2.SetWeightPolicyRequest(mode=_mode(version), owner=_OWNER)
         if version is not None:
             request.version.CopyFrom(version.to_proto())
         request.ttl.FromMilliseconds(int(self.ttl_s * 1000))
@@ -259,6 +261,42 @@ class _Hold:
         except grpc.aio.AioRpcError as error:
             reason = str(SluiceError.from_rpc(error))
             log.warning("cannot release a hold; it ends by its time to live", replica=self.replica.name, error=reason)
+        else:
+            _note_policy(self.journal, self.replica.name, rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW)
+
+
+async def release_left(journal: Journal, pool: ReplicaPool, ttl_s: float) -> None:
+    """Let the replicas follow the trainer again that a process which died had held for an evaluation.
+
+    Such a hold ends by itself after `ttl_s` seconds, so a replica that does not come back until then is not waited for.
+    """
+    policies = journal.ledger.weight_policies
+    left, ends = dict(policies), time.monotonic() + ttl_s
+    while left and time.monotonic() < ends:
+        for replica in pool.replicas:
+            noted = left.pop(replica.name, None) if replica.seen else None
+            if noted is not None and policies.get(replica.name) is noted:  # no evaluation of this process holds it
+                log.info("a replica that was held for an evaluation follows the trainer again", replica=replica.name)
+                await _Hold(replica, ttl_s, journal).end()
+        if left:
+            await asyncio.sleep(pool.config.poll_s)
+    for name, noted in left.items():
+        if policies.get(name) is noted:
+            _note_policy(journal, name, rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW)
+
+
+def _mode(version: Version | None) -> rollout_pb2.WeightPolicyMode.ValueType:
+    """Return how a replica is held: at the version that it serves, or at this one."""
+    return rollout_pb2.WEIGHT_POLICY_MODE_HOLD if version is None else rollout_pb2.WEIGHT_POLICY_MODE_TARGET
+
+
+def _note_policy(
+    journal: Journal, replica: str, mode: rollout_pb2.WeightPolicyMode.ValueType, version: Version | None = None
+) -> None:
+    noted = journal_pb2.WeightPolicyNoted(replica=replica, mode=mode, owner=_OWNER)
+    if version is not None:
+        noted.policy_version.CopyFrom(version.to_proto())
+    journal.record(journal_pb2.Fact(weight_policy_noted=noted))
 
 
 @dataclass(frozen=True, slots=True)

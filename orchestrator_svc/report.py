@@ -264,6 +264,7 @@ class RunReporter:
                 "trajectories_trained": ledger.trained,
                 "trajectories_dropped": {reason: count for reason, count in dropped.items() if count},
                 "groups_failed": dict(ledger.failed_groups),
+                "redraws_dropped": dict(ledger.redraws_dropped),
                 "tokens_generated": generated["tokens"],
                 "requests": generated["requests"],
                 "requests_spanning_versions": generated["spanning"],

@@ -17,7 +17,7 @@ import structlog
 
 from orchestrator_svc.config import CheckpointConfig, EvaluationConfig
 from orchestrator_svc.dispatch import Dispatcher
-from orchestrator_svc.evaluation import Evaluations, Standing
+from orchestrator_svc.evaluation import Evaluations, Standing, release_left
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
@@ -75,12 +75,16 @@ class Run:
             async with asyncio.TaskGroup() as tasks:
                 polling = tasks.create_task(self._pool.run(), name="replicas")
                 await self._begin()
+                releasing = tasks.create_task(
+                    release_left(self._journal, self._pool, self._config.deadlines.hold_s), name="holds"
+                )
                 async with asyncio.TaskGroup() as beside:
                     await self._train(beside)
                     self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
                     # Leaving waits for the checkpoint and the evaluation under way; each has its own deadline.
                 await self._end()
-                polling.cancel()
+                for each in (polling, releasing):
+                    each.cancel()
         except asyncio.CancelledError:
             await self._last_report("stopped")
             raise

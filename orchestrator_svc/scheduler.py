@@ -135,7 +135,7 @@ class Scheduler:
         return bool(group.generations) or (group.floor >= self._oldest_usable_for(group) and group.episodes > 0)
 
     def _oldest_usable_for(self, group: Group) -> Version:
-        older = sum(number < group.number for number in self.ledger.groups)
+        older = self.ledger.older(group.number)
         return Version(self.ledger.epoch, self.bound.oldest_usable(self.ledger.applied, older))
 
     def stale_groups(self) -> list[Group]:

@@ -148,6 +148,7 @@ class RunStatus:
             dispatch_blocked=blocked,
             bottleneck=self._bottleneck,
             environments=describe_environments(self._curriculum, most_quarantined=0),
+            max_staleness=scheduler.bound.max_staleness,
         )
         self.events.append(orchestrator_pb2.RunEvent(load=load))
 
@@ -176,6 +177,7 @@ class RunStatus:
             changed_settings=ledger.setting_changes,
             environments=self.environments(),
             groups_failed=dict(ledger.failed_groups),
+            redraws_dropped=ledger.redraws_dropped,
         )
 
     def environments(self) -> list[orchestrator_pb2.RunEnvironment]:

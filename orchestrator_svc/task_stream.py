@@ -68,12 +68,18 @@ class TaskStream:
         self.next_position = 0
         self.progress: dict[str, Progress] = {}
         self.quarantined: dict[str, Progress] = {}
+        self._unnoted: set[str] = set()
         self.pool_shares = Shares({name: getattr(self._pools.shares, name) for name in POOLS})
         self._sizes = Counter({NEW: len(self._tasks)})
         self._free: dict[str, list[tuple[int, int, str]]] = {name: [] for name in POOLS}
         if self._pools.enabled:
             self._free[NEW] = [self._entry(name, 0) for name in self._names]
             heapq.heapify(self._free[NEW])
+
+    @property
+    def unnoted(self) -> int:
+        """Tasks that changed since the last note."""
+        return len(self._unnoted)
 
     @property
     def exhausted(self) -> bool:
@@ -170,18 +176,21 @@ class TaskStream:
             if (known.draws, known.solve_rate, known.failures) != (each.draws, noted_rate, each.failures):
                 known.draws, known.solve_rate, known.failures = each.draws, noted_rate, each.failures
                 self._move(task_id, known, before)
+        self._unnoted.clear()
 
     def noted(self) -> journal_pb2.EnvironmentProgress:
-        """Return what `restore` reads. A task that was only drawn says nothing and is left out."""
+        """Return what `restore` reads: the tasks that changed since the note before. All notes together name every one."""
+        changed = ((task_id, self.progress[task_id]) for task_id in self._unnoted)
         tasks = {
             task_id: journal_pb2.TaskProgress(draws=each.draws, solve_rate=each.solve_rate, failures=each.failures)
-            for task_id, each in self.progress.items()
-            if each.failures or (self._pools.enabled and each.solve_rate is not None)
+            for task_id, each in changed
         }
         owed = self.pool_shares.credits if self._pools.enabled else {}
         return journal_pb2.EnvironmentProgress(next_position=self.next_position, tasks=tasks, pool_credits=owed)
 
     def _known(self, task_id: str) -> Progress:
+        """Return what is known of a task, to change it."""
+        self._unnoted.add(task_id)
         return self.progress.setdefault(task_id, Progress())
 
     def _leave(self, task_id: str, known: Progress, pool_before: str) -> None:

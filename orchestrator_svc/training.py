@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import structlog
 
-from orchestrator_svc.config import NO_ADVANTAGE, EnvironmentConfig, OrchestratorConfig
+from orchestrator_svc.config import NO_ADVANTAGE, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Batch, Group, LedgerError, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
@@ -28,7 +28,7 @@ from orchestrator_svc.report import AppliedStep, reward_by_environment, summaris
 from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.trainer_link import RETRY_S, EpochLostError, TrainerLink
-from sluice.advantages import TRAINER_ESTIMATORS, Episode, estimate
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate
 from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
@@ -378,10 +378,15 @@ class Training:
         self, groups: Sequence[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]]
     ) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Return the trajectories of a batch, with the advantages that their environments estimate."""
-        for each in self._config.mix:
-            own = [record for group, records in groups if group.environment == each.name for record in records]
-            await _give_advantages(each.advantage, own)
+        for name in {group.environment: None for group, _ in groups}:
+            own = [record for group, records in groups if group.environment == name for record in records]
+            await _give_advantages(self._estimator(name), own)
         return [record for _, records in groups for record in records]
+
+    def _estimator(self, environment: str) -> str:
+        """Return the estimator of an environment; of one that was renamed meanwhile, that of the run."""
+        settings = self._curriculum.environments.get(environment, self._config)
+        return settings.advantage
 
     def _drop_stale(self) -> None:
         """Drop the groups that no batch may train any more."""
@@ -427,8 +432,16 @@ class Training:
             trajectory_count=len(records),
             tokenizer_digest=digest,
             sampler_dtype=self._pool.sampler_dtype(),
-            advantage_estimator=_common_estimator(self._config.mix),
         )
+        # The trainer estimates again, in the same way, what loses a stale trajectory.
+        together: dict[str, list[str]] = {}
+        for group in batch.groups:
+            together.setdefault(group.environment, []).append(group.name)
+        if len(self._config.mix) > 1 and {self._estimator(name) for name in together} <= set(ESTIMATORS):
+            for name, names in together.items():
+                header.estimated_groups.add(advantage_estimator=self._estimator(name), group_ids=names)
+        elif (estimator := self._config.mix[0].advantage) != NO_ADVANTAGE:
+            header.advantage_estimator = estimator
         # The trainer gets only what the journal can give it again.
         await self._journal.durable()
         self._submitting = True
@@ -515,15 +528,6 @@ def _applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.Bat
             reason = result.reason if result is not None else Reason.NOT_REPORTED
             fact.dropped[reason].trajectory_ids.append(trajectory_id)
     return fact
-
-
-def _common_estimator(mix: Sequence[EnvironmentConfig]) -> str:
-    """Return the estimator of all environments, which the trainer repeats for groups that lose a stale trajectory.
-
-    Empty if they differ, or estimate nothing: then advantages stay as the orchestrator estimated them.
-    """
-    estimators = {each.advantage for each in mix}
-    return estimators.pop() if len(estimators) == 1 and NO_ADVANTAGE not in estimators else ""
 
 
 async def _digests(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> list[bytes]:

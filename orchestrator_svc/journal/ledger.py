@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from sluice.v1 import journal_pb2 as pb
-from sluice.v1 import orchestrator_pb2
+from sluice.v1 import orchestrator_pb2, rollout_pb2
 from sluice.versions import Lineage, Version
 
 KEPT_CHECKPOINTS = 2
@@ -50,6 +50,7 @@ class Reason:
     REPORT_LOST = "REPORT_LOST"
     NOT_REPORTED = "NOT_REPORTED"
     RUN_ENDED = "RUN_ENDED"
+    QUARANTINED = "QUARANTINED"
 
 
 class Stage(enum.Enum):
@@ -234,12 +235,15 @@ class Ledger:
         trained: Trajectories that took part in an optimizer step of the present weights' history.
         failed_groups: Groups that ended without a trajectory, by reason.
         redraws: Tasks that have to be drawn again, in order.
+        redraws_dropped: Tasks that had to be drawn again and will not be, by reason.
+        checkpoints: The last ones: those that a trainer may return to.
         batches_made: Batches that were made so far, those that were unmade included.
         generated: What was generated, by name of the counter.
         elapsed_s: Seconds that the run had lasted at its last step.
         settings: Settings of the live run that were changed, as TOML.
         last_segment: Number of the last segment that a fact names.
         setting_changes: How they came about, oldest first; the last ones.
+        weight_policies: Replicas that were told to stay at a version and not yet to follow the trainer again, by name.
         changed: Groups that changed since the scheduler looked last; it takes them away.
     """
 
@@ -258,18 +262,22 @@ class Ledger:
     trained: int = 0
     failed_groups: Counter[str] = field(default_factory=Counter)
     redraws: list[Redraw] = field(default_factory=list)
+    redraws_dropped: Counter[str] = field(default_factory=Counter)
     next_group: int = 1
     checkpoints: list[Checkpoint] = field(default_factory=list)
     batches_made: int = 0
     generated: Counter[str] = field(default_factory=Counter)
     elapsed_s: float = 0.0
-    evaluations: list[orchestrator_pb2.EvaluationFinished] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     setting_changes: list[orchestrator_pb2.ChangedSetting] = field(default_factory=list)
     weight_policies: dict[str, pb.WeightPolicyNoted] = field(default_factory=dict)
     last_segment: int = 0
     changed: set[int] = field(default_factory=set, compare=False)
+    # Of the batches that a rollback can still reach, and the last one that none can.
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
+    _covered: int = 0
+    # Numbers of the live groups, ascending.
+    _order: list[int] = field(default_factory=list)
     _dropped: Counter[str] = field(default_factory=Counter)
     _stages: Counter[Stage] = field(default_factory=Counter)
     _numbers: dict[Version, int] = field(default_factory=dict, compare=False)
@@ -307,6 +315,10 @@ class Ledger:
         """Return the number of live groups in a stage."""
         return self._stages[stage]
 
+    def older(self, number: int) -> int:
+        """Return how many live groups have a number below this one."""
+        return bisect.bisect_left(self._order, number)
+
     def first_needed_segment(self) -> int | None:
         """Return the number of the oldest segment with a payload that is still needed; None if none is."""
         kept = [group for batch in self.applied_batches.values() for group in batch.groups]
@@ -319,7 +331,7 @@ class Ledger:
         Raises:
             LedgerError: if a checkpoint has covered the first of them, and its payloads are gone.
         """
-        last = max(self._outcomes, default=0)
+        last = max(self._outcomes, default=self._covered)
         if last > number and number + 1 not in self.applied_batches and number + 1 not in self.batches:
             raise LedgerError(
                 f"the trainer restored version {number}, but the journal no longer holds batch {number + 1}:"
@@ -379,6 +391,14 @@ class Ledger:
             if (each.environment, each.position, each.reason) == drawn:
                 del self.redraws[index]
                 return
+
+    def _redraw_dropped(self, fact: pb.RedrawDropped) -> None:
+        for index, each in enumerate(self.redraws):
+            if (each.environment, each.position, each.reason) == (fact.environment, fact.position, fact.redraw_reason):
+                del self.redraws[index]
+                self.redraws_dropped[fact.reason] += 1
+                return
+        raise LedgerError(f"task {fact.task_id} of environment {fact.environment} had not to be drawn again")
 
     def _generation_recorded(self, fact: pb.GenerationRecorded) -> None:
         group = self._running(fact.group)
@@ -521,15 +541,19 @@ class Ledger:
         if self.checkpoints and self.checkpoints[-1].version.number == made.version.number:
             self.checkpoints[-1] = made  # the same weights again, such as the periodic checkpoint and the final one
             return
-        self.checkpoints.append(made)
+        self.checkpoints = [*self.checkpoints, made][-KEPT_CHECKPOINTS:]
+        self._numbers.clear()  # most versions in it are history by now
         if len(self.checkpoints) < KEPT_CHECKPOINTS:
             return
-        covered = self.checkpoints[-KEPT_CHECKPOINTS].version.number
+        covered = self.checkpoints[0].version.number
         for number in [each for each in self.applied_batches if each <= covered]:
             del self.applied_batches[number]
+        for number in [each for each in self._outcomes if each <= covered]:
+            del self._outcomes[number]
+        self._covered = max(self._covered, covered)
 
     def _evaluation_recorded(self, fact: pb.EvaluationRecorded) -> None:
-        self.evaluations.append(fact.evaluation)
+        """Leave it to the evaluations of the run, which read these facts by themselves."""
 
     def _curriculum_noted(self, fact: pb.CurriculumNoted) -> None:
         """Leave it to the curriculum, which follows the same facts: the ledger does not know which task comes next."""
@@ -549,7 +573,10 @@ class Ledger:
         """Leave it to the curriculum."""
 
     def _weight_policy_noted(self, fact: pb.WeightPolicyNoted) -> None:
-        self.weight_policies[fact.replica] = fact
+        if fact.mode == rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW:
+            self.weight_policies.pop(fact.replica, None)
+        else:
+            self.weight_policies[fact.replica] = fact
 
     def _counts_noted(self, fact: pb.CountsNoted) -> None:
         self.generated.update(fact.generated)
@@ -602,11 +629,13 @@ class Ledger:
 
     def _add(self, group: Group) -> None:
         self.groups[group.number] = group
+        bisect.insort(self._order, group.number)
         self._stages[group.stage] += 1
         self.changed.add(group.number)
 
     def _remove(self, group: Group) -> None:
         del self.groups[group.number]
+        del self._order[bisect.bisect_left(self._order, group.number)]
         self._stages[group.stage] -= 1
         self.changed.add(group.number)
 

@@ -194,6 +194,20 @@ class Journal:
         self._commit(self._take_waiting(delete=True))
         self._durable_seq = self.ledger.last_seq
 
+    def recorded(self, kind: str) -> Iterator[journal_pb2.Fact]:
+        """Yield the facts of one kind that earlier processes recorded, in order, for whoever keeps a state of its own.
+
+        Raises:
+            JournalError: if the journal cannot be read.
+        """
+        path = self._directory.parent / DATABASE
+        try:
+            with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+                for (fact,) in connection.execute("SELECT fact FROM facts WHERE kind = ? ORDER BY seq", (kind,)):
+                    yield journal_pb2.Fact.FromString(fact)
+        except (sqlite3.DatabaseError, DecodeError) as error:
+            raise JournalError(f"{path} is not a readable journal ({error})") from error
+
     # Recording. These methods return at once; what they record is on disk after `durable`.
 
     def record(self, fact: journal_pb2.Fact) -> None:

@@ -263,6 +263,7 @@ class RunProgress:
                 self.replicas[event.replica_changed.replica.address] = event.replica_changed.replica
             case "load":
                 self.load = event.load
+                self.max_staleness = event.load.max_staleness  # it may change while the run lives
             case _:
                 pass
         return False

@@ -58,6 +58,7 @@ class Fact(_message.Message):
     WEIGHT_POLICY_NOTED_FIELD_NUMBER: _builtins.int
     COUNTS_NOTED_FIELD_NUMBER: _builtins.int
     HISTORY_IMPORTED_FIELD_NUMBER: _builtins.int
+    REDRAW_DROPPED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was recorded; for people to read. Order comes from `seq`."""
@@ -136,7 +137,7 @@ class Fact(_message.Message):
 
     @_builtins.property
     def weight_policy_noted(self) -> Global___WeightPolicyNoted:
-        """Replicas were told which weight versions to take."""
+        """A replica is told which weight versions to take."""
 
     @_builtins.property
     def counts_noted(self) -> Global___CountsNoted:
@@ -145,6 +146,10 @@ class Fact(_message.Message):
     @_builtins.property
     def history_imported(self) -> Global___HistoryImported:
         """A journal of an older format was taken over."""
+
+    @_builtins.property
+    def redraw_dropped(self) -> Global___RedrawDropped:
+        """A task that had to be drawn again will not be."""
 
     def __init__(
         self,
@@ -171,12 +176,13 @@ class Fact(_message.Message):
         weight_policy_noted: Global___WeightPolicyNoted | None = ...,
         counts_noted: Global___CountsNoted | None = ...,
         history_imported: Global___HistoryImported | None = ...,
+        redraw_dropped: Global___RedrawDropped | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "process_started", b"process_started", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "process_started", b"process_started", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -908,7 +914,9 @@ Global___EvaluationRecorded: _TypeAlias = EvaluationRecorded  # noqa: Y015
 
 @_typing.final
 class CurriculumNoted(_message.Message):
-    """Where the choice of tasks stands, so that a cut brings it back."""
+    """Where the choice of tasks stands. It follows from the facts before it and from the settings; the notes keep it where a later
+    process has other settings.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -990,7 +998,7 @@ class EnvironmentProgress(_message.Message):
     """What it is owed of the mix, in groups; the credits of all environments add up to 0."""
     @_builtins.property
     def tasks(self) -> _containers.MessageMap[_builtins.str, Global___TaskProgress]:
-        """What is known of each task that was solved or failed, by task."""
+        """What is known of each task that was drawn, solved or failed since the note before, by task."""
 
     @_builtins.property
     def pool_credits(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -1115,7 +1123,9 @@ Global___TaskQuarantined: _TypeAlias = TaskQuarantined  # noqa: Y015
 
 @_typing.final
 class WeightPolicyNoted(_message.Message):
-    """Replicas were told which weight versions to take."""
+    """A replica is told which weight versions to take. Written before it is told, so that a start knows which replicas a process that
+    died may have left at a version, and lets them follow the trainer again.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1148,6 +1158,44 @@ class WeightPolicyNoted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightPolicyNoted: _TypeAlias = WeightPolicyNoted  # noqa: Y015
+
+@_typing.final
+class RedrawDropped(_message.Message):
+    """A task that had to be drawn again will not be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    REDRAW_REASON_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    environment: _builtins.str
+    """Name of the environment within the run."""
+    task_id: _builtins.str
+    """The task."""
+    position: _builtins.int
+    """Its place in the environment's stream of tasks, as in TaskDrawn."""
+    redraw_reason: _builtins.str
+    """Why it had to be drawn again, as in TaskDrawn."""
+    reason: _builtins.str
+    """Why it will not be: "QUARANTINED", or "TASK_CHANGED" if the environment no longer lists it."""
+    def __init__(
+        self,
+        *,
+        environment: _builtins.str = ...,
+        task_id: _builtins.str = ...,
+        position: _builtins.int = ...,
+        redraw_reason: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "position", b"position", "reason", b"reason", "redraw_reason", b"redraw_reason", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedrawDropped: _TypeAlias = RedrawDropped  # noqa: Y015
 
 @_typing.final
 class CountsNoted(_message.Message):

@@ -130,6 +130,26 @@ class Run(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RedrawsDroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
@@ -151,6 +171,7 @@ class Run(_message.Message):
     ENVIRONMENTS_FIELD_NUMBER: _builtins.int
     GROUPS_FAILED_FIELD_NUMBER: _builtins.int
     CHANGED_SETTINGS_FIELD_NUMBER: _builtins.int
+    REDRAWS_DROPPED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`runs/{run}`."""
     state: Global___RunState.ValueType
@@ -209,6 +230,10 @@ class Run(_message.Message):
     def changed_settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChangedSetting]:
         """Settings that were changed while the run lived, oldest first; the last 100."""
 
+    @_builtins.property
+    def redraws_dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Tasks that had to be drawn again and will not be, by reason: "QUARANTINED" or "TASK_CHANGED"."""
+
     def __init__(
         self,
         *,
@@ -233,10 +258,11 @@ class Run(_message.Message):
         environments: _abc.Iterable[Global___RunEnvironment] | None = ...,
         groups_failed: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         changed_settings: _abc.Iterable[Global___ChangedSetting] | None = ...,
+        redraws_dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "changed_settings", b"changed_settings", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "replicas", b"replicas", "running_episodes", b"running_episodes", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "changed_settings", b"changed_settings", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "redraws_dropped", b"redraws_dropped", "replicas", b"replicas", "running_episodes", b"running_episodes", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -853,6 +879,7 @@ class LoadReport(_message.Message):
     DISPATCH_BLOCKED_FIELD_NUMBER: _builtins.int
     BOTTLENECK_FIELD_NUMBER: _builtins.int
     ENVIRONMENTS_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
     generated_tokens_per_s: _builtins.float
     """Tokens sampled per second since the last report."""
     live_groups: _builtins.int
@@ -869,6 +896,8 @@ class LoadReport(_message.Message):
     """Share of the time that dispatch was stopped by the staleness bound, 0 to 1."""
     bottleneck: _builtins.str
     """As Run.bottleneck."""
+    max_staleness: _builtins.int
+    """Bound on the staleness of trained tokens, for batches that are made from now on. It may change while the run lives."""
     @_builtins.property
     def environments(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEnvironment]:
         """Environments that tasks are drawn from, without the tasks in quarantine."""
@@ -885,10 +914,11 @@ class LoadReport(_message.Message):
         dispatch_blocked: _builtins.float = ...,
         bottleneck: _builtins.str = ...,
         environments: _abc.Iterable[Global___RunEnvironment] | None = ...,
+        max_staleness: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "dispatch_blocked", b"dispatch_blocked", "environments", b"environments", "generated_tokens_per_s", b"generated_tokens_per_s", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "queued_batches", b"queued_batches", "ready_groups", b"ready_groups", "trainer_idle", b"trainer_idle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "dispatch_blocked", b"dispatch_blocked", "environments", b"environments", "generated_tokens_per_s", b"generated_tokens_per_s", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "queued_batches", b"queued_batches", "ready_groups", b"ready_groups", "trainer_idle", b"trainer_idle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

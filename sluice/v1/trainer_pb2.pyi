@@ -214,6 +214,7 @@ class BatchHeader(_message.Message):
     ADVANTAGE_ESTIMATOR_FIELD_NUMBER: _builtins.int
     SAMPLER_DTYPE_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    ESTIMATED_GROUPS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """`runs/{run}`."""
     batch_id: _builtins.str
@@ -242,6 +243,12 @@ class BatchHeader(_message.Message):
     def target_version(self) -> _common_pb2.PolicyVersion:
         """Version that applying the batch will produce; its epoch must be the trainer's present one."""
 
+    @_builtins.property
+    def estimated_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___EstimatedGroups]:
+        """Groups whose advantages are estimated together, by an estimator of their own: those of one environment. Each group of the
+        batch is in one entry, and `advantage_estimator` is empty. None: all groups together, by `advantage_estimator`.
+        """
+
     def __init__(
         self,
         *,
@@ -256,16 +263,45 @@ class BatchHeader(_message.Message):
         advantage_estimator: _builtins.str = ...,
         sampler_dtype: _builtins.str = ...,
         learning_rate: _builtins.float | None = ...,
+        estimated_groups: _abc.Iterable[Global___EstimatedGroups] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "learning_rate", b"learning_rate", "target_version", b"target_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "advantage_estimator", b"advantage_estimator", "batch_id", b"batch_id", "learning_rate", b"learning_rate", "max_staleness", b"max_staleness", "on_stale", b"on_stale", "run", b"run", "sampler_dtype", b"sampler_dtype", "sequence_no", b"sequence_no", "target_version", b"target_version", "tokenizer_digest", b"tokenizer_digest", "trajectory_count", b"trajectory_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "advantage_estimator", b"advantage_estimator", "batch_id", b"batch_id", "estimated_groups", b"estimated_groups", "learning_rate", b"learning_rate", "max_staleness", b"max_staleness", "on_stale", b"on_stale", "run", b"run", "sampler_dtype", b"sampler_dtype", "sequence_no", b"sequence_no", "target_version", b"target_version", "tokenizer_digest", b"tokenizer_digest", "trajectory_count", b"trajectory_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
 
 Global___BatchHeader: _TypeAlias = BatchHeader  # noqa: Y015
+
+@_typing.final
+class EstimatedGroups(_message.Message):
+    """Groups of a batch whose advantages are estimated together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADVANTAGE_ESTIMATOR_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    advantage_estimator: _builtins.str
+    """Estimator, as in BatchHeader.advantage_estimator; none that the trainer runs by itself."""
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The groups."""
+
+    def __init__(
+        self,
+        *,
+        advantage_estimator: _builtins.str = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "group_ids", b"group_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EstimatedGroups: _TypeAlias = EstimatedGroups  # noqa: Y015
 
 @_typing.final
 class TrajectoryPart(_message.Message):

@@ -15,7 +15,8 @@ from test_orchestrator_run import Scene, make_scene, restarted
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.journal.ledger import folded
+from orchestrator_svc.journal.store import Journal, read_facts
 from sluice.config import FailedForGoodError
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import tokens_pb2
@@ -68,7 +69,12 @@ async def test_each_environment_has_its_share_and_its_own_settings(scene) -> Non
     soft = [each for each in trained(scene) if each.objective == "soft"]
     assert len(soft) == 4 * 2
     assert sorted({round(each.advantages[0], 4) for each in soft}) == [-0.1667, 0.1667], "rloo of 1/2 and 2/3"
-    assert scene.trainer.headers[0].advantage_estimator == "", "no estimator is that of all groups"
+    header = scene.trainer.headers[0]
+    assert header.advantage_estimator == "", "no estimator is that of all groups"
+    environments = {each.advantage_estimator: set(each.group_ids) for each in header.estimated_groups}
+    sent = {each.group_id: each.objective for each in scene.trainer.history[1]}
+    assert environments["rloo"] == {group for group, objective in sent.items() if objective == "soft"}
+    assert environments["centered"] | environments["rloo"] == sent.keys()
     shown = [row for row in rows_of(scene) if row["advantage"] == pytest.approx(1 / 6) or row["reward"] is None]
     assert len(shown) == 4, "the files have the advantages that were trained"
     metrics = [json.loads(line) for line in (scene.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -221,3 +227,33 @@ async def test_a_task_to_draw_again_survives_a_kill(tmp_path) -> None:
     assert curriculum.choose(0.0, again.ledger.redraws).reason == ""
     await again.close()
     await journal.close()
+
+
+async def test_a_task_in_quarantine_that_had_to_be_drawn_again_is_counted_and_the_run_goes_on(scene) -> None:
+    """A process died after it had noted a stale group; meanwhile its task is in quarantine, and another one is gone."""
+    identity = {"run": "test"}
+    journal = Journal(scene.run_dir, identity, fsync_interval_s=0.0)
+    for number, task in ((1, "train-0"), (2, "gone"), (3, "train-1")):
+        drawn = pb.TaskDrawn(environment="Letters", task_id=task, group=number, position=number - 1, episodes=2)
+        journal.record(pb.Fact(task_drawn=drawn))
+        journal.record(pb.Fact(group_dropped=pb.GroupDropped(group=number, reason="STALE", redraw=True)))
+    poisonous = pb.TaskQuarantined(environment="Letters", task_id="train-0", failures=3, problem="it died")
+    journal.record(pb.Fact(task_quarantined=poisonous))
+    await journal.close()
+    report = await scene.run()
+    assert (report["state"], report["steps"]) == ("succeeded", 4)
+    assert report["redraws_dropped"] == {"QUARANTINED": 1, "TASK_CHANGED": 1}
+    tasks = {each.task_id for each in trained(scene)}
+    assert "train-1" in tasks
+    assert "train-0" not in tasks
+    assert folded(read_facts(scene.run_dir)).redraws == []
+
+
+async def test_unfinished_groups_of_tasks_that_are_gone_do_not_end_the_run(scene) -> None:
+    journal = Journal(scene.run_dir, {"run": "test"}, fsync_interval_s=0.0)
+    for number in range(1, 6):
+        drawn = pb.TaskDrawn(environment="Letters", task_id=f"gone-{number}", group=number, position=number, episodes=2)
+        journal.record(pb.Fact(task_drawn=drawn))
+    await journal.close()
+    report = await scene.run(max_failed_groups=2)
+    assert (report["state"], report["groups_failed"]) == ("succeeded", {"TASK_CHANGED": 5})

@@ -622,6 +622,36 @@ async def test_evaluation_holds_a_replica_at_one_version(scene) -> None:
     assert report["evaluation_held_all_replicas"] is True
 
 
+async def test_a_replica_that_a_killed_process_held_follows_the_trainer_again(scene, monkeypatch) -> None:
+    """The journal knows which one it is; the hold itself would last for `hold_s`."""
+    begun = asyncio.Event()
+
+    async def endless(*_arguments) -> EvalResult:
+        begun.set()
+        return await asyncio.Event().wait()
+
+    async def killed(_self) -> None:
+        """A process that is killed releases nothing."""
+
+    monkeypatch.setattr(evaluation_module, "evaluate", endless)
+    monkeypatch.setattr(evaluation_module._Hold, "end", killed)
+    run = scene.start(evaluation={"every_steps": 2}, max_steps=50)
+    async with asyncio.timeout(DEADLINE_S):
+        await begun.wait()
+    run.cancel()
+    await asyncio.wait({run})
+    (held,) = folded(read_facts(scene.run_dir)).weight_policies.values()
+    assert held.mode == rollout_pb2.WEIGHT_POLICY_MODE_HOLD
+    monkeypatch.undo()
+    replica = scene.replicas[0]
+    replica.policies.clear()
+    steps = folded(read_facts(scene.run_dir)).applied + 3
+    report = await restarted(scene, max_steps=steps)
+    assert (report["state"], report["steps"]) == ("succeeded", steps)
+    assert [each.mode for each in replica.policies] == [rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW]
+    assert not folded(read_facts(scene.run_dir)).weight_policies
+
+
 async def test_a_hold_is_renewed_while_an_evaluation_needs_it(scene, monkeypatch) -> None:
     replica, evaluate = scene.replicas[0], evaluation_module.evaluate
 

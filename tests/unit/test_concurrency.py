@@ -178,3 +178,14 @@ def test_it_obeys_its_bounds_and_never_starves(group: int, reports: list) -> Non
             EngineLoad(places, queued, usage, preemptions, places), queued + places, tick * POLL_S, held_back=held_back
         )
         assert group <= limit.samples <= max(group, 1000)
+
+
+def test_a_bound_that_is_lowered_while_the_run_lives_holds_at_once() -> None:
+    config = ConcurrencyConfig(initial_samples=512)
+    limit = ConcurrencyLimit(config, group=8)
+    config.most_samples = 64
+    assert limit.samples == 64
+    config.most_samples = 4096
+    assert limit.samples == 512, "it grows again by what the replica reports"
+    config.most_samples = 1
+    assert limit.samples == 8, "one group can always run"

@@ -356,15 +356,74 @@ def test_a_start_that_reads_the_facts_draws_on_as_if_nothing_had_happened(seed, 
         later += 1.0
 
 
-def test_a_note_brings_pools_and_credits_back() -> None:
+def known(world: World) -> dict:
+    """What a note says of each task."""
+    return {
+        (name, task): (each.draws, each.solve_rate, each.failures)
+        for name in world.curriculum.environments
+        for task, each in world.curriculum.stream(name).progress.items()
+    }
+
+
+def test_notes_together_bring_pools_and_credits_back_and_each_names_only_what_changed() -> None:
     settings = (environment("a", ratio=2, pools={"enabled": True}), environment("b"))
     lived, other = World(*settings), World(*settings)
-    for _ in range(7):
-        lived.accept(lived.draw(), 1.0, 0.0)
-    other.record(curriculum_noted=lived.curriculum.noted())
+    for draws in (7, 2):
+        for _ in range(draws):
+            lived.accept(lived.draw(), 1.0, 0.0)
+        lived.draw()  # a task that was only drawn is known too
+        noted = lived.curriculum.noted()
+        assert sum(len(each.tasks) for each in noted.environments) <= draws + 1
+        for each in (lived, other):
+            each.record(curriculum_noted=noted)
+    assert known(other) == known(lived)
     assert other.curriculum.noted() == lived.curriculum.noted()
+    assert not any(each.tasks for each in lived.curriculum.noted().environments), "nothing changed since"
     assert other.curriculum.stream("a").sizes() == lived.curriculum.stream("a").sizes()
     assert set(other.curriculum.stream("a").sizes()) == set(POOLS)
+
+
+def test_a_note_is_due_before_it_grows_large() -> None:
+    world = World(environment("a"), count=3000)
+    sizes = []
+    for _ in range(2500):
+        world.accept(world.draw())
+        if world.curriculum.note_is_due:
+            sizes.append(world.curriculum.noted().ByteSize())
+            world.record(curriculum_noted=world.curriculum.noted())
+    assert len(sizes) == 2
+    assert max(sizes) < 50_000
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32), st.booleans(), st.integers(1, 30))
+def test_a_restart_in_the_middle_of_a_pass_doubles_and_loses_no_task(seed, pools, before) -> None:
+    """Also tasks that were drawn and whose groups had not ended, and where a note was made among them."""
+    rng, settings = random.Random(seed), environment("a", pools={"enabled": pools})
+    world = World(settings, count=30)
+    drawn = []
+    for _ in range(before):
+        group = world.draw()
+        drawn.append(group.draw.task_id)
+        if rng.random() < 0.5:
+            world.accept(group, 0.0, 1.0) if not pools else world.drop(group, "EPISODE_FAILED")
+        if rng.random() < 0.1:
+            world.record(curriculum_noted=world.curriculum.noted())
+    started = World(settings, count=30)
+    for fact in world.facts:
+        started.curriculum.apply(fact)
+    started.groups = world.groups
+    drawn += [started.draw().draw.task_id for _ in range(30 - before)]
+    assert sorted(drawn) == sorted(f"a{number}" for number in range(30))
+
+
+def test_a_task_that_cannot_be_drawn_again_says_why() -> None:
+    world = World(environment("a"))
+    world.quarantine("a", "a1")
+    owed = [Redraw("a", "a0", 0, "STALE"), Redraw("a", "a1", 1, "STALE"), Redraw("a", "gone", 2, "STALE")]
+    assert [world.curriculum.why_not_again(each) for each in owed] == ["", "QUARANTINED", "TASK_CHANGED"]
+    assert world.curriculum.why_not_again(Redraw("gone", "a0", 0, "STALE")) == "TASK_CHANGED"
+    assert world.curriculum.choose(0.0, owed[1:]).reason == ""
 
 
 def test_what_the_rule_for_long_episodes_did_is_counted_by_environment() -> None:

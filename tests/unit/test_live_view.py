@@ -31,7 +31,12 @@ def progress() -> RunProgress:
     progress.apply(
         pb.RunEvent(
             load=pb.LoadReport(
-                generated_tokens_per_s=1234, live_groups=40, max_live_groups=48, trainer_idle=0.25, bottleneck="rollout"
+                generated_tokens_per_s=1234,
+                live_groups=40,
+                max_live_groups=48,
+                trainer_idle=0.25,
+                bottleneck="rollout",
+                max_staleness=2,
             )
         )
     )
@@ -55,6 +60,12 @@ def test_the_panel_shows_the_mix_and_what_does_not_come_through(progress: RunPro
     assert "sums 25% of 25% wanted, 1 in quarantine" in text
     progress.apply(pb.RunEvent(load=pb.LoadReport(environments=[pb.RunEnvironment(name="only", groups=3)])))
     assert "only" not in drawn(progress)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_the_panel_shows_the_bound_that_holds_now(progress: RunProgress, bound: int) -> None:
+    progress.apply(pb.RunEvent(load=pb.LoadReport(max_staleness=bound)))
+    assert f"mean 0.50, bound {bound}" in drawn(progress)
 
 
 def test_the_panel_shows_step_reward_staleness_throughput_waiting_and_time_left(progress: RunProgress) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import random
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from run_facts import accept, applied, begin_epoch, covered, drawn, dropped, gen
 
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
-from orchestrator_svc.journal.ledger import Batch, LedgerError, Place, Reason, Redraw, Stage, folded
+from orchestrator_svc.journal.ledger import Batch, Ledger, LedgerError, Place, Reason, Redraw, Stage, folded
 from orchestrator_svc.journal.segments import (
     Disk,
     JournalError,
@@ -28,6 +29,7 @@ from orchestrator_svc.journal.segments import (
 )
 from orchestrator_svc.journal.store import GroupDamagedError, Journal, read_facts
 from sluice.v1 import journal_pb2 as pb
+from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
 
 IDENTITY = {"run": "r", "seed": "0"}
@@ -586,3 +588,93 @@ def test_a_disk_that_fails_damages_no_record(tmp_path, monkeypatch, code) -> Non
     segment_path(tmp_path, 1).unlink()
     with pytest.raises(SegmentError, match="is gone"):
         read_payload(tmp_path, place)
+
+
+async def test_the_memory_of_a_run_is_bounded_by_what_a_rollback_can_reach(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    begin_epoch(journal)
+    for number in range(1, 61):
+        accept(journal, number, [Version(1, number - 1)])
+        journal.record(made(journal, number))
+        journal.record(applied(journal, number, STALE=[f"g{number}-1"]))
+        journal.record(pb.Fact(evaluation_recorded=pb.EvaluationRecorded(evaluation={"environment": f"e{number}"})))
+        if number % 10 == 0:
+            journal.record(covered(number))
+    await killed(journal)
+    again = open_journal(tmp_path)
+    assert again.ledger == folded(read_facts(tmp_path))
+    for ledger in (journal.ledger, again.ledger):
+        assert (ledger.trained, ledger.dropped, ledger.applied) == (60, {"STALE": 60}, 60)
+        assert sorted(ledger._outcomes) == sorted(ledger.applied_batches) == list(range(51, 61))
+        assert len(ledger.checkpoints) == 2
+        assert len(ledger._numbers) <= 10
+        assert len(ledger.groups) == len(ledger._order) == 0
+    known = [each.evaluation_recorded.evaluation.environment for each in again.recorded("evaluation_recorded")]
+    assert known == [f"e{number}" for number in range(1, 61)]
+    again.ledger.check_reach(50)
+    with pytest.raises(LedgerError, match="no longer holds batch 50"):
+        again.ledger.check_reach(49)
+    begin_epoch(again, Version(1, 50))
+    assert (again.ledger.trained, again.ledger.dropped) == (50, {"STALE": 50})
+    assert len(again.ledger.batches) == 10
+    await again.close()
+
+
+async def test_a_trainer_cannot_return_behind_what_is_covered_even_if_nothing_came_after_it(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    begin_epoch(journal)
+    for number in (1, 2):
+        accept(journal, number)
+        journal.record(made(journal, number))
+        journal.record(applied(journal, number))
+    for number in (1, 2):
+        journal.record(covered(number))
+    begin_epoch(journal, Version(1, 1))
+    journal.record(covered(2, epoch=2))
+    with pytest.raises(LedgerError):
+        journal.ledger.check_reach(0)
+    await journal.close()
+
+
+async def test_a_task_that_will_not_be_drawn_again_is_counted_and_owed_no_more(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    for number in (1, 2):
+        accept(journal, number)
+        journal.record(dropped(number, Reason.STALE, redraw=True))
+    given_up = pb.Fact(
+        redraw_dropped=pb.RedrawDropped(
+            environment="letters", task_id="task-0", position=0, redraw_reason="STALE", reason=Reason.QUARANTINED
+        )
+    )
+    journal.record(given_up)
+    with pytest.raises(LedgerError, match="had not to be drawn again"):
+        journal.record(given_up)
+    await killed(journal)
+    again = open_journal(tmp_path)
+    assert again.ledger.redraws == [Redraw("letters", "task-1", 1, "STALE")]
+    assert again.ledger.redraws_dropped == {"QUARANTINED": 1}
+    await again.close()
+
+
+async def test_the_replicas_that_are_held_are_known_after_a_kill(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    hold, follow = rollout_pb2.WEIGHT_POLICY_MODE_HOLD, rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
+    for replica, mode in (("a", hold), ("b", hold), ("a", follow)):
+        noted = pb.WeightPolicyNoted(replica=replica, mode=mode, owner="evaluation")
+        journal.record(pb.Fact(weight_policy_noted=noted))
+    await killed(journal)
+    again = open_journal(tmp_path)
+    assert list(again.ledger.weight_policies) == ["b"]
+    await again.close()
+
+
+def test_the_number_of_older_groups_is_known_whatever_the_order_in_which_groups_came_and_went() -> None:
+    ledger, rng = Ledger(), random.Random(1)
+    for seq in range(1, 400):
+        if ledger.groups and rng.random() < 0.4:
+            fact = dropped(rng.choice(list(ledger.groups)), "EPISODE_FAILED")
+        else:
+            fact = drawn(ledger.next_group)
+        ledger.apply(seq, fact)
+        asked = rng.randrange(ledger.next_group + 1)
+        assert ledger.older(asked) == sum(number < asked for number in ledger.groups)

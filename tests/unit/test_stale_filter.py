@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.advantages import TRAINER_ESTIMATORS
+from sluice.advantages import BATCH_SCALES, ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
@@ -63,6 +63,7 @@ def consumed(
     lineage: Lineage = LINEAGE,
     now: Version = NOW,
     reads_behaviour: bool = True,
+    together: dict[str, list[str]] | None = None,
 ) -> Batch:
     header = trainer_pb2.BatchHeader(
         batch_id="b",
@@ -70,7 +71,8 @@ def consumed(
         target_version=Version(now.epoch, now.number + 1).to_proto(),
         max_staleness=max_staleness,
         on_stale=on_stale,
-        advantage_estimator=estimator,
+        advantage_estimator="" if together else estimator,
+        estimated_groups=[{"advantage_estimator": name, "group_ids": ids} for name, ids in (together or {}).items()],
     )
     own = {"advantage": estimator} if estimator in TRAINER_ESTIMATORS else {}
     objective = ObjectiveConfig(preset="grpo" if reads_behaviour else "distill", **own).resolved
@@ -138,6 +140,35 @@ def test_given_advantages_of_a_group_that_lost_a_member_are_estimated_again() ->
         consumed(*members, sample("stale", reward=9.0, advantage=5.0, versions=[(0, 0)]), estimator="centered")
     )
     assert values == {"a": -0.5, "b": 0.5}
+
+
+REWARDS = {"a": 0.0, "b": 1.0, "c": 3.0}
+
+
+def episodes_of(group: str, rewards: dict[str, float]) -> list[Episode]:
+    return [Episode(f"{group}-{name}", group, reward, 4) for name, reward in rewards.items()]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_each_environment_is_estimated_again_by_its_own_estimator(estimator: str) -> None:
+    """Of two environments one loses an episode; its survivors get what its estimator says of them alone."""
+    survivors = {"a": 0.0, "b": 1.0}
+    shrunk = [sample(f"g-{name}", group="g", reward=each, advantage=9.0) for name, each in survivors.items()]
+    late = sample("g-c", group="g", reward=3.0, advantage=9.0, versions=[(0, 0)])
+    whole = [sample(f"w-{name}", group="w", reward=each, advantage=8.0) for name, each in REWARDS.items()]
+    other = [sample(f"o-{name}", group="o", reward=100.0 * each, advantage=7.0) for name, each in REWARDS.items()]
+    own, others = ["g", "w"], "rloo" if estimator != "rloo" else "grpo"
+    values = advantages(consumed(*shrunk, late, *whole, *other, together={estimator: own, others: ["o"]}))
+    right = estimate(estimator, [*episodes_of("g", survivors), *episodes_of("w", REWARDS)])
+    assert {name: values[name] for name in ("g-a", "g-b")} == pytest.approx({k: right[k] for k in ("g-a", "g-b")})
+    kept = {f"w-{name}": right[f"w-{name}"] if estimator in BATCH_SCALES else 8.0 for name in REWARDS}
+    assert {name: values[name] for name in kept} == pytest.approx(kept), "one scale holds for all that it covers"
+    assert {values[f"o-{name}"] for name in REWARDS} == {7.0}, "the other environment lost nothing"
+
+
+def test_a_batch_that_leaves_a_group_without_an_estimator_is_refused() -> None:
+    with pytest.raises(ValueError, match="leaves out group 'h'"):
+        consumed(sample("a"), sample("b", group="h"), together={"grpo": ["g"]})
 
 
 def test_without_an_estimator_survivors_keep_what_they_were_given() -> None:

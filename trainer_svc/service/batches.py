@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.advantages import Episode, estimate
+from sluice.advantages import BATCH_SCALES, Episode, estimate
 from sluice.digests import batch_digest
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, VersionSpan, span_lengths
@@ -437,13 +437,9 @@ def judge(
     metrics = _batch_metrics(samples)
     if objective.runs_estimator:
         decisions = [_without_reward(each) if _lacks_reward(each.sequence) else each for each in decisions]
-    elif header.advantage_estimator:
-        fresh = [each.sample for each in decisions if each.reason not in (STALE, RETIRED_EPOCH)]
-        metrics |= _group_metrics(fresh)
-        shrunk = {each.sample.sequence.group_id for each in decisions if each.reason in (STALE, RETIRED_EPOCH)}
-        if shrunk or not all(sample.has_advantages for sample in fresh):
-            by_episode = estimate(header.advantage_estimator, _episodes(fresh))
-            decisions = [_with_advantages(each, by_episode, shrunk) for each in decisions]
+    elif header.advantage_estimator or header.estimated_groups:
+        metrics |= _group_metrics([each.sample for each in decisions if not _is_late(each)])
+        decisions = _estimated(decisions, _estimators(header, samples))
     rows = [decision.sequence for decision in decisions if decision.sequence is not None]
     facts = {
         name: partial(with_batch_facts, objective=each, staleness=partial(lineage.staleness, now=now))
@@ -486,10 +482,49 @@ def _dropped(sample: Sample, reason: str, oldest: int) -> Decision:
     return Decision(sample, None, reason, oldest, np.zeros(0, np.int64), {reason: sample.trained_tokens})
 
 
-def _with_advantages(decision: Decision, by_episode: Mapping[str, float], shrunk: set[str]) -> Decision:
-    """Add the advantages that are missing, and replace those of a group that lost an episode to staleness."""
+def _is_late(decision: Decision) -> bool:
+    return decision.reason in (STALE, RETIRED_EPOCH)
+
+
+def _estimators(header: trainer_pb2.BatchHeader, samples: Rows[Sample]) -> dict[str, tuple[int, str]]:
+    """Return of each group the number of those that it is estimated with, and their estimator.
+
+    Raises:
+        ValueError: if the header names some groups of the batch, and not all of them.
+    """
+    together = enumerate(header.estimated_groups)
+    named = {group: (number, each.advantage_estimator) for number, each in together for group in each.group_ids}
+    groups = {each.sequence.group_id for each in samples}
+    if header.estimated_groups and (unnamed := groups - named.keys()):
+        raise ValueError(
+            f"estimated_groups leaves out group {min(unnamed)!r}: name an estimator for each group, or for none"
+        )
+    return named or dict.fromkeys(groups, (0, header.advantage_estimator))
+
+
+def _estimated(decisions: Rows[Decision], estimators: Mapping[str, tuple[int, str]]) -> list[Decision]:
+    """Estimate the advantages that are missing, and again those of the groups that lost an episode to staleness.
+
+    Where an estimator scales by the whole batch, all groups that it estimates together are estimated again.
+    """
+    values: dict[str, float] = {}
+    again: set[str] = set()
+    for together in sorted(set(estimators.values())):
+        members = [each for each in decisions if estimators[each.sample.sequence.group_id] == together]
+        fresh = [each.sample for each in members if not _is_late(each)]
+        shrunk = {each.sample.sequence.group_id for each in members if _is_late(each)}
+        if shrunk or not all(sample.has_advantages for sample in fresh):
+            _, estimator = together
+            values |= estimate(estimator, _episodes(fresh))
+            scaled = shrunk and estimator in BATCH_SCALES
+            again |= {each.sequence.group_id for each in fresh} if scaled else shrunk
+    return [_with_advantages(each, values, again) for each in decisions]
+
+
+def _with_advantages(decision: Decision, by_episode: Mapping[str, float], again: set[str]) -> Decision:
+    """Add the advantages that are missing, and replace those of the groups that are estimated again."""
     sequence = decision.sequence
-    if sequence is None or (decision.sample.has_advantages and sequence.group_id not in shrunk):
+    if sequence is None or (decision.sample.has_advantages and sequence.group_id not in again):
         return decision
     value = by_episode.get(sequence.episode_id)
     if value is None:

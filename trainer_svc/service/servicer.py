@@ -266,7 +266,7 @@ def _expectations(
     return Expectations(
         vocabulary=vocabulary,
         newest=applied_to(header),
-        has_estimator=bool(header.advantage_estimator) or not objective.advantage,
+        has_estimator=bool(header.advantage_estimator or header.estimated_groups) or not objective.advantage,
         estimates=objective.advantage if objective.runs_estimator else "",
         needs_reference=objective.needs_reference and config.reference.model == IN_BATCH,
         needs_teacher=objective.needs_teacher and config.teacher.model == IN_BATCH,
@@ -290,7 +290,17 @@ def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> Non
             "header.advantage_estimator",
             f"there is no {named!r}; choose one of {', '.join((*ESTIMATORS, *TRAINER_ESTIMATORS))}",
         )
+    for each in header.estimated_groups:
+        if named or each.advantage_estimator not in ESTIMATORS:
+            raise SluiceError.invalid_argument(
+                "header.estimated_groups",
+                f"{each.advantage_estimator!r} must be one of {', '.join(ESTIMATORS)}, and advantage_estimator empty beside them",
+            )
     own = _own_estimator(config)
+    if own and header.estimated_groups:
+        raise SluiceError.invalid_argument(
+            "header.estimated_groups", f"are given, but this trainer computes {own} for all groups; leave them out"
+        )
     if own or named in TRAINER_ESTIMATORS:
         try:
             check_sides(named or own, own)
