@@ -52,9 +52,10 @@ _LEAST_END_S = 1.0
 """Seconds that the run gets at least to write its last records, also if the calls in progress took the whole of
 ``server.drain_s``: `sluice rl` kills it two seconds after that."""
 
-_COLLECTIONS = (1_000, 2, 300)
-"""Thresholds of the garbage collector, by generation. The event loop waits for it, 1 to 2 ms for a thousand new objects, and it finds
-next to nothing. So the first two generations stay small; a full collection, which looks at all that is in flight, is rare."""
+_COLLECTIONS = (200, 2, 13_000)
+"""Thresholds of the garbage collector, by generation. The event loop waits for it, and it finds next to nothing: one object in 3,000. So
+young generations are small, 1 to 5 ms of work. A full collection looks at all that is in flight, 50 ms with 10,000 episodes and 450 with
+50,000: one for 8 million new objects, after ten minutes at 1,000 episodes a second."""
 
 _SWITCH_S = 0.0005
 """Seconds after which a thread that computes hands the interpreter over. The event loop asks for it after each system call, while the

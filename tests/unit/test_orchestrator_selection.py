@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator_svc import selection as module
 from orchestrator_svc.selection import Candidate, Selection
 
 
@@ -142,3 +147,49 @@ def test_the_selection_is_the_plain_rule(size, window, late_is_due, first, moves
             made.put(plain.candidates[group])
         late = sorted(each.group for each in plain.candidates.values() if each.ready and each.last_batch < batch)
         assert made.late(batch) == late
+
+
+def instructions(work: Callable[[], object]) -> int:
+    """Return how many bytecode instructions the module executes for some work: its loops, whatever the machine does beside it."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("late_is_due", [False, True])
+def test_a_batch_costs_as_much_as_it_is_large_however_many_groups_wait(late_is_due: bool) -> None:
+    size = 64
+
+    def cost(waiting: int) -> int:
+        """Return that of one batch: it is chosen and leaves, and as many groups are drawn and become ready."""
+        groups = [Candidate(number, number % 3 > 0, 1000 + number % 7) for number in range(size, waiting)]
+        urgent = [Candidate(waiting + number, True, 1) for number in range(5)]  # so that age alone does not decide
+        made = selection(size, waiting, groups + urgent, late_is_due=late_is_due)
+
+        def batch() -> None:
+            chosen = made.choose(1)
+            assert chosen is not None
+            assert chosen[-1] == urgent[-1].group
+            for number in chosen:
+                made.discard(number)
+                made.put(Candidate(2 * waiting + number, False, 1000))
+                made.put(Candidate(2 * waiting + number, True, 1000))
+
+        return instructions(batch)
+
+    few, many = cost(500), cost(8_000)
+    assert 0 < many < 1.1 * few
