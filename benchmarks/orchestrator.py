@@ -34,7 +34,8 @@ SHARE = 0.7
 """Of the peak rate, at which a level is held."""
 
 STALENESS_RESERVE = 16
-"""Versions that a group may wait beyond those that are made while it is sampled."""
+"""Batches that may wait beyond those under way and as many again: the groups of a batch end at different times, and a batch waits
+for its oldest ones."""
 
 ROOM = 1.1
 """Episodes that may be under way over those that are wanted: some are between two steps of their way at any time."""
@@ -149,9 +150,18 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
         "ratios": {"episodes_per_s_over_1000": round(held.episodes_per_s / 1000, 3)},
         "options": {name: value for name, value in vars(options).items() if name != "keep"},
         "peak_episodes_per_s": levels["peak"].episodes_per_s if "peak" in levels else None,
+        **_multi_turn(levels.get("multi-turn")),
         **{name: value for name, value in vars(held).items() if name != "busy"},
         "levels": {name: vars(level) for name, level in levels.items()},
     }
+
+
+def _multi_turn(level: Measured | None) -> Mapping[str, float]:
+    """Return the rates of episodes of several turns; nothing if they were left out."""
+    if level is None:
+        return {}
+    rate = level.episodes_per_s
+    return {"multi_turn_episodes_per_s": rate, "multi_turn_turns_per_s": round(rate * TURNS, 1)}
 
 
 @dataclass(frozen=True)
@@ -186,13 +196,13 @@ async def _services(options: argparse.Namespace, directory: Path, level: Level) 
     replicas = [f"127.0.0.1:{free_port()}" for _ in range(options.replicas)]
     metrics_port = free_port()
     groups = max(1, round(ROOM * level.in_flight / options.group))
-    staleness = -(-groups // options.batch) + STALENESS_RESERVE
+    batches = 2 * -(-groups // options.batch) + STALENESS_RESERVE
     settings = [
         f"--run={RUN}",
         f"--output-dir={directory}",
         "--model=simulated",
         "--log-level=warning",
-        f"--max-staleness={staleness}",
+        f"--max-staleness={batches}",
         f"--peers.trainer={trainer}",
         f"--peers.rollout={','.join(replicas)}",
         f"--server.port={orchestrator.rpartition(':')[2]}",
@@ -201,7 +211,7 @@ async def _services(options: argparse.Namespace, directory: Path, level: Level) 
         f"--batch-size={options.batch}",
         f"--group-size={options.group}",
         f"--max-running={groups}",
-        f"--max-concurrent={groups + STALENESS_RESERVE * options.batch}",
+        f"--max-concurrent={batches * options.batch}",
         *(
             f"--concurrency.{name}-samples={-(-groups // options.replicas) * options.group}"
             for name in ("initial", "most")
