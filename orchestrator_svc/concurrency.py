@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from orchestrator_svc.config import ConcurrencyConfig
 
 _GROWTH = 1 / 16
-"""Part of the limit by which it grows with a report, at least one group: it doubles within 12 reports."""
+"""Part of the limit by which it grows at a time, at least one group: it doubles in 12 times."""
+
+_GROWTH_PAUSES = 4
+"""Times that it may grow within `settle_s`, however often the replica reports."""
 
 _REFUSED = 0.9
 """Part of the samples in flight that is left when the replica refuses one because its queue is full."""
@@ -67,11 +70,16 @@ class ConcurrencyLimit:
         self._limit = float(max(group, first))
         self._queues: deque[tuple[float, int]] = deque()
         self._preemptions: int | None = None
-        self._rest_until = -math.inf
+        self._rest_until = self._grows_from = -math.inf
 
     def anew(self) -> ConcurrencyLimit:
         """Return the limit of a replica whose load is not known yet."""
         return ConcurrencyLimit(self._config, self._group)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it is a limit at all."""
+        return self._config.adapt
 
     @property
     def samples(self) -> int:
@@ -98,16 +106,20 @@ class ConcurrencyLimit:
         self._queues.append((now, load.queued))
         while now - self._queues[0][0] > self._config.settle_s and len(self._queues) > 1:
             self._queues.popleft()
-        if now < self._rest_until or in_flight > self._limit + self._group:
+        if now < self._rest_until:
             return  # the last reduction has not shown its effect yet
         standing = min(queued for _, queued in self._queues)
         excess = standing - (self._group if preempted else reserve)
-        if preempted > _THRASHING * load.running:
-            self._shrink(min(self._limit, in_flight) * self._config.shrink, now)
-        elif excess > 0 and now - self._queues[0][0] >= self._config.settle_s / 2:
-            self._shrink(in_flight - excess, now)
-        elif held_back and not preempted and load.queued <= reserve // 2 and load.kv_cache_usage < self._config.kv_high:
+        room = not preempted and load.queued <= reserve // 2 and load.kv_cache_usage < self._config.kv_high
+        above = in_flight > self._limit + self._group
+        thrashes = preempted > _THRASHING * load.running
+        stands = excess > 0 and now - self._queues[0][0] >= self._config.settle_s / 2
+        if thrashes or stands:
+            if not above:  # else the samples that the last reduction forbids have not ended yet
+                self._shrink(self._config.shrink * min(self._limit, in_flight) if thrashes else in_flight - excess, now)
+        elif (held_back or above) and room and now >= self._grows_from:
             self._limit = self._bounded(self._limit + max(self._group, self._limit * _GROWTH))
+            self._grows_from = now + self._config.settle_s / _GROWTH_PAUSES
 
     def refused(self, in_flight: int, now: float) -> None:
         """Shrink after the replica refused a request because its queue is full."""

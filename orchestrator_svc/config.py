@@ -168,6 +168,17 @@ class ReplicasConfig(Section):
         gt=0,
         description="Seconds that a request waits at a paused replica before it continues at one that is not paused.",
     )
+    switch_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that a replica may take to switch to other weights, without a step of its engine, before it hangs.",
+    )
+    longest_step_s: float = Field(
+        60.0,
+        gt=0,
+        description="Most seconds that one step of an engine may take: a request whose engine made no step for `progress_s` gets twice the time at the next replica, up to this, so that a long prompt ends somewhere.",
+    )
+    most_per_principal: int = Field(256, ge=1, description="Most replicas that one principal may announce at a time.")
     coalesce_s: float = Field(
         1.0,
         gt=0,
@@ -176,7 +187,7 @@ class ReplicasConfig(Section):
     affinity_margin: float = Field(
         0.25,
         ge=0,
-        description="How much busier than the least busy replica, as a share of the samples it generates at a time, the one that has a request's prefix may be and still get it.",
+        description="How much busier than the least busy replica, as a share of the samples it is given at a time, the one that has a request's prefix may be and still get it.",
     )
     resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
     lease_s: float = Field(

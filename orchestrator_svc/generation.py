@@ -8,7 +8,7 @@ together. Only tokens with a version span count; the others are sampled again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +24,9 @@ _INTERRUPTED = {
     tokens_pb2.FINISH_REASON_VERSION_RETIRED,
 }
 """Ends that are not the policy's: the sample is continued."""
+
+MAX_REQUEST_ID = 128
+"""Most characters of a request id, as the contract says."""
 
 
 class Growing:
@@ -52,6 +55,15 @@ class Growing:
     def gained(self) -> int:
         """Number of usable tokens that the present stream has brought."""
         return self.tokens - self._begun
+
+    def versions_gained(self) -> Iterator[Version]:
+        """Yield the versions of the tokens that the present stream has brought, newest token first."""
+        end = self.tokens
+        for span in reversed(self.sample.version_spans):
+            if end <= self._begun:
+                return
+            yield Version.from_proto(span.policy_version)
+            end = span.start
 
     @property
     def waiting(self) -> bool:
@@ -111,8 +123,9 @@ class Growing:
     def settle(self, request: rollout_pb2.GenerateRequest, model: rollout_pb2.GetModelResponse, prompt: int) -> int:
         """See whether the sample had ended when its stream broke; return the tokens that have to be sampled again.
 
-        The last tokens may arrive before the message that says why they are the last. An end token ends the sample. A sample of
-        full length samples its last token again, so that its replica decodes the whole text and says why it ended.
+        A replica sends the last token together with its reason. Of one that does not, an end token ends the sample, with the text
+        that came. A sample of full length samples its last token again, so that its replica decodes the whole text and says why
+        it ended.
         """
         sampling = request.sampling
         last = self.sample.token_ids[-1] if self.tokens else None
@@ -145,6 +158,7 @@ class Part:
         request: The request.
         samples: Its samples, by their index there.
         tries: Requests for these samples, one after the other, that brought no token.
+        stalls: How many of them ended because the engine stalled.
         avoid: Replica that failed or gave them up last.
         unusable: Tokens that arrived and have to be sampled again.
         kept: Tokens that arrived and are continued elsewhere.
@@ -158,9 +172,10 @@ class Part:
         samples: Sequence[Growing],
         *,
         tries: int = 0,
+        stalls: int = 0,
         avoid: str = "",
     ) -> None:
-        self.request, self.samples, self.tries, self.avoid = request, samples, tries, avoid
+        self.request, self.samples, self.tries, self.stalls, self.avoid = request, samples, tries, stalls, avoid
         self.unusable = self.kept = 0
         self.opened = False
         self._generation = generation
@@ -171,6 +186,12 @@ class Part:
     def gained(self) -> int:
         """Usable tokens that this stream has brought."""
         return sum(each.gained for each in self.samples)
+
+    @property
+    def newest_version(self) -> Version:
+        """Newest version among the tokens that this stream has brought; (0, 0) if there are none."""
+        versions = [version for each in self.samples for version in each.versions_gained()]
+        return max(versions, default=BASE)
 
     @property
     def continues(self) -> bool:
@@ -227,7 +248,9 @@ class Generation:
         if prompt != list(opening.prompt_token_ids):
             raise _damaged("the prompt has other tokens than at the replica before: give all replicas the same --model")
 
-    def rest(self, part: Part, model: rollout_pb2.GetModelResponse, avoid: str, *, interrupted: bool) -> list[Part]:
+    def rest(
+        self, part: Part, model: rollout_pb2.GetModelResponse, avoid: str, *, interrupted: bool, stalled: bool = False
+    ) -> list[Part]:
         """Return what is left to ask for, after the stream of a part has ended or broken.
 
         Args:
@@ -236,6 +259,7 @@ class Generation:
             avoid: Replica that the rest should not go to, if there is another.
             interrupted: Whether the replica itself gave the samples up, sent wrong ones, or died of them. That counts as a try
                 if it brought no token.
+            stalled: Whether the engine stalled: the next one gets more time.
         """
         fresh: list[Growing] = []
         left: list[Part] = []
@@ -245,15 +269,17 @@ class Generation:
             if each.ended:
                 continue
             tries = 0 if each.gained > 0 else part.tries + interrupted
+            stalls = stalled if each.gained > 0 else part.stalls + stalled
             part.kept += max(0, each.gained)
             if each.tokens:
-                left.append(self._continued(each, tries, avoid))
+                left.append(self._continued(each, tries, stalls, avoid))
             else:
                 fresh.append(each)
         runs = _runs(fresh) if self.request.sampling.HasField("seed") else [fresh] * bool(fresh)
-        return left + [self._again(run, part.tries + interrupted, avoid) for run in runs]
+        tries, stalls = part.tries + interrupted, part.stalls + stalled
+        return left + [self._again(run, tries, stalls, avoid) for run in runs]
 
-    def _continued(self, growing: Growing, tries: int, avoid: str) -> Part:
+    def _continued(self, growing: Growing, tries: int, stalls: int, avoid: str) -> Part:
         """Ask for the rest of one sample."""
         done, sample, request = growing.tokens, growing.sample, self.request
         # Another process may have asked for another continuation under the same name, which a replica would refuse.
@@ -268,18 +294,18 @@ class Generation:
             more.sampling.max_tokens = request.sampling.max_tokens - done
         if request.sampling.HasField("seed"):
             more.sampling.seed = derived_seed(request.sampling.seed, sample.index, done)
-        return Part(self, more, [growing], tries=tries, avoid=avoid)
+        return Part(self, more, [growing], tries=tries, stalls=stalls, avoid=avoid)
 
-    def _again(self, samples: Sequence[Growing], tries: int, avoid: str) -> Part:
+    def _again(self, samples: Sequence[Growing], tries: int, stalls: int, avoid: str) -> Part:
         """Ask again for samples that have no token, with the seeds that they had."""
         if len(samples) == len(self._samples) and not tries:
-            return Part(self, self.request, samples, avoid=avoid)
+            return Part(self, self.request, samples, stalls=stalls, avoid=avoid)
         first = samples[0].sample.index
         again = self._copy(f"{first}x{len(samples)}", tries, keep_prompt=True)
         again.n = len(samples)
         if self.request.sampling.HasField("seed"):
             again.sampling.seed = self.request.sampling.seed + first
-        return Part(self, again, samples, tries=tries, avoid=avoid)
+        return Part(self, again, samples, tries=tries, stalls=stalls, avoid=avoid)
 
     def _copy(self, name: str, tries: int, *, keep_prompt: bool = False) -> rollout_pb2.GenerateRequest:
         """Return a copy of the request with an id of its own: a replica answers an id that it knows from memory."""
@@ -288,14 +314,8 @@ class Generation:
         if not keep_prompt:
             copy.ClearField(copy.WhichOneof("prompt") or "token_ids")
         if copy.request_id:
-            copy.request_id += f"/{name}" + f"~{tries}" * (tries > 0)
+            copy.request_id = bounded_id(copy.request_id, f"/{name}" + f"~{tries}" * (tries > 0))
         return copy
-
-
-def newest_version(samples: Iterable[rollout_pb2.GeneratedSample]) -> Version:
-    """Return the newest version among the tokens of some samples; (0, 0) if there are none."""
-    versions = [Version.from_proto(s.policy_version) for sample in samples for s in sample.version_spans]
-    return max(versions, default=BASE)
 
 
 def derived_seed(*parts: object) -> int:
@@ -313,6 +333,14 @@ def _runs(samples: Sequence[Growing]) -> list[list[Growing]]:
         else:
             runs.append([each])
     return runs
+
+
+def bounded_id(request_id: str, suffix: str = "") -> str:
+    """Return the id of a request, or of a part of it. An id that is too long for a replica is cut and gets a hash of the whole."""
+    if len(request_id) + len(suffix) <= MAX_REQUEST_ID:
+        return request_id + suffix
+    digest = "#" + hashlib.blake2b(request_id.encode(), digest_size=8).hexdigest()
+    return request_id[: MAX_REQUEST_ID - len(digest) - len(suffix)] + digest + suffix
 
 
 def _damaged(problem: str) -> SluiceError:

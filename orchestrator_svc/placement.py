@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _PLACES = 64
-"""Samples that a replica which does not say so is taken to generate at a time."""
+"""Samples that are given at a time to a replica which does not say how many it generates."""
 
 MOST_HOMES = 1 << 16
 """Groups and episodes whose replica is remembered; beyond them the least recently used one is forgotten."""
@@ -24,7 +24,7 @@ class Load:
     Attributes:
         target: Its address.
         samples: Samples that are queued or generated there, for whomever.
-        places: Samples that it generates at a time; 0 if it is not known.
+        places: Samples that it is given at a time; 0 if it is not known.
     """
 
     target: str
@@ -40,12 +40,15 @@ class Load:
 def place(loads: Sequence[Load], home: str, margin: float) -> str:
     """Return the target of the least loaded replica, or `home` if its share is at most `margin` above that.
 
+    A home that has all its places taken is no home while the other one has places left.
+
     Raises:
         ValueError: if there is no replica.
     """
     least = min(loads, key=lambda each: each.share)
     at_home = next((each for each in loads if each.target == home), least)
-    return at_home.target if at_home.share <= least.share + margin else least.target
+    is_full = at_home.share >= 1 > least.share
+    return least.target if is_full or at_home.share > least.share + margin else at_home.target
 
 
 class Homes:

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 import grpc
 import structlog
 
-from orchestrator_svc.generation import Generation, Part, newest_version
+from orchestrator_svc.generation import Generation, Part, bounded_id
 from orchestrator_svc.lockstep import Lockstep
 from orchestrator_svc.progress import Loss
-from orchestrator_svc.replica import REPLICA_LOST, Replica, is_broken
+from orchestrator_svc.replica import REPLICA_LOST, REPLICA_STALLED, Replica, is_broken
 from orchestrator_svc.replicas import ReplicaPool
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
@@ -109,6 +109,7 @@ class PolicyEngine:
                 "return_prompt_logprobs", "streams have none: call Generate of a replica"
             )
         request.run = f"runs/{self._run}" if self._run else ""
+        request.request_id = bounded_id(request.request_id)
         if self.lockstep is not None:
             request.priority = await self.lockstep.turn(request.request_id)
         generation = Generation(request)
@@ -164,14 +165,15 @@ class PolicyEngine:
         problem: SluiceError | None = None
         try:
             await self._receive(replica, part)
-            replica.work_succeeded(newest_version(each.sample for each in part.samples))
+            replica.work_succeeded(part.newest_version)
         except SluiceError as error:
             problem = error
             await self._failed(replica, error)
-        # A request that kills each replica that begins with it must not go through the whole fleet.
-        died = problem is not None and is_broken(problem) and part.opened
-        interrupted = problem is None or problem.code is grpc.StatusCode.DATA_LOSS or died
-        left = generation.rest(part, replica.model, replica.target, interrupted=interrupted)
+        # A request that kills each replica that begins with it, or hangs it, must not go through the whole fleet.
+        lost = problem is not None and part.opened and _is_lost(problem)
+        interrupted = problem is None or problem.code is grpc.StatusCode.DATA_LOSS or lost
+        stalled = problem is not None and problem.reason == REPLICA_STALLED
+        left = generation.rest(part, replica.model, replica.target, interrupted=interrupted, stalled=stalled)
         self.counts["tokens_lost"] += part.unusable
         self.counts["tokens_kept"] += part.kept
         self.counts["continued"] += sum(each.continues for each in left)
@@ -192,7 +194,7 @@ class PolicyEngine:
         began = heard = time.monotonic()
         samples, name = len(part.samples), part.request.request_id
         try:
-            with replica.working(call, samples, streams=True) as work:
+            with replica.working(call, samples, streams=True, stalls=part.stalls) as work:
                 while isinstance(message := await call.read(), rollout_pb2.GenerateStreamResponse):
                     part.receive(message)
                     replica.received(work, message.chunk)
@@ -200,7 +202,7 @@ class PolicyEngine:
                         self.lockstep.arrived(name)
                     heard = time.monotonic()
         except SluiceError as error:
-            if is_broken(error) or error.reason == REPLICA_LOST:
+            if _is_lost(error):
                 rate = part.gained / samples / max(heard - began, _SHORTEST_S) if part.gained else self._sample_rate
                 unsent_s = min(time.monotonic() - heard, self.pool.config.coalesce_s)
                 waiting = sum(each.waiting for each in part.samples)
@@ -230,6 +232,11 @@ class PolicyEngine:
             replica.work_failed(error)
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
             await asyncio.sleep(error.retry_after_s or _BUSY_RETRY_S)
+
+
+def _is_lost(error: SluiceError) -> bool:
+    """Return whether the replica died or hung."""
+    return is_broken(error) or error.reason in (REPLICA_LOST, REPLICA_STALLED)
 
 
 def _retryable(error: SluiceError) -> bool:

@@ -1,13 +1,15 @@
 """Whether a replica makes progress. Pure: the caller passes the time.
 
 A replica hangs if nothing arrives from it, or if its engine makes no step while it has work. A stopped process, a cut cable and
-a dead host look the same: silence. A paused replica and one without work make no steps and do not hang.
+a dead host look the same: silence. A paused replica and one without work make no steps and do not hang. One that switches to
+other weights makes none either, and has a limit of its own for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from sluice.v1 import rollout_pb2
 
@@ -25,6 +27,22 @@ class Loss(StrEnum):
     """Nothing arrived from it."""
     STALLED = "stalled"
     """It answers, but its engine makes no step."""
+    SWITCHING = "switching"
+    """It answers, but does not come to the end of a switch to other weights."""
+
+
+class Patience(NamedTuple):
+    """How long a replica and its streams may do nothing, in seconds.
+
+    Attributes:
+        progress_s: Without a message, or without a step of the engine while there is work.
+        switch_s: Without a step while it switches to other weights.
+        paused_s: While a request is paused.
+    """
+
+    progress_s: float
+    switch_s: float
+    paused_s: float
 
 
 class ListeningClock:
@@ -53,39 +71,47 @@ class ReplicaProgress:
     """What was last heard of one replica.
 
     Attributes:
-        limit_s: Seconds without a message, or without a step while there is work, after which it hangs.
         heard_at: When the last message arrived.
         moved_at: When its engine last made a step, or was known to have nothing to do.
+        switching_at: When it was first found switching to other weights without a step since; None while it does not.
     """
 
-    limit_s: float
     heard_at: float
     moved_at: float
+    switching_at: float | None = None
     _steps: int = 0
 
     def polled(self, status: rollout_pb2.GetStatusResponse, now: float) -> None:
         """Note the answer to a status request."""
         has_work = status.state in _WORKING_STATES and status.running + status.queued > 0
-        self._note(status.engine_steps, now, has_work=has_work)
+        switches = status.state == rollout_pb2.REPLICA_STATE_SWITCHING
+        self._note(status.engine_steps, now, has_work=has_work, switches=switches)
 
     def received(self, chunk: rollout_pb2.StreamChunk, now: float) -> None:
         """Note a message of one of its streams; the first one of a stream says nothing about the engine."""
         if chunk.stage == rollout_pb2.REQUEST_STAGE_UNSPECIFIED:
             self.heard_at = now
             return
-        self._note(chunk.engine_steps, now, has_work=chunk.stage in _WORKING_STAGES)
+        switches = chunk.stage == rollout_pb2.REQUEST_STAGE_SWITCHING
+        self._note(chunk.engine_steps, now, has_work=chunk.stage in _WORKING_STAGES, switches=switches)
 
-    def _note(self, steps: int, now: float, *, has_work: bool) -> None:
+    def _note(self, steps: int, now: float, *, has_work: bool, switches: bool) -> None:
         self.heard_at = now
+        if not switches:
+            self.switching_at = None
+        elif self.switching_at is None or steps != self._steps:
+            self.switching_at = now
         # A replica that does not count its steps says 0: then only silence is a sign.
         if steps != self._steps or not has_work or not steps:
             self._steps, self.moved_at = steps, now
 
-    def hang(self, now: float) -> Loss | None:
-        """Return how it hangs; None if it does not."""
-        if now - self.heard_at > self.limit_s:
+    def hang(self, now: float, patience: Patience, step_s: float) -> Loss | None:
+        """Return how it hangs; None if it does not. One step of its engine may take `step_s`."""
+        if now - self.heard_at > patience.progress_s:
             return Loss.SILENT
-        return Loss.STALLED if now - self.moved_at > self.limit_s else None
+        if self.switching_at is not None and now - self.switching_at > patience.switch_s:
+            return Loss.SWITCHING
+        return Loss.STALLED if now - self.moved_at > step_s else None
 
 
 @dataclass(slots=True)
@@ -94,24 +120,30 @@ class StreamProgress:
 
     Attributes:
         heard_at: When its last message arrived.
-        paused_at: When its request was first found paused; None while it is not.
+        stage: Where its request stood then.
+        stage_at: Since when it has stood there.
     """
 
     heard_at: float
-    paused_at: float | None = None
+    stage: rollout_pb2.RequestStage.ValueType = rollout_pb2.REQUEST_STAGE_UNSPECIFIED
+    stage_at: float = 0.0
 
     def received(self, stage: rollout_pb2.RequestStage.ValueType, now: float) -> None:
         """Note a message."""
         self.heard_at = now
-        if stage != rollout_pb2.REQUEST_STAGE_PAUSED:
-            self.paused_at = None
-        elif self.paused_at is None:
-            self.paused_at = now
+        if stage != self.stage:
+            self.stage, self.stage_at = stage, now
 
-    def why_stuck(self, now: float, progress_s: float, paused_s: float) -> str:
-        """Return why it is better made at another replica; empty if it is not."""
-        if now - self.heard_at > progress_s:
-            return f"sent nothing for {progress_s:g} s"
-        if self.paused_at is not None and now - self.paused_at > paused_s:
-            return f"has been paused for {paused_s:g} s"
-        return ""
+    def silent(self, now: float, patience: Patience) -> bool:
+        """Return whether nothing arrives, although the replica answers otherwise."""
+        return now - self.heard_at > patience.progress_s
+
+    def waits(self, now: float, patience: Patience) -> bool:
+        """Return whether it has waited so long for the end of a pause or a switch that it is better made elsewhere."""
+        waited_s = now - self.stage_at
+        match self.stage:
+            case rollout_pb2.REQUEST_STAGE_PAUSED:
+                return waited_s > patience.paused_s
+            case rollout_pb2.REQUEST_STAGE_SWITCHING:
+                return waited_s > patience.switch_s
+        return False

@@ -13,7 +13,7 @@ import grpc
 from orchestrator_svc.concurrency import ConcurrencyLimit, EngineLoad
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.placement import Load
-from orchestrator_svc.progress import ListeningClock, Loss, ReplicaProgress, StreamProgress
+from orchestrator_svc.progress import ListeningClock, Loss, Patience, ReplicaProgress, StreamProgress
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc
@@ -25,14 +25,24 @@ _FIRST_COOLDOWN_S = 0.2
 _LONGEST_COOLDOWN_S = 10.0
 """Seconds without work after a failed request, doubled with each further failure: a replica may answer polls and still fail."""
 
+_MOST_DOUBLINGS = 30
+"""How often the time for a step is doubled at most: no float overflows."""
+
 _LONGEST_STALL_REST_S = 120.0
 """Most seconds without work after the engine stalled: each attempt with such an engine costs its requests `progress_s`."""
 
-_READY = {rollout_pb2.REPLICA_STATE_SERVING, rollout_pb2.REPLICA_STATE_PAUSED}
-"""A paused replica takes work too: a pause is short (an update) or an operator's wish, and requests queue there."""
+_WAITS = {rollout_pb2.REPLICA_STATE_PAUSED, rollout_pb2.REPLICA_STATE_SWITCHING}
+_READY = {rollout_pb2.REPLICA_STATE_SERVING, *_WAITS}
+"""A replica that is paused or switches takes work too: that is mostly short, and requests queue there."""
 
 REPLICA_LOST = "REPLICA_LOST"
-"""Reason of the error of a call that the pool gave up."""
+"""Reason of the error of a call that the pool gave up because the replica was lost, or its stream was silent."""
+
+REPLICA_STALLED = "REPLICA_STALLED"
+"""Reason of the error of a call that the pool gave up because the engine made no step for as long as it may take for one."""
+
+REPLICA_WAITS = "REPLICA_WAITS"
+"""Reason of the error of a call that the pool gave up because the replica is paused, or switches to other weights, for long."""
 
 
 class Work:
@@ -40,17 +50,18 @@ class Work:
 
     Attributes:
         samples: Samples that it counts as.
-        lost: Why the pool cancelled it; empty if it did not.
+        stalls: How often an engine stalled with it before, one time after the other, until its first token arrives.
+        given_up: Why the pool cancelled it; None if it did not.
     """
 
-    def __init__(self, call: Call, samples: int, progress: StreamProgress | None) -> None:
-        self.samples, self.progress = samples, progress
-        self.lost = ""
+    def __init__(self, call: Call, samples: int, stalls: int, progress: StreamProgress | None) -> None:
+        self.samples, self.stalls, self.progress = samples, stalls, progress
+        self.given_up: SluiceError | None = None
         self._call = call
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, reason: str = REPLICA_LOST) -> None:
         """Cancel the call; its caller makes it at another replica."""
-        self.lost = self.lost or why
+        self.given_up = self.given_up or SluiceError.unavailable(reason, why)
         self._call.cancel()
 
 
@@ -62,7 +73,9 @@ class Replica:
         works: Calls that it has under way there.
         limit: How many samples it is given.
         loss: Why it was evicted; None while it is not.
+        announced_as: Name under which it announced itself; empty if its address is configured.
         leaving: Whether its lease is over: it gets no new work.
+        left: Whether it said that it leaves.
         told: Version and fitness that its pool last told of.
     """
 
@@ -82,13 +95,15 @@ class Replica:
         self.works: set[Work] = set()
         self.seen = False
         self.loss: Loss | None = None
-        self.leaving = False
+        self.announced_as = ""
+        self.leaving = self.left = False
         self.limit = limit
         self._channel = connect(target, security, role="dispatcher")
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self.admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
         self._config, self._clock = config, clock
-        self.progress = ReplicaProgress(config.progress_s, clock.now, clock.now)
+        self._patience = Patience(config.progress_s, config.switch_s, config.paused_s)
+        self.progress = ReplicaProgress(clock.now, clock.now)
         self._others = 0
         self._paused_since: float | None = None
         self._failed_work = self._stalls = 0
@@ -104,7 +119,8 @@ class Replica:
     @property
     def load(self) -> Load:
         """What it has to do: the samples of this process as they are now, and those of others when it was last polled."""
-        return Load(self.target, self.in_flight + self._others, self.status.max_running)
+        places = self.limit.samples if self.limit.adapts else self.status.max_running
+        return Load(self.target, self.in_flight + self._others, places)
 
     @property
     def engine_load(self) -> EngineLoad:
@@ -115,11 +131,11 @@ class Replica:
     @property
     def drains(self) -> bool:
         """Whether it says that it takes nothing new."""
-        return self.status.state == rollout_pb2.REPLICA_STATE_DRAINING
+        return self.left or self.status.state == rollout_pb2.REPLICA_STATE_DRAINING
 
     @property
     def paused_long(self) -> bool:
-        """Whether it has been paused for longer than an update takes."""
+        """Whether it has been paused, or has switched to other weights, for longer than an update takes."""
         return self._paused_since is not None and self._clock.now - self._paused_since > self._config.progress_s
 
     async def poll(self) -> bool:
@@ -148,19 +164,50 @@ class Replica:
         self.progress.polled(status, now)
         self.status, self.version, self.seen = status, Version.from_proto(status.policy_version), True
         self._others = max(0, status.running + status.queued - self.in_flight)
-        if status.state != rollout_pb2.REPLICA_STATE_PAUSED:
+        if status.state not in _WAITS:
             self._paused_since = None
         elif self._paused_since is None:
             self._paused_since = now
-        if self.progress.hang(now) is None:
+        if self.hang(now) is None:
             self.loss = None
         return is_another
 
+    @property
+    def step_s(self) -> float:
+        """Seconds that one step of its engine may take: twice as long each time that an engine stalled with one of its requests."""
+        stalls = max((work.stalls for work in self.works), default=0)
+        progress_s = self._config.progress_s
+        return max(progress_s, min(self._config.longest_step_s, progress_s * 2.0 ** min(stalls, _MOST_DOUBLINGS)))
+
+    def hang(self, now: float) -> Loss | None:
+        """Return how it hangs; None if it does not."""
+        loss = self.progress.hang(now, self._patience, self._config.progress_s)
+        return loss if loss is not Loss.STALLED else self.progress.hang(now, self._patience, self.step_s)
+
+    def give_up_stuck(self, now: float, *, others_paused: bool) -> None:
+        """Cancel the streams that are silent while others are not, and those that have waited long for the end of a pause."""
+        patience = self._patience
+        if others_paused:  # it would wait there, too
+            patience = patience._replace(paused_s=float("inf"))
+        for work in list(self.works):
+            if work.progress is None:
+                continue
+            if work.progress.silent(now, patience):
+                work.give_up(f"replica {self.name} sent nothing on this stream for {patience.progress_s:g} s")
+            elif work.progress.waits(now, patience):
+                work.give_up(f"replica {self.name} has been paused, or switching weights, for long", REPLICA_WAITS)
+
+    def give_up_all(self, why: str) -> None:
+        """Cancel its calls; their callers make them at other replicas."""
+        reason = REPLICA_STALLED if self.loss is Loss.STALLED else REPLICA_LOST
+        for work in list(self.works):
+            work.give_up(f"replica {self.name} {why}", reason)
+
     def _begin_anew(self) -> None:
         """Forget what another process at this address said: it may have had another model, version and load."""
-        for work in list(self.works):
-            work.give_up("another process serves at its address")
-        self.progress = ReplicaProgress(self._config.progress_s, self._clock.now, self._clock.now)
+        self.give_up_all("was replaced by another process at its address")
+        self.progress = ReplicaProgress(self._clock.now, self._clock.now)
+        self.left = False
         self.limit = self.limit.anew()
         self._failed_work = self._stalls = 0
         self._rest_until = 0.0
@@ -191,13 +238,19 @@ class Replica:
         self.version = max(self.version, version)
 
     @contextlib.contextmanager
-    def working(self, call: Call, samples: int, *, streams: bool) -> Iterator[Work]:
+    def working(self, call: Call, samples: int, *, streams: bool, stalls: int = 0) -> Iterator[Work]:
         """Count a call and its samples as under way while the block awaits it.
+
+        Args:
+            call: The call.
+            samples: Samples that it counts as.
+            streams: Whether messages of it arrive all the time.
+            stalls: How often an engine stalled with it before, one time after the other.
 
         Raises:
             SluiceError: what the replica answered, or UNAVAILABLE if the call was given up.
         """
-        work = Work(call, samples, StreamProgress(self._clock.now) if streams else None)
+        work = Work(call, samples, stalls, StreamProgress(self._clock.now) if streams else None)
         self.works.add(work)
         self.in_flight += samples
         try:
@@ -206,9 +259,9 @@ class Replica:
             raise SluiceError.from_rpc(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not work.lost or (task is not None and task.cancelling()):
+            if work.given_up is None or (task is not None and task.cancelling()):
                 raise
-            raise SluiceError.unavailable(REPLICA_LOST, f"replica {self.name} {work.lost}") from None
+            raise work.given_up from None
         finally:
             self.works.discard(work)
             self.in_flight -= samples
@@ -218,6 +271,8 @@ class Replica:
         """Note a message of a stream."""
         now = self._clock.now
         self.progress.received(chunk, now)
+        if chunk.deltas:
+            work.stalls = 0
         if work.progress is not None:
             work.progress.received(chunk.stage, now)
 
@@ -230,22 +285,31 @@ class Replica:
                 why = f" ({self._poll_error})" if self._poll_error else ""
                 return f"does not answer: it has sent nothing for {self._config.progress_s:g} s{why}"
             case Loss.STALLED:
-                return f"hangs: its engine has made no step for {self._config.progress_s:g} s"
+                return f"hangs: its engine has made no step for more than {self._config.progress_s:g} s"
+            case Loss.SWITCHING:
+                return f"hangs: it has been switching to other weights for more than {self._config.switch_s:g} s"
         return ""
 
     def why_not(self, wanted: Version | None = None) -> str:
         """Return why it gets no work; empty if it does."""
         if not self.seen or self.loss is not None:
             return self.why_lost() or f"does not answer: {self._last_error}"
-        if self.status.state not in _READY:
-            return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"
-        if self.leaving:
-            return "leaves: its lease is over"
+        if self.left or self.leaving or self.status.state not in _READY:
+            return self._why_not_ready()
+        if self.announced_as not in ("", self.status.replica):
+            return f"says that its name is {self.status.replica!r}, but was announced as {self.announced_as!r}"
         if time.monotonic() < self._rest_until:
             return f"failed lately: {self._last_error}"
         if wanted is not None and self.version < wanted:
             return f"serves version {self.version}, wanted is {wanted} or newer"
         return ""
+
+    def _why_not_ready(self) -> str:
+        if self.drains:
+            return "is draining"
+        if self.leaving:
+            return "leaves: its lease is over"
+        return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"
 
     def describe(self) -> orchestrator_pb2.Replica:
         """Describe it for operators."""

@@ -24,7 +24,6 @@ from orchestrator_svc.replica import Replica, is_broken
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.rpc.channel import token_file
-from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
 log = structlog.get_logger(__name__)
@@ -39,13 +38,17 @@ _LEAST_SEARCH_S = 0.05
 class Lease(NamedTuple):
     """What a replica that announces itself is granted: used at this address until then, and by whom it was announced.
 
-    `from_here` says whether that was a process of this machine.
+    Attributes:
+        address: The address that it gave.
+        from_here: Whether a process of this machine announced it.
+        targets: What it stands for: itself, or what the name last resolved to.
     """
 
-    target: str
+    address: str
     expires: float
     owner: str
     from_here: bool
+    targets: tuple[str, ...] = ()
 
 
 class ReplicaPool:
@@ -58,8 +61,7 @@ class ReplicaPool:
         group: Samples that are dispatched together.
 
     Attributes:
-        counts: What happened at replicas, by name; `PolicyEngine` counts here too. Evictions are "evicted_dead",
-            "evicted_silent" and "evicted_stalled".
+        counts: What happened at replicas, by name; `PolicyEngine` counts here too. Evictions are "evicted_" and a `Loss`.
 
     Raises:
         ConfigError: if this process has tokens but none for replicas.
@@ -102,7 +104,6 @@ class ReplicaPool:
         self._wanted: Version | None = None
         self._held_back = False
         self._leases: dict[str, Lease] = {}
-        self._leased: set[str] = set()
         self._last_digest = self._last_dtype = ""
 
     @property
@@ -133,33 +134,37 @@ class ReplicaPool:
                 await replica.close()
 
     async def _follow_names(self) -> None:
+        """Let the replicas join that are configured or announced now, and forget those that are no more."""
         now = self._clock.now
         self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}
-        targets = await resolve_targets(self._addresses)
-        for from_here in (True, False):
-            names = {lease.target for lease in self._leases.values() if lease.from_here is from_here}
-            found = [each for each in await resolve_targets(names) if self._allowed(each, from_here=from_here)]
-            self._leased.update(found)
-            targets += found
-        # Those that registered meanwhile.
-        targets += [each.target for each in self._leases.values() if is_fixed(each.target)]
-        for target in targets:
-            self._join(target)
+        asked = list(self._leases.items())
+        configured, *announced = await asyncio.gather(
+            resolve_targets(self._addresses), *(resolve_targets([lease.address]) for _, lease in asked)
+        )
+        for (name, lease), found in zip(asked, announced, strict=True):
+            present = self._leases.get(name)
+            if present is not None and present.address == lease.address:  # it may have left or moved meanwhile
+                allowed = tuple(each for each in found if self._allowed(each, from_here=lease.from_here))
+                self._leases[name] = present._replace(targets=allowed if found else present.targets)
+        targets = dict.fromkeys(configured, "")
+        for name, lease in self._leases.items():
+            for target in lease.targets:
+                targets.setdefault(target, name)
+        for target, name in targets.items():
+            self._join(target, name)
         for target in [each for each in self._replicas if each not in targets]:
             # It left the name service, or its lease is over. A name service may err: such a replica is kept while it works.
             # One that said that it leaves is shown until it has ended.
             replica = self._replicas[target]
-            replica.leaving = target in self._leased
+            replica.leaving = bool(replica.announced_as)
             shown = replica.works or not replica.why_not() or (replica.leaving and replica.drains)
             if replica.seen and replica.loss is None and shown:
                 continue
             poller = self._pollers.pop(target)
             del self._replicas[target]
-            self._leased.discard(target)
             poller.cancel()
             await asyncio.gather(poller, return_exceptions=True)
-            for work in list(replica.works):
-                work.give_up("left")
+            replica.give_up_all("left")
             self._homes.forget(target)
             await replica.close()
             log.info("replica forgotten", replica=replica.name, target=target)
@@ -173,13 +178,14 @@ class ReplicaPool:
             return False
         return True
 
-    def _join(self, target: str) -> None:
-        if target in self._replicas:
-            self._replicas[target].leaving = False
-        elif self._tasks is not None:
+    def _join(self, target: str, announced_as: str) -> None:
+        replica = self._replicas.get(target)
+        if replica is None and self._tasks is not None:
             replica = Replica(target, self._security, self.config, self._limit.anew(), self._clock)
             self._replicas[target] = replica
             self._pollers[target] = self._tasks.create_task(self._poll(replica), name=f"poll {target}")
+        if replica is not None:
+            replica.announced_as, replica.leaving = announced_as, False
 
     async def _poll(self, replica: Replica) -> None:
         while True:
@@ -226,7 +232,7 @@ class ReplicaPool:
             await asyncio.sleep(self._tick_s)
             now = self._clock.tick(time.monotonic())
             for replica in self.replicas:
-                if (loss := replica.progress.hang(now)) is not None:
+                if (loss := replica.hang(now)) is not None:
                     self.evict(replica, loss)
             for replica in self.replicas:
                 self._move(replica, now)
@@ -236,14 +242,12 @@ class ReplicaPool:
         others = [each for each in self._replicas.values() if each is not replica and not each.why_not()]
         if not others or not replica.works:
             return
-        lost, config = replica.why_lost(), self.config
-        if replica.loss is Loss.STALLED and not all(work.lost for work in replica.works):
+        if replica.loss is None:
+            replica.give_up_stuck(now, others_paused=all(each.paused_long for each in others))
+            return
+        if replica.loss is Loss.STALLED and not all(work.given_up for work in replica.works):
             replica.rest()
-        paused_s = config.paused_s if any(not each.paused_long for each in others) else float("inf")
-        for work in list(replica.works):
-            stuck = work.progress.why_stuck(now, config.progress_s, paused_s) if work.progress is not None else ""
-            if lost or stuck:
-                work.give_up(lost or stuck)
+        replica.give_up_all(replica.why_lost())
 
     def evict(self, replica: Replica, loss: Loss) -> None:
         """Give a replica no work until it answers and makes progress again."""
@@ -266,37 +270,74 @@ class ReplicaPool:
         self._tell_changes(replica)
         self._move(replica, self._clock.now)
 
-    def register(self, name: str, target: str, owner: str = "", *, from_here: bool = False) -> float:
+    def register(self, name: str, address: str, owner: str = "", *, from_here: bool = False) -> float:
         """Use a replica that announced itself, at once; return the seconds within which it has to send a heartbeat.
 
         Args:
             name: Its name.
-            target: Its address.
+            address: Its address.
             owner: Name of the principal that announces it.
             from_here: Whether a process of this machine announces it.
 
         Raises:
             ValueError: if its address cannot be one, or no replica may be there.
-            SluiceError: RESOURCE_EXHAUSTED if too many are announced.
+            SluiceError: ALREADY_EXISTS if another replica has the name or the address, RESOURCE_EXHAUSTED if too many
+                are announced.
         """
-        check_address(target)
-        if is_fixed(target):
-            self._announced.check(target, from_here=from_here)
-        before = self._leases.get(name)
-        if before is None and len(self._leases) >= self.config.most_announced:
-            raise SluiceError.resource_exhausted(
-                "TOO_MANY_REPLICAS",
-                f"{self.config.most_announced} replicas are announced, the most that are used (orchestrator.replicas.most_announced)",
-                self.config.lease_s,
-            )
-        is_new = before is None or before.target != target
-        self._leases[name] = Lease(target, self._clock.now + self.config.lease_s, owner, from_here)
-        if is_new:
-            if is_fixed(target):
-                self._leased.add(target)
-                self._join(target)
-            self._search.set()  # for a name, and for the address that it had before
+        check_address(address)
+        if is_fixed(address):
+            self._announced.check(address, from_here=from_here)
+        before, expires = self._leases.get(name), self._clock.now + self.config.lease_s
+        if before is not None and before.address == address:
+            self._leases[name] = before._replace(expires=expires, owner=owner, from_here=from_here)
+            return self.config.lease_s
+        self._check_lease(name, address, owner)
+        targets = (address,) if is_fixed(address) else ()
+        self._leases = {other: lease for other, lease in self._leases.items() if lease.address != address}
+        self._leases[name] = Lease(address, expires, owner, from_here, targets)
+        for target in targets:
+            known = self._replicas.get(target)
+            self._join(target, name if known is None or known.announced_as else "")
+        self._search.set()  # for a name, and for the address that it had before
         return self.config.lease_s
+
+    def _check_lease(self, name: str, address: str, owner: str) -> None:
+        """Refuse a lease that would take another replica's place, or one too many."""
+        others = {
+            other: lease for other, lease in self._leases.items() if lease.expires > self._clock.now and other != name
+        }
+        configured = next((each for each in self.replicas if each.name == name and not each.announced_as), None)
+        if configured is not None and is_fixed(address) and configured.target != address:
+            raise SluiceError.already_exists(
+                "NAME_TAKEN",
+                f"the replica at {configured.target}, an address of peers.rollout, has the name {name!r}: give this one another"
+                " (rollout.replica)",
+            )
+        taken = next(
+            (other for other, lease in others.items() if lease.address == address and lease.owner != owner), None
+        )
+        if taken is not None:
+            raise SluiceError.already_exists(
+                "ADDRESS_TAKEN",
+                f"replica {taken!r} was announced at {address} by principal {others[taken].owner!r}: give this one another"
+                " address (rollout.advertise), or wait until that lease has ended",
+            )
+        for setting, most, present, whose in (
+            ("most_announced", self.config.most_announced, len(others), "all principals have"),
+            (
+                "most_per_principal",
+                self.config.most_per_principal,
+                sum(lease.owner == owner for lease in others.values()),
+                f"principal {owner!r} has",
+            ),
+        ):
+            if present >= most:
+                raise SluiceError.resource_exhausted(
+                    "TOO_MANY_REPLICAS",
+                    f"{whose} announced {present} replicas, the most that are used (orchestrator.replicas.{setting}): stop some,"
+                    " or raise it",
+                    self.config.lease_s,
+                )
 
     def heartbeat(self, name: str) -> float:
         """Renew a lease; return its seconds.
@@ -305,7 +346,7 @@ class ReplicaPool:
             KeyError: if the lease is unknown or over.
         """
         lease = self._leases[name]
-        return self.register(name, lease.target, lease.owner, from_here=lease.from_here)
+        return self.register(name, lease.address, lease.owner, from_here=lease.from_here)
 
     def owner(self, name: str) -> str | None:
         """Return the principal that announced a replica; None if it has no lease."""
@@ -314,11 +355,12 @@ class ReplicaPool:
 
     def leave(self, name: str) -> None:
         """Give a replica that says that it leaves nothing new, from now on; what it has under way ends there or continues elsewhere."""
-        self._leases.pop(name, None)
-        for replica in self._replicas.values():
-            if replica.name == name:
-                replica.status.state = rollout_pb2.REPLICA_STATE_DRAINING  # as it says itself at the next poll
-                self._homes.forget(replica.target)
+        lease = self._leases.pop(name, None)
+        for target in lease.targets if lease is not None else ():
+            replica = self._replicas.get(target)
+            if replica is not None and name in (replica.name, replica.announced_as):
+                replica.left = True
+                self._homes.forget(target)
                 self._tell_changes(replica)
         self._search.set()
 

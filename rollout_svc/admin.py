@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 
 from rollout_svc.drain import Drain
-from rollout_svc.engines.base import EngineError, PauseMode
+from rollout_svc.engines.base import EngineError, EngineStatus, PauseMode
 from rollout_svc.servicer import MAX_NAME, RolloutServicer, loaded_adapters
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import ReplicaWeights
@@ -284,7 +284,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         status, weights = self._engine.current.status(), self._weights.status()
         response = pb.GetStatusResponse(
             replica=self._replica,
-            state=self._state(paused=status.paused, healthy=status.healthy),
+            state=self._state(status),
             policy_version=status.version.to_proto(),
             running=status.running,
             queued=status.queued,
@@ -311,12 +311,14 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             response.staged_version.CopyFrom(weights.staged_version.to_proto())
         return response
 
-    def _state(self, *, paused: bool, healthy: bool) -> pb.ReplicaState.ValueType:
+    def _state(self, status: EngineStatus) -> pb.ReplicaState.ValueType:
         if self._drain.begun.is_set():
             return pb.REPLICA_STATE_DRAINING
-        if self._engine.recovering or not healthy:
+        if self._engine.recovering or not status.healthy:
             return pb.REPLICA_STATE_RECOVERING
-        return pb.REPLICA_STATE_PAUSED if paused else pb.REPLICA_STATE_SERVING
+        if status.switching:
+            return pb.REPLICA_STATE_SWITCHING
+        return pb.REPLICA_STATE_PAUSED if status.paused else pb.REPLICA_STATE_SERVING
 
 
 def _duration(seconds: float) -> Duration:

@@ -24,6 +24,9 @@ LONGEST_PAUSE_S = 10.0
 BEATS = 3
 """Heartbeats within one lease: two may be lost."""
 
+LEAVE_S = 1.0
+"""Most seconds that a replica waits at its end until the orchestrator knows that it leaves."""
+
 log = structlog.get_logger()
 
 
@@ -40,13 +43,31 @@ class Announcer:
     def __init__(self, orchestrator: str, security: SecurityConfig, *, run: str, replica: str, address: str) -> None:
         self._orchestrator, self._security = orchestrator, security
         self._run, self._replica, self._address = f"runs/{run}", replica, address
+        self._left = asyncio.Event()
+
+    async def left(self) -> None:
+        """Wait until the orchestrator knows that the replica leaves, at most `LEAVE_S`: it would take its end for a failure.
+
+        Call this when the drain has begun, and end the replica after it.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._left.wait()
 
     async def run(self, drain: Drain) -> None:
         """Announce the replica until it drains, then say that it leaves."""
+        try:
+            await self._announce(drain)
+        finally:
+            self._left.set()
+
+    async def _announce(self, drain: Drain) -> None:
         async with connect(self._orchestrator, self._security, role="replica") as channel:
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
-            registered, backoff = False, Backoff(longest_s=LONGEST_PAUSE_S)
+            asked = registered = False
+            backoff = Backoff(longest_s=LONGEST_PAUSE_S)
             while not drain.begun.is_set():
+                asked = True
                 try:
                     lease_s = await (self._renew(stub) if registered else self._register(stub))
                 except SluiceError as error:
@@ -68,7 +89,7 @@ class Announcer:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
                         await drain.begun.wait()
-            if registered:
+            if asked:  # an answer may have been lost
                 with contextlib.suppress(SluiceError):  # it notices by itself, a little later
                     await self._renew(stub, leaving=True)
 

@@ -78,21 +78,22 @@ async def _serve(
         raise
     metrics = ReplicaMetrics(supervisor, weights)
     ended = asyncio.Event()
+    announcer = _announcer(common, config, server) if config.announce else None
 
     duties = [
         weights.run_forever(),
         supervisor.watch_forever(weights.restart_engine),
         admin.expire_pauses_forever(),
-        _drain_when_asked(drain, server, requests),
+        _drain_when_asked(drain, server, requests, announcer),
     ]
-    if config.announce:
-        duties.append(_announce(common, config, server, drain, requests))
+    if announcer is not None:
+        duties.append(_announce(announcer, drain, requests))
     tasks = [asyncio.create_task(_and_end(duty, ended)) for duty in duties]
 
     async def finish(grace_s: float) -> None:
-        """Finish the requests while both ports still respond, then close the HTTP port."""
+        """Hand over while both ports still respond, then close the HTTP port."""
         drain.begin(max(0.0, grace_s - HAND_OVER_S))
-        await requests.finish()
+        await _hand_over(requests, announcer)
         if http is not None:
             await http.stop(HAND_OVER_S)
 
@@ -139,23 +140,33 @@ def _http_server(
     return HttpServer(app, config.server.host, config.server.http_port, common.security)
 
 
-async def _drain_when_asked(drain: Drain, server: RpcServer, requests: RolloutServicer) -> None:
-    """Finish the requests when the admin asks for it. A signal meanwhile shortens the drain."""
-    await drain.begun.wait()
-    server.set_serving(False)
-    await requests.finish()
-
-
-async def _announce(
-    common: CommonConfig, config: RolloutConfig, server: RpcServer, drain: Drain, requests: RolloutServicer
-) -> None:
-    """Announce the replica until it drains, and wait until its requests have ended."""
+def _announcer(common: CommonConfig, config: RolloutConfig, server: RpcServer) -> Announcer:
     address = advertised_address(config.advertise, server.target)
-    announcer = Announcer(
+    return Announcer(
         common.peers.orchestrator, common.security, run=common.run, replica=config.replica, address=address
     )
+
+
+async def _announce(announcer: Announcer, drain: Drain, requests: RolloutServicer) -> None:
+    """Announce the replica until it drains, and wait until its requests have ended."""
     await announcer.run(drain)
     await requests.finish()
+
+
+async def _drain_when_asked(
+    drain: Drain, server: RpcServer, requests: RolloutServicer, announcer: Announcer | None
+) -> None:
+    """Hand over when the admin asks for it. A signal meanwhile shortens the drain."""
+    await drain.begun.wait()
+    server.set_serving(False)
+    await _hand_over(requests, announcer)
+
+
+async def _hand_over(requests: RolloutServicer, announcer: Announcer | None) -> None:
+    """Finish the requests, and let the orchestrator know that this replica leaves."""
+    await requests.finish()
+    if announcer is not None:
+        await announcer.left()
 
 
 async def _and_end(duty: Coroutine[Any, Any, None], ended: asyncio.Event) -> None:

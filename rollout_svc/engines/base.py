@@ -40,6 +40,7 @@ class Stage(Enum):
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
+    SWITCHING = "switching"
 
 
 class EngineError(Exception):
@@ -170,7 +171,8 @@ class EngineStatus:
 
     ``version`` samples the requests that name no adapter. Counters count from the start; ``kv_cache_usage`` is a fraction
     from 0 to 1. ``healthy`` says whether the engine can sample. ``steps`` stand still when it hangs. ``preemptions`` are samples
-    that lost their place in the KV cache and were computed again.
+    that lost their place in the KV cache and were computed again. ``switching`` says that it samples nothing until it has other
+    weights.
     """
 
     version: Version
@@ -184,6 +186,7 @@ class EngineStatus:
     healthy: bool
     steps: int = 0
     preemptions: int = 0
+    switching: bool = False
 
 
 class InferenceEngine(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from rollout_svc.engines.base import Pace, Progress, Sample, Stage
@@ -60,6 +60,17 @@ class StreamedRequest(Protocol):
 
     def parts(self) -> list[Sample]:
         """Return the new tokens of each sample that has some, or that has ended since the last call."""
+
+
+async def awaiting_weights(gates: Sequence[asyncio.Event], steps: Steps) -> AsyncGenerator[Progress, None]:
+    """Yield a sign of life every `ALIVE_S` while a new request waits for other weights, until all gates are open."""
+    while not all(gate.is_set() for gate in gates):
+        try:
+            async with asyncio.timeout(ALIVE_S):
+                for gate in gates:
+                    await gate.wait()
+        except TimeoutError:
+            yield Progress([], Stage.SWITCHING, steps.count)
 
 
 async def paced(

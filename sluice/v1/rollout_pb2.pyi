@@ -37,7 +37,9 @@ class _RequestStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestS
     REQUEST_STAGE_RUNNING: _RequestStage.ValueType  # 2
     """The engine works on it."""
     REQUEST_STAGE_PAUSED: _RequestStage.ValueType  # 3
-    """Sampling is paused, by an owner or for an update."""
+    """An owner has paused sampling."""
+    REQUEST_STAGE_SWITCHING: _RequestStage.ValueType  # 4
+    """The engine switches to other weights: it makes no step until it has them, and a new request waits for them."""
 
 class RequestStage(_RequestStage, metaclass=_RequestStageEnumTypeWrapper):
     """Where a request stands."""
@@ -49,7 +51,9 @@ REQUEST_STAGE_QUEUED: RequestStage.ValueType  # 1
 REQUEST_STAGE_RUNNING: RequestStage.ValueType  # 2
 """The engine works on it."""
 REQUEST_STAGE_PAUSED: RequestStage.ValueType  # 3
-"""Sampling is paused, by an owner or for an update."""
+"""An owner has paused sampling."""
+REQUEST_STAGE_SWITCHING: RequestStage.ValueType  # 4
+"""The engine switches to other weights: it makes no step until it has them, and a new request waits for them."""
 Global___RequestStage: _TypeAlias = RequestStage  # noqa: Y015
 
 class _WeightPolicyMode:
@@ -121,11 +125,13 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_SERVING: _ReplicaState.ValueType  # 2
     """Sampling."""
     REPLICA_STATE_PAUSED: _ReplicaState.ValueType  # 3
-    """Paused by an owner or for an update."""
+    """Paused by an owner."""
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 4
     """Finishing its requests; takes no new ones."""
     REPLICA_STATE_RECOVERING: _ReplicaState.ValueType  # 5
     """The engine failed and is being restarted."""
+    REPLICA_STATE_SWITCHING: _ReplicaState.ValueType  # 6
+    """The engine switches to other weights, and samples nothing meanwhile."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """State of a replica."""
@@ -137,11 +143,13 @@ REPLICA_STATE_STARTING: ReplicaState.ValueType  # 1
 REPLICA_STATE_SERVING: ReplicaState.ValueType  # 2
 """Sampling."""
 REPLICA_STATE_PAUSED: ReplicaState.ValueType  # 3
-"""Paused by an owner or for an update."""
+"""Paused by an owner."""
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 4
 """Finishing its requests; takes no new ones."""
 REPLICA_STATE_RECOVERING: ReplicaState.ValueType  # 5
 """The engine failed and is being restarted."""
+REPLICA_STATE_SWITCHING: ReplicaState.ValueType  # 6
+"""The engine switches to other weights, and samples nothing meanwhile."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
@@ -494,7 +502,9 @@ class SampleDelta(_message.Message):
     """Number of the sample's tokens sent before."""
     @_builtins.property
     def tokens(self) -> Global___GeneratedSample:
-        """The new tokens; span starts count from the first token of the sample. finish_reason is set on the last delta of a sample."""
+        """The new tokens; span starts count from the first token of the sample. finish_reason is set on the last delta of a sample,
+        which has its last token: a caller that misses it may continue the sample.
+        """
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from sluice.versions import Version
 
 PROMPT = [11, 12, 13]
 QUEUED, RUNNING = rollout_pb2.REQUEST_STAGE_QUEUED, rollout_pb2.REQUEST_STAGE_RUNNING
-PAUSED = rollout_pb2.REQUEST_STAGE_PAUSED
+PAUSED, SWITCHING = rollout_pb2.REQUEST_STAGE_PAUSED, rollout_pb2.REQUEST_STAGE_SWITCHING
 ABORT, LENGTH = tokens_pb2.FINISH_REASON_ABORT, tokens_pb2.FINISH_REASON_LENGTH
 
 
@@ -40,7 +40,9 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
         silent_after: Messages after which a stream sends nothing any more.
         aborts_after: Messages after which a request ends with ABORT.
         damaged_after: Messages after which the offsets are wrong.
+        prefill_s: Seconds of the first step of each request, in which signs of life are all that is sent.
         paused: Whether sampling is paused.
+        switching: Whether the engine switches to other weights.
         after_opening: Called when a request has begun.
         open: Requests that are answered now; `most_open` were at a time.
     """
@@ -57,7 +59,9 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
     silent_after: int | None = None
     aborts_after: int | None = None
     damaged_after: int | None = None
+    prefill_s: float = 0.0
     paused: bool = False
+    switching: bool = False
     after_opening: Callable[[], object] = lambda: None
     steps: int = 1
     open: int = 0
@@ -84,14 +88,20 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
         begun = prompt[len(prompt) - wanted.continued_tokens :]
         firsts = [begun[0] if begun else 33 + (wanted.sampling.seed + index) % 90 for index in range(wanted.n or 1)]
         done, most, number = 0, wanted.sampling.max_tokens, 0
+        clock = asyncio.get_running_loop().time
+        computed_at = clock() + self.prefill_s
         while done < most:
             await asyncio.sleep(self.pace_s)
+            if clock() < computed_at:
+                yield rollout_pb2.GenerateStreamResponse(chunk={"stage": RUNNING, "engine_steps": self.steps})
+                continue
             number += 1
             stalled = self.stalls_after is not None and number > self.stalls_after
-            chunk = rollout_pb2.StreamChunk(stage=PAUSED if self.paused else RUNNING, engine_steps=self.steps)
+            stage = SWITCHING if self.switching else PAUSED if self.paused else RUNNING
+            chunk = rollout_pb2.StreamChunk(stage=stage, engine_steps=self.steps)
             if self.silent_after is not None and number > self.silent_after:
                 await asyncio.Event().wait()
-            if not self.paused and not stalled:
+            if stage == RUNNING and not stalled:
                 self.steps += 1
                 chunk.engine_steps = self.steps
                 ids = range(done, min(done + self.per_message, most))
@@ -125,7 +135,11 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
     async def GetStatus(self, request, context):
         return rollout_pb2.GetStatusResponse(
             replica=self.name,
-            state=rollout_pb2.REPLICA_STATE_PAUSED if self.paused else self.state,
+            state=rollout_pb2.REPLICA_STATE_SWITCHING
+            if self.switching
+            else rollout_pb2.REPLICA_STATE_PAUSED
+            if self.paused
+            else self.state,
             policy_version=self.version.to_proto(),
             running=self.open,
             max_running=self.max_running,

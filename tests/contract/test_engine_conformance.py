@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from rollout_svc.engines.base import (
     Sampling,
     Stage,
 )
+from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.engines.vllm import weights as vllm_weights
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedVersion
 
@@ -59,6 +62,24 @@ def stop_within(ids: list[int]) -> str:
 def assert_policy(model: Path, sample: Sample, temperature: float = 1.0, prompt: list[int] | None = None) -> None:
     expected = recompute(model, prompt or PROMPT, sample.token_ids, temperature)
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected, **TOLERANCE)
+
+
+def delayed_copy(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the next version be copied when the returned function is called."""
+    proceed = threading.Event()
+    if isinstance(engine, TransformersEngine):
+        weights = engine._running._weights
+        copy = weights.copy
+        monkeypatch.setattr(weights, "copy", lambda files: (proceed.wait(DEADLINE_S), copy(files)))
+    else:
+        load = vllm_weights.load
+
+        async def delayed(*arguments: Any) -> float:
+            await asyncio.to_thread(proceed.wait, DEADLINE_S)
+            return await load(*arguments)
+
+        monkeypatch.setattr(vllm_weights, "load", delayed)
+    return proceed.set
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
@@ -317,6 +338,29 @@ class TestWeights:
         torch.testing.assert_close(logprobs[:switch], old[:switch], **TOLERANCE)
         mixed = recompute_mixed(models.base, models.second, PROMPT, sample.token_ids, switch)
         torch.testing.assert_close(logprobs[switch:], mixed, **TOLERANCE)
+
+    async def test_a_switch_that_takes_long_gives_signs_of_life(self, engine, models, monkeypatch):
+        """To the requests in progress and to new ones, which wait for the new weights."""
+        stream = engine.stream(ask(replace(LONG, max_tokens=None)), Pace(seconds=0.0))
+        await anext(stream)
+        proceed = delayed_copy(engine, monkeypatch)
+        switch = asyncio.create_task(engine.apply(staged(models.second, Version(1, 1))))
+        await until(lambda: engine.status().switching)
+        late = engine.stream(ask())
+        async with asyncio.timeout(DEADLINE_S):
+            for each in (stream, late, late):
+                while (sign := await anext(each)).parts:
+                    pass
+                assert (sign.stage, sign.steps) == (Stage.SWITCHING, engine.status().steps)
+        assert not switch.done()
+        proceed()
+        await switch
+        assert not engine.status().switching
+        progress = [each async for each in late]
+        assert progress[-1].stage is Stage.RUNNING
+        spans = [span for each in progress for part in each.parts for span in part.spans]
+        assert {span.version for span in spans} == {Version(1, 1)}
+        await stream.aclose()
 
     async def test_streams_carry_the_spans_as_they_go(self, engine, models):
         chunks: list[Sample] = []

@@ -37,6 +37,9 @@ class Fleet:
     def known(self, replica: ScriptedReplica) -> Replica:
         return next(each for each in self.pool.replicas if each.name == replica.name)
 
+    def announce(self, name: str, address: str, owner: str = "") -> None:
+        self.pool.register(name, address, owner, from_here=True)
+
     def ask(self, n: int = 4, keys: tuple[str, ...] = ()) -> asyncio.Task[rollout_pb2.GenerateResponse]:
         request = rollout_pb2.GenerateRequest(
             request_id="r", text="x", n=n, sampling={"max_tokens": TOKENS, "seed": 5}, return_text=True
@@ -193,6 +196,68 @@ async def test_a_request_leaves_a_replica_that_is_paused_for_long() -> None:
         assert scene.pool.pick(BASE).name == "other"
 
 
+async def test_a_switch_of_weights_that_takes_long_is_no_hang() -> None:
+    failing, other = pair()
+    async with fleet(failing, other) as scene:
+        call = await begun(scene)
+        failing.switching = True
+        await asyncio.sleep(3 * SETTINGS["progress_s"])
+        assert not call.done()
+        assert scene.pool.pick(BASE).name == "other", "what is new need not wait"
+        failing.switching = False
+        assert_whole(await call)
+        assert not other.requests
+        assert not any(name.startswith("evicted") for name in scene.pool.counts)
+
+
+async def test_a_replica_that_does_not_end_a_switch_is_evicted() -> None:
+    failing, other = pair()
+    async with fleet(failing, other, switch_s=0.7) as scene:
+        call = await begun(scene)
+        failing.switching = True
+        assert_whole(await call, versions=(0, 1))
+        assert scene.pool.counts["evicted_switching"] == 1
+        assert "switching to other weights" in scene.known(failing).why_not()
+        failing.switching = False
+        await until(lambda: not scene.known(failing).why_not())
+
+
+QUICK = {"progress_s": 0.3, "coalesce_s": 0.1}
+
+
+async def test_a_step_that_takes_longer_than_a_hang_ends_at_one_of_the_replicas() -> None:
+    """A long prompt: each replica that it stalls gets twice the time of the one before."""
+    one, two = (ScriptedReplica(name, prefill_s=0.8) for name in ("one", "two"))
+    async with fleet(one, two, **QUICK) as scene:
+        assert_whole(await scene.ask())
+        assert scene.pool.counts["evicted_stalled"] >= 2
+        assert len(one.requests) + len(two.requests) <= 4
+
+
+async def test_a_request_that_stalls_each_engine_fails(monkeypatch) -> None:
+    monkeypatch.setattr(one_replica, "_LONGEST_STALL_REST_S", 0.05)
+    one, two = (ScriptedReplica(name, prefill_s=600.0) for name in ("one", "two"))
+    async with fleet(one, two, **QUICK, longest_step_s=0.3) as scene:
+        with pytest.raises(SluiceError, match=r"interrupted 8 times in a row.*no step"):
+            await scene.ask()
+        assert len({each.request_id for each in [*one.requests, *two.requests]}) == 8
+
+
+async def test_more_time_for_a_step_ends_with_the_first_token() -> None:
+    failing, other = pair(prefill_s=600.0)
+    other.stalls_after = 2
+    async with fleet(failing, other, **QUICK) as scene:
+        scene.pool._homes.remember(["episode"], scene.known(failing).target)
+        call = scene.ask(4, ("episode",))
+        await until(lambda: other.open)
+        known = scene.known(other)
+        assert known.step_s == 2 * QUICK["progress_s"]
+        await until(lambda: other.steps > 2)
+        await until(lambda: known.step_s == QUICK["progress_s"])
+        call.cancel()
+        await asyncio.wait({call})
+
+
 async def test_samples_that_a_draining_replica_hands_over_continue() -> None:
     failing, other = pair(aborts_after=3)
     async with fleet(failing, other) as scene:
@@ -287,8 +352,8 @@ async def test_an_announced_replica_is_used_at_once_and_leaves_with_its_lease() 
     first, second = ScriptedReplica("first"), ScriptedReplica("second")
     async with fleet(first, second, announced=True, lease_s=0.5) as scene:
         targets = [f"127.0.0.1:{cable.port}" for cable in scene.cables]
-        scene.pool.register("first", targets[0])
-        scene.pool.register("second", targets[1])
+        scene.announce("first", targets[0])
+        scene.announce("second", targets[1])
         await until(lambda: sum(not each.why_not() for each in scene.pool.replicas) == 2)
         while len(scene.pool.replicas) == 2:  # the second one renews its lease no more
             scene.pool.heartbeat("first")
@@ -301,7 +366,7 @@ async def test_an_announced_replica_is_used_at_once_and_leaves_with_its_lease() 
 async def test_a_replica_whose_lease_ends_finishes_what_it_has() -> None:
     only = ScriptedReplica("only", pace_s=0.1)
     async with fleet(only, announced=True, lease_s=0.3) as scene:
-        scene.pool.register("only", f"127.0.0.1:{scene.cables[0].port}")
+        scene.announce("only", f"127.0.0.1:{scene.cables[0].port}")
         call = scene.ask()
         await until(lambda: scene.pool.replicas and "lease is over" in scene.pool.replicas[0].why_not())
         assert_whole(await call)
@@ -312,10 +377,10 @@ async def test_a_replica_whose_lease_ends_finishes_what_it_has() -> None:
 async def test_a_replica_that_says_that_it_leaves_gets_nothing_new_at_once() -> None:
     leaving, other = ScriptedReplica("leaving", pace_s=0.1), ScriptedReplica("other", version=Version(1, 1))
     async with fleet(leaving, other, announced=True, poll_s=0.3) as scene:
-        scene.pool.register("leaving", f"127.0.0.1:{scene.cables[0].port}")
+        scene.announce("leaving", f"127.0.0.1:{scene.cables[0].port}")
         call = scene.ask()
         await until(lambda: leaving.open)
-        scene.pool.register("other", f"127.0.0.1:{scene.cables[1].port}")
+        scene.announce("other", f"127.0.0.1:{scene.cables[1].port}")
         scene.pool.leave("leaving")
         leaving.state = rollout_pb2.REPLICA_STATE_DRAINING
         assert_whole(await scene.ask(), versions=(1,))
@@ -324,6 +389,70 @@ async def test_a_replica_that_says_that_it_leaves_gets_nothing_new_at_once() -> 
         await scene.cables[0].cut()
         await until(lambda: [each.name for each in scene.pool.replicas] == ["other"])
         assert not any(name.startswith("evicted") for name in scene.pool.counts), "it ended as it said"
+
+
+async def test_a_replica_at_a_configured_address_may_announce_that_it_leaves() -> None:
+    """Its last answer to a poll may still say that it serves."""
+    leaving, other = pair()
+    async with fleet(leaving, other) as scene:
+        known = scene.known(leaving)
+        scene.announce("failing", known.target)
+        scene.pool.leave("failing")
+        assert "draining" in known.why_not()
+        asked = known.progress.heard_at
+        await until(lambda: known.progress.heard_at > asked)
+        assert "draining" in known.why_not()
+        await scene.cables[0].cut()
+        await until(lambda: known.loss)
+        assert not any(name.startswith("evicted") for name in scene.pool.counts)
+
+
+async def test_an_announced_name_does_not_stand_for_a_replica_at_a_configured_address() -> None:
+    victim, other = pair()
+    async with fleet(victim, other) as scene:
+        known = scene.known(victim)
+        with pytest.raises(SluiceError, match=r"NAME_TAKEN.*peers.rollout.*'failing'.*rollout.replica"):
+            scene.announce("failing", "127.0.0.1:9", "mallory")
+        scene.announce("another name", known.target, "mallory")
+        scene.pool.leave("another name")
+        assert not known.why_not()
+
+
+async def test_a_replica_under_another_name_than_it_announced_gets_no_work() -> None:
+    first, second = ScriptedReplica("first"), ScriptedReplica("second")
+    async with fleet(first, second, announced=True) as scene:
+        target = f"127.0.0.1:{scene.cables[0].port}"
+        scene.announce("alias", target, "one")
+        await until(lambda: scene.pool.replicas and scene.pool.replicas[0].seen)
+        assert "its name is 'first'" in scene.pool.replicas[0].why_not()
+        with pytest.raises(SluiceError, match=r"ADDRESS_TAKEN.*'alias'.*principal 'one'"):
+            scene.announce("first", target, "two")
+        scene.announce("first", target, "one")
+        assert not scene.pool.replicas[0].why_not()
+        assert scene.pool.owner("alias") is None, "one process serves at an address"
+
+
+async def test_a_principal_announces_so_many_replicas_and_no_more() -> None:
+    async with fleet(announced=True, most_per_principal=2) as scene:
+        for number in (1, 2):
+            scene.announce(f"r{number}", f"127.0.0.1:{number}", "one")
+        with pytest.raises(SluiceError, match=r"TOO_MANY_REPLICAS.*2 replicas.*most_per_principal"):
+            scene.announce("r3", "127.0.0.1:3", "one")
+        scene.announce("r3", "127.0.0.1:3", "two")
+        scene.pool.heartbeat("r1")
+        scene.announce("r1", "127.0.0.1:4", "one")  # it moves
+        scene.pool.leave("r2")
+        scene.announce("r4", "127.0.0.1:5", "one")
+
+
+async def test_a_replica_that_was_announced_by_name_leaves_with_its_lease() -> None:
+    only = ScriptedReplica("only", pace_s=0.1)
+    async with fleet(only, announced=True, lease_s=0.3) as scene:
+        scene.announce("only", f"localhost:{scene.cables[0].port}")
+        call = scene.ask()
+        await until(lambda: any("lease is over" in each.why_not() for each in scene.pool.replicas))
+        assert_whole(await call)
+        await until(lambda: not scene.pool.replicas)
 
 
 async def test_the_replicas_together_say_how_many_groups_may_run() -> None:

@@ -30,10 +30,12 @@ class Orchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     beats: int = 0
     left: list[str] = field(default_factory=list)
     failure: SluiceError | None = None
+    slow_s: float = 0.0
 
     async def RegisterReplica(self, request, context):  # noqa: N802 - gRPC's name
         if self.failure is not None:
             raise self.failure
+        await asyncio.sleep(self.slow_s)
         assert request.run == "runs/test"
         self.registrations += 1
         self.known[request.replica] = request.address
@@ -46,6 +48,7 @@ class Orchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             raise SluiceError.not_found("UNKNOWN_REPLICA", "call RegisterReplica")
         self.beats += 1
         if request.leaving:
+            await asyncio.sleep(self.slow_s)
             self.left.append(request.replica)
         answer = orchestrator_pb2.HeartbeatResponse()
         answer.lease.FromNanoseconds(int(self.lease_s * 1e9))
@@ -129,3 +132,35 @@ async def test_a_refusal_is_asked_again_and_hinders_no_leaving(port, monkeypatch
         orchestrator.failure = SluiceError.not_found("WRONG_RUN", "this orchestrator has runs/other")
         async with announcing(free_port()):
             pass
+
+
+def announcer(port: int) -> Announcer:
+    return Announcer(f"127.0.0.1:{port}", SecurityConfig(), run="test", replica="one", address="replica.example:7103")
+
+
+@pytest.mark.parametrize("registered", [True, False])
+async def test_a_replica_without_requests_ends_when_the_orchestrator_knows_that_it_leaves(port, registered):
+    orchestrator, drain, announcing = Orchestrator(slow_s=0.2), Drain(), announcer(port)
+    async with serving(orchestrator, port), asyncio.timeout(DEADLINE_S):
+        task = asyncio.create_task(announcing.run(drain))
+        if registered:
+            await until(lambda: orchestrator.beats >= 1)
+        else:
+            await asyncio.sleep(0.1)  # it is being registered
+        drain.begin(0.0)
+        await announcing.left()
+        assert orchestrator.left == ["one"]
+        await task
+
+
+async def test_a_replica_does_not_wait_long_for_an_orchestrator_that_hangs(port, monkeypatch):
+    monkeypatch.setattr(announce, "LEAVE_S", 0.1)
+    orchestrator, drain, announcing = Orchestrator(slow_s=DEADLINE_S), Drain(), announcer(port)
+    async with serving(orchestrator, port), asyncio.timeout(DEADLINE_S):
+        task = asyncio.create_task(announcing.run(drain))
+        await asyncio.sleep(0)
+        drain.begin(0.0)
+        await announcing.left()
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait({task})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -144,6 +145,19 @@ async def test_a_version_is_taken_while_requests_are_under_way(following):
     assert len(sample.token_ids) == 480
 
 
+async def test_a_switch_that_takes_long_shows_in_the_status(following, monkeypatch):
+    weights, proceed = following.engine._running._weights, threading.Event()
+    copy = weights.copy
+    monkeypatch.setattr(weights, "copy", lambda files: (proceed.wait(TIMEOUT_S), copy(files)))
+    version = await following.publish(1)
+    while (await following.status()).state != rollout_pb2.REPLICA_STATE_SWITCHING:  # noqa: ASYNC110 - over gRPC
+        await asyncio.sleep(0.01)
+    assert following.version == BASE
+    proceed.set()
+    await following.until_serves(version)
+    assert (await following.status()).state == rollout_pb2.REPLICA_STATE_SERVING
+
+
 async def test_a_held_replica_stays_and_tells_who_holds_it(following):
     await following.until_serves(await following.publish(1))
     await following.set_policy(rollout_pb2.WEIGHT_POLICY_MODE_HOLD)
@@ -243,9 +257,11 @@ async def test_an_engine_that_came_back_on_the_base_is_brought_to_the_newest_ver
             with staged.open("r+b") as file:
                 file.write(b"damaged!")
             long = replace(GREEDY, sampling=replace(GREEDY.sampling, max_tokens=480))
+            await engine.pause(PauseMode.KEEP)  # or the request may have ended before the damage is done
             task = asyncio.create_task(engine.sample(long))
-            await until(lambda: engine.status().running == 1)
+            await until(lambda: engine.status().queued == 1)
             engine._running.batch._cache.keys = torch.zeros(0)  # the next step fails, and the engine is started again
+            await engine.resume()
             with pytest.raises(EngineError):
                 await task
             await until(lambda: engine.status().healthy)

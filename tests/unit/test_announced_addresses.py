@@ -69,7 +69,7 @@ async def resolved(target: str, *, from_here: bool) -> list[str]:
     """The addresses that a pool would call for an announced name."""
     pool = ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None)
     joined: list[str] = []
-    pool._join = joined.append  # type: ignore[method-assign]  # nothing is called
+    pool._join = lambda target, _: joined.append(target)  # type: ignore[method-assign]  # nothing is called
     pool.register("r", target, from_here=from_here)
     await pool._follow_names()
     return joined

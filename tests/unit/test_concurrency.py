@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator_svc.concurrency import ConcurrencyLimit, EngineLoad
 from orchestrator_svc.config import ConcurrencyConfig
+from orchestrator_svc.placement import Load, place
 
 STEP_S = 0.05
 POLL_S = 0.5
@@ -133,6 +134,48 @@ def test_it_grows_while_groups_are_held_back_by_slow_scoring() -> None:
     before = limit.samples
     limit.report(simulated.load(), 4, 101.0, held_back=False)
     assert limit.samples == before, "nothing shows that more would help"
+
+
+def test_it_grows_by_time_and_not_by_how_often_the_replica_is_asked() -> None:
+    """Replicas are polled fifty times a second while a newer version is awaited."""
+    limit = ConcurrencyLimit(ConcurrencyConfig(initial_samples=64), 8)
+    for tick in range(50):
+        limit.report(EngineLoad(32, 0, 0.1, 0, 0), 64, tick * 0.02, held_back=True)
+    assert limit.samples == 64 + 2 * 8
+
+
+def test_a_replica_that_does_well_with_more_than_its_limit_gets_a_higher_one() -> None:
+    """It was given more since no other serves the version."""
+    limit = ConcurrencyLimit(ConcurrencyConfig(initial_samples=64), 8)
+    for tick in range(100):
+        limit.report(EngineLoad(200, 0, 0.1, 0, 0), 200, tick * POLL_S, held_back=False)
+    assert 200 - 8 <= limit.samples <= 200 + 16
+
+
+def test_each_replica_of_two_gets_what_it_can_take() -> None:
+    """One has a cache that is too small for its places; its limit falls, and the other one takes more."""
+    group, groups = 8, 0
+    engines = {"small cache": SimulatedEngine(64, 3_000), "large cache": SimulatedEngine(64, 100_000)}
+    limits = {name: ConcurrencyLimit(ConcurrencyConfig(), group) for name in engines}
+    late: dict[str, list[int]] = {name: [] for name in engines}
+    for name, engine in engines.items():
+        limits[name].report(engine.load(), 0, 0.0, held_back=False)
+    for step in range(int(120 / STEP_S)):
+        in_flight = {name: len(engine.groups) * group for name, engine in engines.items()}
+        while sum(in_flight.values()) // group < sum(limit.samples for limit in limits.values()) // group:
+            loads = [Load(name, in_flight[name], limits[name].samples) for name in engines]
+            name = place(loads, "", 0.25)
+            engines[name].submit(groups, group)
+            groups, in_flight[name] = groups + 1, in_flight[name] + group
+        for engine in engines.values():
+            engine.step()
+        if step % int(POLL_S / STEP_S) == 0:
+            for name, engine in engines.items():
+                limits[name].report(engine.load(), in_flight[name], step * STEP_S, held_back=True)
+                late[name].append(in_flight[name])
+    half = len(late["small cache"]) // 2
+    assert max(late["small cache"][half:]) < min(late["large cache"][half:])
+    assert max(late["small cache"][half:]) <= 64, "it began with twice its places and a reserve: 160"
 
 
 def test_a_burst_of_a_moment_is_no_standing_queue() -> None:

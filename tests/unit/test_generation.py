@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc.generation import Generation, Part
+from orchestrator_svc.generation import MAX_REQUEST_ID, Generation, Part, bounded_id
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 
 PROMPT = [11, 12, 13]
 STOP, LENGTH, ABORT = tokens_pb2.FINISH_REASON_STOP, tokens_pb2.FINISH_REASON_LENGTH, tokens_pb2.FINISH_REASON_ABORT
@@ -216,6 +216,52 @@ def test_the_last_token_of_a_full_sample_without_its_end_is_sampled_again(limits
     (last,) = generation.rest(part, model, "a", interrupted=False)
     assert list(last.request.token_ids.ids) == [*PROMPT, 7, 8]
     assert part.unusable == 1
+
+
+def test_no_id_is_too_long_for_a_replica_or_that_of_another_request() -> None:
+    """A custom workflow may name its requests as it likes."""
+    ids = set()
+    for last in "ab":
+        request = rollout_pb2.GenerateRequest(request_id="w" * 127 + last, text="x", n=3)
+        generation = Generation(request)
+        part = generation.whole()
+        part.receive(opening(part))
+        part.receive(some(0, 0, [7, 8]))
+        left = generation.rest(part, MODEL, "a", interrupted=True)
+        ids |= {each.request.request_id for each in left}
+        for each in left:
+            left_again = generation.rest(each, MODEL, "a", interrupted=True)
+            ids |= {again.request.request_id for again in left_again}
+    assert len(ids) == 8
+    assert max(map(len, ids)) <= MAX_REQUEST_ID
+    assert len(bounded_id("w" * 500)) == MAX_REQUEST_ID
+    assert bounded_id("w" * 500) != bounded_id("w" * 501)
+    assert bounded_id("w" * 128) == "w" * 128
+
+
+def test_stalls_count_until_a_token_comes() -> None:
+    generation, part = begun(2)
+    part.receive(some(0, 0, [7]))
+    left = generation.rest(part, MODEL, "a", interrupted=True, stalled=True)
+    assert [(each.tries, each.stalls) for each in left] == [(0, 1), (1, 1)]
+    (again,) = generation.rest(left[1], MODEL, "b", interrupted=True, stalled=True)
+    assert (again.tries, again.stalls) == (2, 2)
+    again.receive(some(0, 0, [7]))
+    (calm,) = generation.rest(again, MODEL, "a", interrupted=True)
+    assert (calm.tries, calm.stalls) == (0, 0)
+
+
+def test_the_newest_version_of_a_stream_is_that_of_its_own_tokens() -> None:
+    """A replica must not be taken to serve the version of the one before."""
+    generation, part = begun(1)
+    new = [tokens_pb2.VersionSpan(start=0, policy_version=Version(1, 9).to_proto())]
+    part.receive(some(0, 0, [7, 8], version_spans=new))
+    assert part.newest_version == Version(1, 9)
+    (more,) = generation.rest(part, MODEL, "a", interrupted=True)
+    more.receive(opening(more))
+    assert more.newest_version == BASE
+    more.receive(some(0, 0, [9]))
+    assert more.newest_version == Version(1, 0)
 
 
 def test_alternatives_are_cut_with_their_tokens() -> None:

@@ -20,6 +20,7 @@ def test_the_choice_is_never_busier_than_the_margin_allows(loads: list[Load], ho
     least = min(each.share for each in loads)
     assert chosen.share <= least + margin
     assert chosen.target == f"r{home}" or chosen.share == least
+    assert chosen.share < 1 or least >= 1 or chosen.share == least
 
 
 def test_load_counts_by_the_places_of_a_replica() -> None:
@@ -29,6 +30,11 @@ def test_load_counts_by_the_places_of_a_replica() -> None:
 def test_the_replica_with_the_prefix_is_left_when_it_has_much_more_to_do() -> None:
     assert place([Load("home", 26, 64), Load("other", 10, 64)], "home", 0.25) == "home"
     assert place([Load("home", 27, 64), Load("other", 10, 64)], "home", 0.25) == "other"
+
+
+def test_a_replica_without_a_place_left_is_no_home_while_another_has_places() -> None:
+    assert place([Load("home", 64, 64), Load("other", 60, 64)], "home", 0.25) == "other"
+    assert place([Load("home", 70, 64), Load("other", 64, 64)], "home", 0.25) == "home", "both wait"
 
 
 def test_the_most_specific_key_counts_first() -> None:

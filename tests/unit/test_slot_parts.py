@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_svc.engines.base import GenerationRequest, ModelInfo, Sampling
+from rollout_svc.engines.base import FinishReason, GenerationRequest, ModelInfo, Sampling
 from rollout_svc.engines.slots.batch import ActiveRequest, ActiveSample, WaitingQueue, completed_stop
 from rollout_svc.engines.slots.model import DecodeView, KvShape, PrefillView, SlotCache
 from sluice.versions import BASE, Version
@@ -110,6 +110,7 @@ def test_chunks_carry_the_spans_that_they_cut() -> None:
     sample = ActiveSample(GenerationRequest("r", [5, 6], Sampling()), 0, INFO)
     for token, version in enumerate([BASE, BASE, Version(1, 1), Version(1, 1), Version(1, 2)]):
         sample.append(token, -1.0, [], version)
+    sample.settle(None)
     assert [(span.start, span.version) for span in sample.part().spans] == [
         (0, BASE),
         (2, Version(1, 1)),
@@ -117,6 +118,22 @@ def test_chunks_carry_the_spans_that_they_cut() -> None:
     ]
     assert [(span.start, span.version) for span in sample.part(3).spans] == [(3, Version(1, 1)), (4, Version(1, 2))]
     assert sample.part(5).token_ids == []
+
+
+async def test_the_last_token_is_never_given_without_its_reason() -> None:
+    """The reader is another thread; a caller that has the last token alone would continue a sample that has ended."""
+    live = ActiveRequest(GenerationRequest("r", [5], Sampling()), INFO)
+    (sample,) = live.samples
+    sample.append(7, -1.0, [], BASE)
+    sample.settle(None)
+    sample.append(1, -1.0, [], BASE)
+    sample.stop_string = "x"
+    (part,) = live.parts()
+    assert (part.token_ids, part.finish_reason, part.stop_string) == ([7], None, "")
+    assert not live.parts()
+    sample.settle(FinishReason.STOP)
+    (part,) = live.parts()
+    assert (part.token_ids, part.finish_reason, part.stop_string) == ([1], FinishReason.STOP, "x")
 
 
 async def test_waiting_ends_when_the_request_does_or_after_the_time() -> None:

@@ -1,7 +1,7 @@
 """The samples that are generated together: a request and its samples, the queue, and the batch that samples a token for each row.
 
-The engine's thread writes them, and callers read them in the event loop. The lists of a sample only grow, and its token ids grow
-last. So a reader in another thread that reads as many log-probabilities as there are tokens sees whole steps, without a lock.
+The engine's thread writes them, and callers read them in the event loop. The lists of a sample only grow, and `settle` says up to
+where they may be read. So a reader in another thread sees whole steps without a lock, and never a last token without its reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ActiveSample:
         self.top: list[list[tuple[int, float]]] = []
         self.spans: list[VersionSpan] = []
         self.stop_string = ""
-        self.finish_reason: FinishReason | None = None
+        self._settled: tuple[int, FinishReason | None] = (0, None)
         room = info.max_model_len - len(request.prompt_ids)
         self.most_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
@@ -65,6 +65,15 @@ class ActiveSample:
         """Return the position of its last token, whose keys and values are not computed yet."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Return why it ended; None if it has not."""
+        return self._settled[1]
+
+    def settle(self, reason: FinishReason | None) -> None:
+        """Let readers have the tokens so far; the reason tells that they are all."""
+        self._settled = (len(self.token_ids), reason)
+
     def append(self, token: int, logprob: float, top: list[tuple[int, float]], version: Version) -> None:
         """Append a token."""
         if not self.spans or self.spans[-1].version != version:
@@ -75,9 +84,8 @@ class ActiveSample:
         self.token_ids.append(token)
 
     def part(self, start: int = 0) -> Sample:
-        """Return the tokens from `start` on."""
-        reason = self.finish_reason  # read before the tokens: no token follows once it is set
-        end = len(self.token_ids)
+        """Return the settled tokens from `start` on."""
+        end, reason = self._settled
         return Sample(
             index=self.index,
             offset=start,
@@ -85,7 +93,7 @@ class ActiveSample:
             logprobs=self.logprobs[start:end],
             spans=spans_between(self.spans, start, end),
             finish_reason=reason,
-            stop_string=self.stop_string,
+            stop_string=self.stop_string if reason is not None else "",
             top_logprobs=self.top[start:end],
         )
 
@@ -350,11 +358,11 @@ class SlotBatch:
             if math.isnan(logprob):
                 log.error("the model's output is not finite", request=sample.request.request_id, version=str(version))
                 self._cache.clean(first + number)
-                sample.finish_reason = FinishReason.ERROR
+                sample.settle(FinishReason.ERROR)
             else:
                 sampled_by = version if active.adapter is None else active.adapter.version
                 sample.append(drawn.token_ids[number], logprob, drawn.top[number], sampled_by)
-                sample.finish_reason = self._reason_to_end(sample)
+                sample.settle(self._reason_to_end(sample))
                 self.generated_tokens += 1
             if sample.finish_reason is not None:
                 ended.append(first + number)

@@ -41,7 +41,7 @@ from rollout_svc.engines.base import (
 from rollout_svc.engines.model_files import BaseModel, read_base_model
 from rollout_svc.engines.slots.batch import ActiveRequest, BatchLimits, Decoder, SlotBatch, WaitingQueue
 from rollout_svc.engines.slots.model import InPlaceWeights, SlotCache, SlotModel
-from rollout_svc.engines.steps import Steps, paced
+from rollout_svc.engines.steps import Steps, awaiting_weights, paced
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
@@ -221,12 +221,18 @@ class TransformersEngine(LoraEngine):
 
     async def stream(self, request: GenerationRequest, pace: Pace = DEFAULT_PACE) -> AsyncGenerator[Progress, None]:
         """See `InferenceEngine`."""
-        await self._policy_loaded.wait()
+        async with contextlib.aclosing(awaiting_weights((self._policy_loaded,), self._loop.steps)) as signs:
+            async for sign in signs:
+                yield sign
         active = self._submit(request)
         try:
             loop = self._loop
+
+            def stage() -> Stage:
+                return loop.stage(active) if self._policy_loaded.is_set() else Stage.SWITCHING
+
             loop.post(lambda: loop.steps.watch(pace.tokens, active.watched(pace.tokens)))
-            async with contextlib.aclosing(paced(active, pace, loop.steps, lambda: loop.stage(active))) as stream:
+            async with contextlib.aclosing(paced(active, pace, loop.steps, stage)) as stream:
                 async for progress in stream:
                     yield progress
         finally:
@@ -376,6 +382,7 @@ class TransformersEngine(LoraEngine):
             paused=loop.paused is not None,
             healthy=not loop.broken,
             steps=loop.steps.count,
+            switching=loop.switching or not self._policy_loaded.is_set(),
         )
 
 
@@ -430,7 +437,7 @@ class SlotLoop:
         self.batch = batch
         self.steps = Steps()
         self.paused: PauseMode | None = None
-        self.swapping = False
+        self.switching = False
         """Whether it copies other weights."""
         self.broken = ""
         self.staged: StagedVersion | None = None
@@ -493,7 +500,9 @@ class SlotLoop:
 
     def stage(self, active: ActiveRequest) -> Stage:
         """Return where a request stands."""
-        if self.paused is not None or self.swapping:
+        if self.switching:
+            return Stage.SWITCHING
+        if self.paused is not None:
             return Stage.PAUSED
         return Stage.RUNNING if active.admitted else Stage.QUEUED
 
@@ -523,7 +532,7 @@ class SlotLoop:
             [row for row, (owner, _) in enumerate(self.batch.rows) if active is None or owner is active]
         )
         for owner, sample in gone:
-            sample.finish_reason = reason
+            sample.settle(reason)
             owner.sample_ended()
         return bool(gone)
 
@@ -577,7 +586,7 @@ class SlotLoop:
             EngineError: if it could not be applied. The version before keeps serving, unless `broken` is set.
         """
         begun = time.perf_counter()
-        self.swapping = True
+        self.switching = True
         try:
             try:
                 self._weights.copy(self._files(staged))
@@ -589,7 +598,7 @@ class SlotLoop:
             if self._recompute:
                 self.batch.recompute_kv()
         finally:
-            self.swapping = False
+            self.switching = False
         return time.perf_counter() - begun, copied - begun
 
     def tensors(self) -> list[str]:

@@ -30,7 +30,7 @@ from rollout_svc.engines.base import (
     Stage,
 )
 from rollout_svc.engines.model_files import model_directory, read_base_model
-from rollout_svc.engines.steps import paced
+from rollout_svc.engines.steps import awaiting_weights, paced
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
 from rollout_svc.engines.vllm.requests import (
     LoadRecorder,
@@ -220,10 +220,13 @@ class VllmEngine(LoraEngine):
 
     async def stream(self, request: GenerationRequest, pace: Pace = DEFAULT_PACE) -> AsyncGenerator[Progress, None]:
         """See `InferenceEngine`."""
+        steps, given = self._recorder.steps, 0
+        async with contextlib.aclosing(awaiting_weights(self._gates, steps)) as signs:
+            async for sign in signs:
+                yield sign
         tracked = await self._submit(request)
-        given = 0
         try:
-            steps = self._recorder.steps
+            steps = self._recorder.steps  # of the engine that has the request
             steps.watch(pace.tokens, tracked.watched(pace.tokens))
             async with contextlib.aclosing(paced(tracked, pace, steps, lambda: self._stage(tracked))) as stream:
                 async for progress in stream:
@@ -239,9 +242,20 @@ class VllmEngine(LoraEngine):
             self._count(request, given)
             await self._release(tracked)
 
+    @property
+    def _gates(self) -> tuple[asyncio.Event, ...]:
+        """Return what is closed while the engine switches to other weights."""
+        return (self._policy_loaded, self._weights.admit)
+
+    @property
+    def _switching(self) -> bool:
+        return not all(gate.is_set() for gate in self._gates)
+
     def _stage(self, tracked: TrackedRequest) -> Stage:
         """Return where a request stands. The scheduler admits requests in their order, unless it was given priorities."""
-        if self._paused is not None or self._weights.paused:
+        if self._switching:
+            return Stage.SWITCHING
+        if self._paused is not None:
             return Stage.PAUSED
         if tracked.started:
             return Stage.RUNNING
@@ -269,8 +283,8 @@ class VllmEngine(LoraEngine):
         return bool(tracked)
 
     async def _submit(self, request: GenerationRequest) -> TrackedRequest:
-        await self._policy_loaded.wait()
-        await self._weights.admit.wait()  # an update is in progress: the request is sampled by the new version
+        for gate in self._gates:  # the request is sampled by the new version
+            await gate.wait()
         llm = self._llm
         check_request(request, self.info, seeds=self._seeds)
         name = f"{request.request_id}.{next(self._numbers)}"
@@ -462,6 +476,7 @@ class VllmEngine(LoraEngine):
             healthy=healthy,
             steps=processes.recorder.steps.count if processes is not None else 0,
             preemptions=processes.recorder.preemptions if processes is not None else 0,
+            switching=self._switching,
         )
 
 

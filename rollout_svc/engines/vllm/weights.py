@@ -78,7 +78,6 @@ class VllmWeights:
         staged: Its files; None for the base.
         suspect: Whether the live weights were found to differ from `version`, until the next switch.
         admit: Set unless a switch is in progress. New requests wait for it and are sampled by the next version.
-        paused: Whether the engine has stopped sampling for a switch.
     """
 
     def __init__(self, *, clear_cache: bool, double_buffer: bool, patch: bool, deadline_s: float) -> None:
@@ -88,7 +87,6 @@ class VllmWeights:
         self.suspect = False
         self.admit = asyncio.Event()
         self.admit.set()
-        self.paused = False
         self._clear_cache = clear_cache
         self._double_buffer = double_buffer
         self._patch = patch
@@ -132,7 +130,6 @@ class VllmWeights:
         try:
             pause_s, copy_s = await self._pause_and_load(llm, files, resume=resume)
         finally:
-            self.paused = False
             self.admit.set()
         return ApplyReport(files.version, pause_s, prepare_s + copy_s)
 
@@ -140,7 +137,7 @@ class VllmWeights:
         end = self._end()
         pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
         await step(llm, "pausing", pause, left(end))
-        self.paused, begun = True, time.perf_counter()  # the step in progress at the call has returned its tokens
+        begun = time.perf_counter()  # the step in progress at the call has returned its tokens
         refused: EngineError | None = None
         try:
             copy_s = await self._load(llm, files, end)
