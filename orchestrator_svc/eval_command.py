@@ -248,7 +248,7 @@ class _StartedReplica:
 async def _started_replica(config: EvalConfig) -> AsyncIterator[_StartedReplica]:
     """Start ``sluice rollout`` on the model, without weight sync; end it afterwards, also if this process is killed."""
     from sluice.rpc.server import LOOPBACK, free_ports  # noqa: PLC0415 - brings gRPC
-    from sluice.supervise.supervisor import Watchdog  # noqa: PLC0415
+    from sluice.supervise.watchdog import Watchdog  # noqa: PLC0415
 
     port = free_ports(1)[0]
     argv = [sys.executable, "-m", "sluice.cli.main", "rollout", "--model", config.model, "--run", _RUN]

@@ -24,7 +24,7 @@ from orchestrator_svc.envs.episode import MOST_LOSSES, OpenEpisode, task_fields
 from orchestrator_svc.envs.framing import NotPlainError
 from orchestrator_svc.envs.worker import Call, End, EnvironmentFailedError, Reason, Worker, passed_variables
 from sluice.config import ConfigError
-from sluice.supervise.supervisor import Watchdog
+from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome, settle
 
 log = structlog.get_logger(__name__)

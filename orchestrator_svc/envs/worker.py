@@ -23,7 +23,7 @@ from orchestrator_svc.envs.output import BoundedLines
 from sluice.config import ConfigError
 from sluice.config.secrets import is_secret_name
 from sluice.rpc import SluiceError
-from sluice.supervise.supervisor import Watchdog
+from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import settle
 
 log = structlog.get_logger(__name__)

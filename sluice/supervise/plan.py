@@ -207,21 +207,23 @@ def child_specs(
         place, service = places.get(name, Place(1)), service_of(name)
         drain_s: float = getattr(run.section(service), "server").drain_s  # noqa: B009 - a field of a package that this one does not import
         program = ["sluice.cli.main"]
+        forks = sys.platform == "linux"
         if service == "trainer" and place.processes > 1:
+            forks = False
             program = [rank_launcher.__name__, str(place.processes), str(drain_s + RANKS_MARGIN_S)]
-        argv = [sys.executable, "-m", *program, service, "@", str(settings)]
-        argv += ["--server.host", LOOPBACK, "--server.port", str(port)]
+        arguments = [service, "@", str(settings), "--server.host", LOOPBACK, "--server.port", str(port)]
         if name in addresses.http:
-            argv += ["--server.http-port", str(addresses.http[name])]
+            arguments += ["--server.http-port", str(addresses.http[name])]
         if service == "rollout":
-            argv += ["--replica", name]
+            arguments += ["--replica", name]
         environment = child_environment(name, threads, computing, os.environ)
         if place.devices is not None:
             environment[VISIBLE] = ",".join(place.devices)
         specs.append(
             ChildSpec(
                 name=name,
-                argv=tuple(argv),
+                argv=(sys.executable, "-m", *program, *arguments),
+                fork_server=(sys.executable, "-m", "sluice.cli.fork_server", *arguments) if forks else (),
                 log_path=log_dir / f"{name}.log",
                 wait_ready=partial(wait_until_serving, f"{LOOPBACK}:{port}", run.security),
                 environment=environment,

@@ -14,8 +14,11 @@ EXIT_FOR_GOOD = 3
 WINDOW_S = 600.0
 """Seconds after which a restart no longer counts: a child that dies once a day may go on."""
 
+SETTLED_S = 5.0
+"""Seconds that a child must have served for its start to count as a success: one that dies sooner may die of its start."""
+
 FIRST_DELAY_S = 0.5
-"""Pause before a restart, in seconds; doubles with each start in a row that did not come to serve."""
+"""Pause in seconds after the second start in a row that was no success; doubles with each further one. Before there is no pause."""
 
 MAX_DELAY_S = 8.0
 """Longest pause, in seconds."""
@@ -56,7 +59,7 @@ def after_exit(
         restarts: When the child was restarted before, on the same clock.
         most: Most restarts within the window; 0 allows none.
         was_ready: Whether it, or an earlier process of this child, ever served.
-        fruitless: Processes of this child in a row, up to the one that ended, that did not come to serve.
+        fruitless: Processes of this child in a row, up to the one that ended, that did not serve for `SETTLED_S`.
     """
     if code == EXIT_CONFIG:
         return GiveUp("its settings are wrong")
@@ -70,4 +73,5 @@ def after_exit(
     recent = sum(now - at <= WINDOW_S for at in restarts)
     if recent >= most:
         return GiveUp(f"it was restarted {recent} times within {WINDOW_S:g} s")
-    return StartAgain(delay_s=min(FIRST_DELAY_S * 2.0**fruitless, MAX_DELAY_S), attempt=recent + 1)
+    delay_s = min(FIRST_DELAY_S * 2.0 ** (fruitless - 2), MAX_DELAY_S) if fruitless > 1 else 0.0
+    return StartAgain(delay_s, attempt=recent + 1)

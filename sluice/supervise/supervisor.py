@@ -9,22 +9,20 @@ import asyncio
 import codecs
 import contextlib
 import enum
-import errno
 import json
 import os
 import re
-import shutil
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol, Self
+from typing import Protocol, Self
 
-from sluice.supervise import guard
-from sluice.supervise.restart_policy import GiveUp, after_exit
+from sluice.supervise.fork_server import Forked, ForkServer
+from sluice.supervise.restart_policy import SETTLED_S, GiveUp, after_exit
+from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
@@ -69,6 +67,7 @@ class ChildSpec:
         name: Label, unique among the children, such as ``rollout-0``.
         wait_ready: Returns once the child serves; the caller sets the deadline and cancels.
         environment: Variables that are added to the supervisor's own.
+        fork_server: Program that forks the child at each start, see `sluice.cli.fork_server`; empty: each start executes `argv`.
         ends_run: Whether the run succeeds when this child ends with exit code 0.
         may_leave: Whether the others go on without this child when it ends with exit code 0, as a drained replica does. The end of
             any other child is a failure.
@@ -80,6 +79,7 @@ class ChildSpec:
     log_path: Path
     wait_ready: Callable[[], Awaitable[None]]
     environment: Mapping[str, str] = field(default_factory=dict)
+    fork_server: tuple[str, ...] = ()
     ends_run: bool = False
     may_leave: bool = False
     drain_s: float = 5.0
@@ -207,36 +207,41 @@ class Supervisor:
         restarts: list[float] = []
         log = ChildLog(spec.log_path)
         was_ready, fruitless = False, 0
-        while True:
-            self._listener.on_state(spec.name, ChildState.STARTING, "")
-            child = await Child.start(spec, log, watchdog, lambda line: self._listener.on_line(spec.name, line))
-            self._children[spec.name] = child
-            ended = asyncio.create_task(child.ended())
-            discard_outcome(ended)
-            try:
-                ready = await self._serving(spec, ended)
-                was_ready, fruitless = was_ready or ready, 0 if ready else fruitless + 1
-                if not ready and not ended.done():
-                    reason = f"did not serve within {self._start_deadline_s:g} s (--start-deadline)"
+        async with ForkServer(spec.fork_server, {**os.environ, **spec.environment}, watchdog) as forks:
+            while True:
+                self._listener.on_state(spec.name, ChildState.STARTING, "")
+                child = await Child.start(
+                    spec, log, watchdog, forks, lambda line: self._listener.on_line(spec.name, line)
+                )
+                self._children[spec.name] = child
+                ended = asyncio.create_task(child.ended())
+                discard_outcome(ended)
+                try:
+                    ready = await self._serving(spec, ended)
+                    was_ready, ready_at = was_ready or ready, time.monotonic()
+                    if not ready and not ended.done():
+                        reason = f"did not serve within {self._start_deadline_s:g} s (--start-deadline)"
+                        return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
+                    code = await asyncio.shield(ended)
+                finally:
+                    await self._end(child, ended)
+                if code == 0 and spec.ends_run:
+                    return Outcome(Ending.SUCCEEDED, spec.name, describe_exit(code))
+                if code == 0 and spec.may_leave and was_ready:
+                    self._listener.on_state(spec.name, ChildState.LEFT, "was drained and is not started again")
+                    return None
+                now = time.monotonic()
+                fruitless = 0 if ready and now - ready_at >= SETTLED_S else fruitless + 1
+                decision = after_exit(code, now, restarts, self._max_restarts, was_ready=was_ready, fruitless=fruitless)
+                died = f"ended with {describe_exit(code)}"
+                if isinstance(decision, GiveUp):
+                    reason = f"{died}, and {decision.reason}" if decision.reason else died
                     return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
-                code = await asyncio.shield(ended)
-            finally:
-                await self._end(child, ended)
-            if code == 0 and spec.ends_run:
-                return Outcome(Ending.SUCCEEDED, spec.name, describe_exit(code))
-            if code == 0 and spec.may_leave and was_ready:
-                self._listener.on_state(spec.name, ChildState.LEFT, "was drained and is not started again")
-                return None
-            now = time.monotonic()
-            decision = after_exit(code, now, restarts, self._max_restarts, was_ready=was_ready, fruitless=fruitless)
-            died = f"ended with {describe_exit(code)}"
-            if isinstance(decision, GiveUp):
-                reason = f"{died}, and {decision.reason}" if decision.reason else died
-                return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
-            restarts.append(now)
-            detail = f"{died}; restart {decision.attempt} of {self._max_restarts} in {decision.delay_s:g} s"
-            self._listener.on_state(spec.name, ChildState.RESTARTING, detail)
-            await asyncio.sleep(decision.delay_s)
+                restarts.append(now)
+                when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
+                detail = f"{died}; restart {decision.attempt} of {self._max_restarts} {when}"
+                self._listener.on_state(spec.name, ChildState.RESTARTING, detail)
+                await asyncio.sleep(decision.delay_s)
 
     async def _serving(self, spec: ChildSpec, ended: asyncio.Task[int]) -> bool:
         """Wait until the child serves; return False if it ended first, or at the deadline."""
@@ -291,22 +296,28 @@ class Child:
     """One process of a child, in a process group of its own, whose id is the process's."""
 
     def __init__(
-        self, spec: ChildSpec, process: asyncio.subprocess.Process, output: asyncio.Task[None], watchdog: Watchdog
+        self,
+        spec: ChildSpec,
+        process: asyncio.subprocess.Process | Forked,
+        output: asyncio.Task[None],
+        watchdog: Watchdog,
     ) -> None:
         self.spec, self.pid = spec, process.pid
         self._process, self._output, self._watchdog = process, output, watchdog
 
     @classmethod
     async def start(
-        cls, spec: ChildSpec, log: ChildLog, watchdog: Watchdog, on_line: Callable[[LogLine], None]
+        cls, spec: ChildSpec, log: ChildLog, watchdog: Watchdog, forks: ForkServer, on_line: Callable[[LogLine], None]
     ) -> Self:
-        """Start it."""
-        process = await watchdog.start_child(
-            spec.argv,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            environment={**os.environ, **spec.environment},
-        )
+        """Start it: forked if that is possible, otherwise as a new program."""
+        process: asyncio.subprocess.Process | Forked | None = await forks.fork()
+        if process is None:
+            process = await watchdog.start_child(
+                spec.argv,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                environment={**os.environ, **spec.environment},
+            )
         if process.stdout is None:
             raise RuntimeError("a child's output must be a pipe")
         return cls(spec, process, asyncio.create_task(log.follow(process.stdout, on_line)), watchdog)
@@ -345,75 +356,6 @@ def describe_exit(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-class Watchdog:
-    """A small process that ends the children of a supervisor that was killed; see `guard.watch`."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def start(cls, grace_s: float = ChildSpec.drain_s + STOP_MARGIN_S) -> Self:
-        """Start it in a session of its own.
-
-        Args:
-            grace_s: Seconds that the children of a killed supervisor get between SIGTERM and SIGKILL.
-        """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", guard.__file__, "watch", str(grace_s)),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        return cls(process)
-
-    async def start_child(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: int | IO[bytes] = asyncio.subprocess.DEVNULL,
-        stdout: int | IO[bytes],
-        stderr: int | IO[bytes],
-        environment: Mapping[str, str] | None = None,
-    ) -> asyncio.subprocess.Process:
-        """Start a program in a session of its own. It does not begin before the watchdog knows it.
-
-        Because of the session, Ctrl-C reaches the supervisor alone, which then ends its children in order.
-
-        Raises:
-            FileNotFoundError: if there is no such program.
-        """
-        if shutil.which(argv[0]) is None:
-            raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
-        barrier, go_ahead = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guard.__file__, "start", str(barrier), *argv),
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                env=environment,
-                start_new_session=True,
-                pass_fds=[barrier],
-            )
-            self.note("+", process.pid)
-            with contextlib.suppress(BrokenPipeError):  # killed already; its exit code says so
-                os.write(go_ahead, b"+")
-        finally:
-            os.close(barrier)
-            os.close(go_ahead)
-        return process
-
-    def note(self, sign: str, group: int) -> None:
-        """Tell the watchdog that a process group started (``+``) or ended (``-``)."""
-        if self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(f"{sign}{group}\n".encode())
-
-    async def stop(self) -> None:
-        """Make the watchdog end the groups that are left, and wait for its own end."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await self._process.wait()
 
 
 class ChildLog:

@@ -9,18 +9,18 @@ from sluice.supervise.restart_policy import MAX_DELAY_S, WINDOW_S, GiveUp, Start
 KILLED = -9
 
 
-def test_a_child_that_served_is_started_again_after_a_short_pause_however_often() -> None:
+def test_a_child_that_served_is_started_again_at_once_however_often() -> None:
     earlier = [0.0, 1.0]
     assert [after_exit(KILLED, 2.0, earlier[:count], 3, was_ready=True) for count in (0, 1, 2)] == [
-        StartAgain(0.5, 1),
-        StartAgain(0.5, 2),
-        StartAgain(0.5, 3),
+        StartAgain(0.0, 1),
+        StartAgain(0.0, 2),
+        StartAgain(0.0, 3),
     ]
 
 
-def test_the_pause_grows_while_a_child_does_not_come_to_serve() -> None:
-    pauses = [after_exit(KILLED, 2.0, [], 3, was_ready=True, fruitless=count) for count in (0, 1, 2, 9)]
-    assert pauses == [StartAgain(pause, 1) for pause in (0.5, 1.0, 2.0, MAX_DELAY_S)]
+def test_the_pause_grows_while_a_child_does_not_serve_for_long() -> None:
+    pauses = [after_exit(KILLED, 2.0, [], 3, was_ready=True, fruitless=count) for count in (0, 1, 2, 3, 4, 99)]
+    assert pauses == [StartAgain(pause, 1) for pause in (0.0, 0.0, 0.5, 1.0, 2.0, MAX_DELAY_S)]
 
 
 def test_no_restart_beyond_the_bound() -> None:
@@ -30,7 +30,7 @@ def test_no_restart_beyond_the_bound() -> None:
 
 
 def test_restarts_outside_the_window_do_not_count() -> None:
-    assert after_exit(KILLED, WINDOW_S + 1, [0.0], 1, was_ready=True) == StartAgain(0.5, 1)
+    assert after_exit(KILLED, WINDOW_S + 1, [0.0], 1, was_ready=True) == StartAgain(0.0, 1)
 
 
 def test_a_child_with_wrong_settings_is_not_restarted() -> None:
@@ -62,5 +62,5 @@ def test_no_window_ever_holds_more_restarts_than_allowed(gaps: list[float], allo
         decision = after_exit(KILLED, now, restarts, allowed, was_ready=True, fruitless=fruitless)
         if isinstance(decision, StartAgain):
             restarts.append(now)
-            assert 0 < decision.delay_s <= MAX_DELAY_S
+            assert (0 < decision.delay_s <= MAX_DELAY_S) == (fruitless > 1)
     assert all(sum(at - WINDOW_S <= other <= at for other in restarts) <= allowed for at in restarts)

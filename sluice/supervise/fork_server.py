@@ -1,0 +1,138 @@
+"""The supervisor's side of a fork server, a process that has imported a service and forks it at each start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from sluice.supervise.watchdog import Watchdog
+
+_LOST = -int(signal.SIGKILL)
+"""Exit code of a child whose fork server died first: its own is not known, and the supervisor kills it."""
+
+
+class Forked:
+    """A process that was forked.
+
+    Attributes:
+        stdout: Its output, until the last process that has it open ends.
+    """
+
+    def __init__(self, pid: int, stdout: asyncio.StreamReader, codes: asyncio.StreamReader) -> None:
+        self.pid, self.stdout = pid, stdout
+        self._codes = codes
+
+    async def wait(self) -> int:
+        """Return its exit code, or minus the number of the signal that ended it. Call this once."""
+        line = await _line(self._codes)
+        return int(line) if line else _LOST
+
+
+class ForkServer:
+    """Starts `sluice.cli.fork_server` with the first fork, starts it again when it died, and kills it at the end.
+
+    Args:
+        argv: Its command; empty: there is none.
+        environment: All variables of the processes.
+    """
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], watchdog: Watchdog) -> None:
+        self._argv, self._environment, self._watchdog = argv, environment, watchdog
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._replies = asyncio.StreamReader()
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def __aenter__(self) -> Self:
+        """Return it; nothing is started yet."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill the server, which has no state."""
+        await self._stop()
+
+    async def fork(self) -> Forked | None:
+        """Start the service; the one before must have ended. The watchdog knows the process before it begins.
+
+        Returns:
+            None if the service must be executed: there is no server, it died, or it cannot fork safely.
+        """
+        if not self._argv:
+            return None
+        if self._process is None or self._replies.at_eof() or self._replies.exception():
+            await self._start()
+        output, their_output = os.pipe()
+        their_barrier, go_ahead = os.pipe()
+        try:
+            stdout = await _reader(output)
+            with contextlib.suppress(OSError):  # it died; the end of the replies shows it
+                socket.send_fds(self._socket(), [b"+"], [their_output, their_barrier])
+            os.close(their_output)
+            their_output = -1
+            reply = await _line(self._replies)
+            if not reply.isdigit():
+                if reply == b"cold":
+                    self._argv = ()
+                await self._stop()
+                return None
+            self._watchdog.note("+", int(reply))
+            with contextlib.suppress(BrokenPipeError):  # killed already; its exit code says so
+                os.write(go_ahead, b"+")
+            return Forked(int(reply), stdout, self._replies)
+        finally:
+            for descriptor in (their_output, their_barrier, go_ahead):
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    async def _start(self) -> None:
+        await self._stop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await self._watchdog.start_child(
+                self._argv,
+                stdin=theirs.fileno(),
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                environment=self._environment,
+            )
+        self._replies, self._writer = await asyncio.open_connection(sock=ours)
+        self._control = ours
+
+    def _socket(self) -> socket.socket:
+        if self._control is None:
+            raise RuntimeError("the fork server was not started")
+        return self._control
+
+    async def _stop(self) -> None:
+        process, self._process = self._process, None
+        if self._writer is not None:
+            self._writer.close()
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        self._watchdog.note("-", process.pid)
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line; none if the other side is gone."""
+    with contextlib.suppress(ConnectionError):
+        return (await stream.readline()).strip()
+    return b""
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    """Return a stream from a pipe, which it closes at its end."""
+    stream = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(stream)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(descriptor, "rb", buffering=0))
+    return stream

@@ -1,0 +1,148 @@
+"""Services that are forked from a process that has imported them."""
+
+import asyncio
+import sys
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sluice.cli import fork_server
+from sluice.config.schema import SecurityConfig
+from sluice.rpc.channel import wait_until_serving
+from sluice.rpc.server import LOOPBACK, free_ports
+from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Outcome, Supervisor
+from tests.unit.test_supervisor import Witness, eventually, gone, run, wait_for
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="services are forked on Linux only")
+
+FORK_SERVER = (sys.executable, "-m", "sluice.cli.fork_server")
+SAYS_COLD = "import socket; socket.socket(fileno=0).sendall(b'cold\\n')"
+
+
+def weightsync(tmp_path: Path) -> ChildSpec:
+    (port,) = free_ports(1)
+    arguments = ("weightsync", "--output-dir", str(tmp_path), "--server.host", LOOPBACK, "--server.port", str(port))
+    return ChildSpec(
+        "weightsync",
+        (sys.executable, "-m", "sluice.cli.main", *arguments),
+        tmp_path / "weightsync.log",
+        partial(wait_until_serving, f"{LOOPBACK}:{port}", SecurityConfig()),
+        fork_server=(*FORK_SERVER, *arguments),
+    )
+
+
+def processes_of(spec: ChildSpec) -> tuple[psutil.Process, psutil.Process]:
+    """Return the fork server and the service."""
+    (server,) = [each for each in psutil.Process().children() if each.cmdline()[1:] == [*spec.fork_server[1:]]]
+    (service,) = server.children()
+    return server, service
+
+
+async def test_the_output_and_the_exit_code_of_a_forked_process_arrive(tmp_path: Path) -> None:
+    witness = Witness()
+    prints = ChildSpec(
+        "prints", ("/no/such/program",), tmp_path / "log", asyncio.Event().wait, {}, (*FORK_SERVER, "--version")
+    )
+    assert await run([prints], witness) == Outcome(
+        Ending.FAILED,
+        "prints",
+        "ended with exit code 0, and it was restarted 3 times within 600 s",
+        tuple(lines(witness)),
+    )
+    assert len(lines(witness)) == 4
+
+
+def lines(witness: Witness) -> list[str]:
+    return [line.text for _, line in witness.lines]
+
+
+async def test_a_killed_service_is_forked_again_and_a_killed_fork_server_is_replaced(tmp_path: Path) -> None:
+    witness, stop, spec = Witness(), asyncio.Event(), weightsync(tmp_path)
+    running = asyncio.create_task(Supervisor([spec], witness).run(stop))
+    await eventually(lambda: witness.count("weightsync", ChildState.SERVING) == 1)
+    server, service = processes_of(spec)
+    service.kill()
+    await eventually(lambda: witness.count("weightsync", ChildState.SERVING) == 2)
+    same, again = processes_of(spec)
+    assert same == server
+    assert again != service
+    server.kill()
+    await eventually(lambda: witness.count("weightsync", ChildState.SERVING) == 3)
+    other, last = processes_of(spec)
+    assert other != server
+    assert gone(again.pid)
+    stop.set()
+    assert (await running).ending is Ending.STOPPED
+    assert gone(other.pid)
+    assert gone(last.pid)
+    told = [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
+    assert told[0] == "ended with signal SIGKILL; restart 1 of 3 now"
+
+
+async def test_where_forking_is_not_safe_the_service_is_executed(tmp_path: Path) -> None:
+    witness = Witness()
+    cold = (sys.executable, "-S", "-c", SAYS_COLD)
+    child = ChildSpec(
+        "child", (sys.executable, "-S", "-c", "print(1)"), tmp_path / "log", asyncio.Event().wait, fork_server=cold
+    )
+    assert (await run([child], witness, max_restarts=1)).ending is Ending.FAILED
+    assert lines(witness) == ["1", "1"]
+
+
+async def test_where_the_fork_server_dies_at_once_the_service_is_executed(tmp_path: Path) -> None:
+    witness = Witness()
+    child = ChildSpec(
+        "child",
+        (sys.executable, "-S", "-c", "print(1)"),
+        tmp_path / "log",
+        asyncio.Event().wait,
+        fork_server=(sys.executable, "-S", "-c", "1/0"),
+    )
+    assert (await run([child], witness, max_restarts=1)).ending is Ending.FAILED
+    assert lines(witness) == ["1", "1"]
+
+
+def test_a_sigkill_of_the_supervisor_ends_the_fork_server_and_the_service(tmp_path: Path) -> None:
+    spec = weightsync(tmp_path)
+    program = f"""
+import asyncio
+from pathlib import Path
+from sluice.supervise.supervisor import ChildSpec, Supervisor
+class Nobody:
+    def on_line(self, child, line): pass
+    def on_state(self, child, state, detail): pass
+spec = ChildSpec("c", (), Path({str(tmp_path / "c.log")!r}), asyncio.Event().wait, fork_server={spec.fork_server!r})
+asyncio.run(Supervisor([spec], Nobody()).run(asyncio.Event()))
+"""
+    supervisor = psutil.Popen([sys.executable, "-c", program])
+    try:
+        wait_for(lambda: len(supervisor.children(recursive=True)) == 3)
+        below = supervisor.children(recursive=True)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    wait_for(lambda: all(gone(each.pid) for each in below))
+
+
+def test_an_open_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not fork_server._driver_is_open()
+    monkeypatch.setattr(fork_server, "_DRIVER", "/dev/ze")
+    with Path("/dev/zero").open("rb"):
+        assert fork_server._driver_is_open()
+    assert not fork_server._driver_is_open()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", ["trainer", "rollout", "orchestrator", "weightsync"])
+async def test_every_service_can_be_forked(service: str, tmp_path: Path) -> None:
+    """Its imports start no thread and open no device; with wrong settings the fork ends before it does anything."""
+    witness = Witness()
+    arguments = (service, "--no-such-setting", "1")
+    child = ChildSpec(
+        service, ("/no/such/program",), tmp_path / "log", asyncio.Event().wait, {}, (*FORK_SERVER, *arguments)
+    )
+    async with asyncio.timeout(60):
+        outcome = await Supervisor([child], witness).run(asyncio.Event())
+    assert outcome.reason == "ended with exit code 2, and its settings are wrong"
