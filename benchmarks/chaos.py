@@ -89,6 +89,8 @@ class Report:
 
     Attributes:
         reward: Mean reward of the last steps.
+        tokens: Tokens that the run received from replicas.
+        tokens_lost: Tokens beside these that were sampled and thrown away with a killed replica.
         recovery_s: Seconds until the run went on, by fault. Where no replica served meanwhile the fault says so: an engine had to
             start.
         failures: What must not be.
@@ -100,13 +102,13 @@ class Report:
     steps: int = 0
     recovery_s: list[tuple[str, float]] = field(default_factory=list)
     audit: dict[str, Any] = field(default_factory=dict)
-    generated: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    tokens_lost: int = 0
     failures: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return one line."""
-        tokens, lost = self.generated.get("tokens", 0), self.generated.get("tokens_lost", 0)
-        thrown = f", {lost / tokens:.2%} of the tokens thrown away" if tokens else ""
+        thrown = f", {_share(self.tokens_lost, self.tokens):.2%} of the tokens thrown away"
         audit = ", ".join(f"{name} {value}" for name, value in self.audit.items())
         return (
             f"{self.steps} steps in {self.seconds:.0f} s, reward {self.reward:.3f}, {len(self.recovery_s)} faults{thrown};"
@@ -151,18 +153,22 @@ def _results(calm: Sequence[Report], disturbed: Sequence[Report]) -> Mapping[str
         print(
             f"{name:<56} {len(by_fault[name]):>3} times, goes on after {seconds:5.1f} s (median), {worst:5.1f} s (worst)"
         )
-    tokens = sum(each.generated.get("tokens", 0) for each in disturbed)
-    lost = sum(each.generated.get("tokens_lost", 0) for each in disturbed)
+    tokens, lost = sum(each.tokens for each in disturbed), sum(each.tokens_lost for each in disturbed)
     return {
         "seeds": [each.seed for each in disturbed],
         "failures": [f"seed {each.seed}: {problem}" for each in [*calm, *disturbed] for problem in each.failures],
         "recovery_median_s": medians,
-        "tokens_lost_share": round(lost / tokens, 5) if tokens else None,
+        "tokens_lost_share": round(_share(lost, tokens), 5),
+        "tokens_lost": lost,
         "reward_undisturbed": [round(each.reward, 4) for each in calm],
         "reward": [round(each.reward, 4) for each in disturbed],
         "audits": [each.audit for each in disturbed],
         "seconds": [round(each.seconds, 1) for each in disturbed],
     }
+
+
+def _share(lost: int, received: int) -> float:
+    return lost / max(1, lost + received)
 
 
 def _may_mount() -> bool:
@@ -256,7 +262,7 @@ class _Job:
         rewards = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
         report.steps = max((row["step"] for row in rows), default=0)
         report.reward = statistics.fmean([rewards[step] for step in sorted(rewards)][-LAST_STEPS:])
-        report.generated = summary.get("generated", {})
+        report.tokens, report.tokens_lost = summary["tokens_generated"], summary["tokens_lost"]
         if report.steps != self.steps:
             report.failures.append(f"{report.steps} steps instead of {self.steps}")
         result = audit_run(directory)

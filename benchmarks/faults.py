@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from sluice.cli import fork_server
+
 SERVICES = ("trainer", "orchestrator", "weightsync")
 """Those that a run has once."""
 
@@ -25,7 +27,7 @@ FULL_S = 3.0
 """Seconds that the disk is full."""
 
 _MOST_APART_S = 0.5
-_MOST_WAIT_S = 1.5
+_MOST_WAIT_S = 0.8
 _PIDFD_GETFD = 438
 """Number of the system call, the same on every architecture."""
 
@@ -72,16 +74,20 @@ def draw_faults(seed: int, replicas: Sequence[str], *, kills: int, pairs: int, d
 
 
 def children_of(supervisor: psutil.Process) -> dict[str, psutil.Process]:
-    """Return the services that a supervisor runs now, by the name that it gives them."""
+    """Return the services that a supervisor runs now, by the name that it gives them.
+
+    A fork server has the same arguments as the service below it, and is none.
+    """
     found = {}
-    for process in supervisor.children():
+    for child in supervisor.children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            words = process.cmdline()
+            words = child.cmdline()
+            below = [child] if fork_server.__name__ not in words else child.children()
             name = next((word for word in words if word in {*SERVICES, "rollout"}), "")
             if "--replica" in words:
                 name = words[words.index("--replica") + 1]
-            if name:
-                found[name] = process
+            if name and below:
+                found[name] = below[0]
     return found
 
 

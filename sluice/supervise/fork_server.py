@@ -14,7 +14,7 @@ from typing import Self
 from sluice.supervise.watchdog import Watchdog
 
 _LOST = -int(signal.SIGKILL)
-"""Exit code of a child whose fork server died first: its own is not known, and the supervisor kills it."""
+"""Exit code of a process whose fork server died before it: its own is not known."""
 
 
 class Forked:
@@ -27,11 +27,30 @@ class Forked:
     def __init__(self, pid: int, stdout: asyncio.StreamReader, codes: asyncio.StreamReader) -> None:
         self.pid, self.stdout = pid, stdout
         self._codes = codes
+        self._handle: int | None = None
+        with contextlib.suppress(ProcessLookupError):  # killed already, and its fork server has seen it
+            self._handle = os.pidfd_open(pid)
 
     async def wait(self) -> int:
-        """Return its exit code, or minus the number of the signal that ended it. Call this once."""
+        """Return its exit code, or minus the number of the signal that ended it. Call this once.
+
+        A process whose fork server was killed lives on; it then seems to have been killed, whatever its exit code is.
+        """
         line = await _line(self._codes)
+        if self._handle is not None:
+            if not line:
+                await _until_ended(self._handle)
+            os.close(self._handle)
         return int(line) if line else _LOST
+
+
+async def _until_ended(handle: int) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
 
 
 class ForkServer:

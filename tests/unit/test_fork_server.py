@@ -58,7 +58,7 @@ def lines(witness: Witness) -> list[str]:
     return [line.text for _, line in witness.lines]
 
 
-async def test_a_killed_service_is_forked_again_and_a_killed_fork_server_is_replaced(tmp_path: Path) -> None:
+async def test_a_killed_service_is_forked_again_and_survives_its_fork_server(tmp_path: Path) -> None:
     witness, stop, spec = Witness(), asyncio.Event(), weightsync(tmp_path)
     running = asyncio.create_task(Supervisor([spec], witness).run(stop))
     await eventually(lambda: witness.count("weightsync", ChildState.SERVING) == 1)
@@ -69,6 +69,9 @@ async def test_a_killed_service_is_forked_again_and_a_killed_fork_server_is_repl
     assert same == server
     assert again != service
     server.kill()
+    wait_for(lambda: gone(server.pid))
+    await asyncio.wait_for(wait_until_serving(f"{LOOPBACK}:{spec.argv[-1]}", SecurityConfig()), 20)
+    again.kill()
     await eventually(lambda: witness.count("weightsync", ChildState.SERVING) == 3)
     other, last = processes_of(spec)
     assert other != server

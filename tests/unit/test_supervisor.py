@@ -84,7 +84,7 @@ async def test_a_killed_child_is_restarted_and_the_run_continues(tmp_path: Path)
     stop.set()
     assert (await running).ending is Ending.STOPPED
     details = [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
-    assert details == ["ended with signal SIGKILL; restart 1 of 3 in 0.5 s"]
+    assert details == ["ended with signal SIGKILL; restart 1 of 3 now"]
 
 
 async def test_a_child_that_may_leave_is_not_started_again_and_the_others_go_on(tmp_path: Path) -> None:
