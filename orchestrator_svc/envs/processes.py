@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import itertools
 import os
+import secrets
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Self
@@ -22,7 +24,7 @@ from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.episode import MOST_LOSSES, OpenEpisode, task_fields
 from orchestrator_svc.envs.framing import NotPlainError
-from orchestrator_svc.envs.worker import Call, End, EnvironmentFailedError, Reason, Worker, passed_variables
+from orchestrator_svc.envs.worker import MARK, Call, End, EnvironmentFailedError, Reason, Worker, passed_variables
 from sluice.config import ConfigError
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome, settle
@@ -48,6 +50,9 @@ _EXIT_S = 1.0
 
 _MEMORY_POLL_S = 0.25
 """Seconds between two looks at the memory of the processes; a looping allocation takes about 0.5 GiB meanwhile."""
+
+_MEMORY_SHARE = 0.1
+"""Most of a core that these looks may take: they take longer for processes with much memory."""
 
 
 class Restarts:
@@ -123,7 +128,8 @@ class EnvironmentProcesses:
         """
         self._loop = asyncio.get_running_loop()
         self._described: asyncio.Future[None] = self._loop.create_future()
-        self._watchdog = await Watchdog.start(grace_s=0.0)
+        self._mark = secrets.token_hex(8)
+        self._watchdog = await Watchdog.start(grace_s=0.0, mark=f"{MARK}={self._mark}")
         self._memory = asyncio.create_task(self._watch_memory(), name="memory of the environment")
         try:
             self._start_one()
@@ -142,10 +148,12 @@ class EnvironmentProcesses:
             self._look_again.cancel()
         for task in (self._memory, *self._lives.values()):
             task.cancel()
-        await settle(self._memory, *self._lives.values())
-        self._described.cancel()
-        self._give_up("the run ends")
-        await self._watchdog.stop()
+        try:
+            await settle(self._memory, *self._lives.values())
+        finally:
+            self._described.cancel()
+            self._give_up("the run ends")
+            await self._watchdog.stop()  # which kills what is left
 
     async def tasks(self, split: str, seed: int) -> list[Task]:
         """Return the tasks of a split; the same seed gives the same tasks in the same order.
@@ -346,7 +354,8 @@ class EnvironmentProcesses:
         self._pump()
 
     def _start_one(self) -> None:
-        worker = Worker(next(self._process_numbers), self._watchdog, self._answered)
+        number = next(self._process_numbers)
+        worker = Worker(number, f"{self._mark}.{number}.", self._watchdog, self._answered)
         self._starting += 1
         life = asyncio.create_task(self._live(worker), name=f"environment process {worker.number}")
         self._lives[worker] = life
@@ -510,13 +519,16 @@ class EnvironmentProcesses:
     async def _watch_memory(self) -> None:
         """End processes that need too much memory."""
         most = self._config.memory_mib
+        took_s = 0.0
         while most:
-            await asyncio.sleep(_MEMORY_POLL_S)
+            await asyncio.sleep(max(_MEMORY_POLL_S, took_s / _MEMORY_SHARE))
+            began = time.monotonic()
             for worker in tuple(self._lives):
-                used = await asyncio.to_thread(worker.memory_mib)
+                used = await asyncio.to_thread(worker.memory_mib, most)
                 if used > most:
                     text = f"was killed: it had {used:.0f} MiB of memory, more than {most} ({_SECTION}.memory_mib)"
                     worker.end_because(End(Reason.MEMORY, text))
+            took_s = time.monotonic() - began
 
 
 _PINNED = {"step", "close", "tasks"}

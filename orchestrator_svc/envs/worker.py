@@ -23,8 +23,9 @@ from orchestrator_svc.envs.output import BoundedLines
 from sluice.config import ConfigError
 from sluice.config.secrets import is_secret_name
 from sluice.rpc import SluiceError
+from sluice.supervise import guard
 from sluice.supervise.watchdog import Watchdog
-from sluice.tasks import settle
+from sluice.tasks import run_to_end, settle
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +52,9 @@ _MOST_PROCESSES = 1000
 """Most processes of a tree that are looked at: about 50 ms of a thread."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+MARK = "STARTED_BY_SLUICE"
+"""Variable that a process and all that it starts have: the kill finds them by it, also those in sessions of their own."""
 
 
 class Reason(StrEnum):
@@ -127,6 +131,7 @@ class Worker(asyncio.Protocol):
 
     Args:
         number: Names the process in the log.
+        mark: Value of `MARK` for this process; that of no other one begins so.
         watchdog: Ends the process if the orchestrator is killed.
         on_answer: Called with each call that is answered, when there is room for another one.
 
@@ -139,9 +144,10 @@ class Worker(asyncio.Protocol):
     """
 
     def __init__(
-        self, number: int, watchdog: Watchdog, on_answer: Callable[[Worker, Call, dict[str, Any]], None]
+        self, number: int, mark: str, watchdog: Watchdog, on_answer: Callable[[Worker, Call, dict[str, Any]], None]
     ) -> None:
         self.number, self.room, self.episodes = number, 0, 0
+        self._mark = mark
         self.running: dict[int, Call] = {}
         self.waiting: deque[Call] = deque()
         self.ended = asyncio.Event()
@@ -153,6 +159,7 @@ class Worker(asyncio.Protocol):
         self._description: dict[str, Any] = {}
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._killing: asyncio.Task[str] | None = None
         self._following: list[asyncio.Task[None]] = []
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
@@ -176,7 +183,7 @@ class Worker(asyncio.Protocol):
                     stdin=theirs.fileno(),
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
-                    environment=variables,
+                    environment={**variables, MARK: self._mark},
                 )
             loop = asyncio.get_running_loop()
             self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)
@@ -259,7 +266,9 @@ class Worker(asyncio.Protocol):
         self._started.set()
 
     async def kill(self, grace_s: float = 0.0) -> str:
-        """End the process, its group and what it started; calls that run are left without an answer.
+        """End the process and all that it started; calls that run are left without an answer.
+
+        It runs to its end, a few seconds at most, also if the caller is cancelled.
 
         Args:
             grace_s: Seconds in which it may end by itself, now that its connection is closed.
@@ -267,6 +276,11 @@ class Worker(asyncio.Protocol):
         Returns:
             How it ended, as a clause that follows "the environment's process".
         """
+        if self._killing is None:
+            self._killing = asyncio.create_task(self._kill(grace_s), name=f"kill environment process {self.number}")
+        return await run_to_end(self._killing)
+
+    async def _kill(self, grace_s: float) -> str:
         self.ended.set()
         for call in self.running.values():
             if call.timer is not None:
@@ -290,6 +304,7 @@ class Worker(asyncio.Protocol):
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)
+        await asyncio.to_thread(guard.kill_marked, f"{MARK}={self._mark}")
         await settle(*self._following, timeout_s=_LAST_LINES_S)
         for task in self._following:
             task.cancel()
@@ -317,18 +332,36 @@ class Worker(asyncio.Protocol):
                 self._last_lines.append(line)
                 log.info("environment prints", environment=self._environment, process=self.number, text=line)
 
-    def memory_mib(self) -> float:
-        """Return the memory of the process and of what it started, without what is shared with files, in MiB; 0 if not Linux.
+    def memory_mib(self, most: float) -> float:
+        """Return the memory of the process and of what it started, in MiB; 0 if not Linux.
 
-        May be called in a thread: it reads as many files as the processes have threads.
+        What they share counts once: pages that a fork has not written to, and shared memory. Pages of files do not count.
+        The kernel looks at every page for that, so up to `most` the sum of their resident pages is returned instead, which is
+        never less. May be called in a thread: it reads as many files as the processes have threads.
         """
         process = self._process
-        pages = 0
-        for pid in _tree(process.pid) if process is not None else ():
-            with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
-                _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-                pages += int(resident) - int(shared)
-        return pages * _PAGE_BYTES / (1 << 20)
+        tree = _tree(process.pid) if process is not None else []
+        bound = sum(_resident_pages(pid)[0] for pid in tree) * _PAGE_BYTES / (1 << 20)
+        return bound if bound <= most else sum(_proportional_bytes(pid) for pid in tree) / (1 << 20)
+
+
+def _resident_pages(pid: int) -> tuple[int, int]:
+    """Return the resident pages of a process, and those of them that are of files or of shared memory; 0 if it has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+        return int(resident), int(shared)
+    return 0, 0
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return the memory of a process without pages of files; of a page that n processes have, one n-th counts."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        parts = dict(line.split(":", 1) for line in lines[1:])
+        return sum(int(parts[name].removesuffix("kB")) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
+    except (OSError, KeyError):  # it has ended or runs as another user, or Linux is older than 5.3
+        resident, shared = _resident_pages(pid)
+        return (resident - shared) * _PAGE_BYTES
 
 
 def _tree(pid: int) -> list[int]:

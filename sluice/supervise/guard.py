@@ -3,9 +3,10 @@
 ``guard.py start FD PROGRAM ...`` is the start barrier of a child: it waits for one byte on FD, then executes the program in its own
 process. It exits if the pipe closes first: then the supervisor died before it told the watchdog about the child.
 
-``guard.py watch GRACE`` is the watchdog. It reads ``+<group>`` and ``-<group>`` lines, the process groups that started and ended. At
+``guard.py watch GRACE [MARK]`` is the watchdog. It reads ``+<group>`` and ``-<group>`` lines, the process groups that started and ended. At
 the end of its input the supervisor is gone. It then sends SIGTERM to the leader of each group that is left, and SIGKILL to the whole
 group after GRACE seconds. Unlike PR_SET_PDEATHSIG this reaches grandchildren, such as vLLM's engine, and works outside of Linux.
+With a MARK, such as ``NAME=beginning of a value``, it then kills every process that has such a variable, also in other sessions (Linux).
 
 The file imports nothing of Sluice, so that ``python -I -S guard.py`` starts in milliseconds.
 """
@@ -19,6 +20,9 @@ import time
 from collections.abc import Callable, Iterable
 
 POLL_S = 0.05
+
+KILL_MARKED_S = 1.0
+"""Seconds in which processes that start others all the time are looked for again and again."""
 
 
 def start(descriptor: int, argv: list[str]) -> int:
@@ -37,12 +41,13 @@ def start(descriptor: int, argv: list[str]) -> int:
         return 127
 
 
-def watch(lines: Iterable[str], grace_s: float) -> None:
-    """Follow the supervisor's lines to their end, then end the process groups that are left.
+def watch(lines: Iterable[str], grace_s: float, mark: str = "") -> None:
+    """Follow the supervisor's lines to their end, then end the process groups and the marked processes that are left.
 
     Args:
         lines: ``+<group>`` or ``-<group>``.
         grace_s: Seconds between SIGTERM and SIGKILL.
+        mark: Of processes to kill; see `kill_marked`. Empty: of none.
     """
     groups: set[int] = set()
     for line in lines:
@@ -55,6 +60,51 @@ def watch(lines: Iterable[str], grace_s: float) -> None:
         leaders = {group for group in leaders if _signalled(os.kill, group, 0)}
     for group in groups:
         _signalled(os.killpg, group, signal.SIGKILL)
+    if mark:
+        kill_marked(mark)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill the processes of this user whose environment has a variable that begins so, until none is left. Only on Linux.
+
+    A process inherits its variables also if its parent has ended or it has a session of its own.
+
+    Args:
+        mark: ``NAME=beginning of its value``.
+    """
+    end = time.monotonic() + KILL_MARKED_S
+    while sum(_kill_if_marked(int(name), mark.encode()) for name in _processes()) and time.monotonic() < end:
+        time.sleep(POLL_S / 5)
+
+
+def _processes() -> list[str]:
+    try:
+        return [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - pathlib is not loaded
+    except OSError:
+        return []
+
+
+def _kill_if_marked(process: int, mark: bytes) -> bool:
+    """Kill a process if it has the mark. Unlike its number, a handle never names another process."""
+    try:
+        with open(f"/proc/{process}/environ", "rb") as file:  # noqa: PTH123 - pathlib is not loaded
+            if not _has(file.read(), mark):
+                return False
+        handle = os.pidfd_open(process)
+        try:
+            with open(f"/proc/{process}/environ", "rb") as file:  # noqa: PTH123
+                if not _has(file.read(), mark):
+                    return False
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        finally:
+            os.close(handle)
+    except (OSError, AttributeError):  # it has ended, is another user's, or this is not Linux
+        return False
+    return True
+
+
+def _has(variables: bytes, mark: bytes) -> bool:
+    return variables.startswith(mark) or b"\0" + mark in variables
 
 
 def _signalled(send: Callable[[int, int], None], target: int, number: int) -> bool:
@@ -72,7 +122,7 @@ def main(mode: str, first: str, *argv: str) -> int:
         return start(int(first), list(argv))
     # Ctrl-C is the supervisor's to handle; it closes the input when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    watch(sys.stdin, float(first))
+    watch(sys.stdin, float(first), *argv)
     return 0
 
 

@@ -24,14 +24,15 @@ class Watchdog:
         self._process = process
 
     @classmethod
-    async def start(cls, grace_s: float = GRACE_S) -> Self:
+    async def start(cls, grace_s: float = GRACE_S, mark: str = "") -> Self:
         """Start it in a session of its own.
 
         Args:
             grace_s: Seconds that the children of a killed supervisor get between SIGTERM and SIGKILL.
+            mark: Beginning of an environment variable, ``NAME=beginning``, of which it kills every process at the end.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", guard.__file__, "watch", str(grace_s)),
+            *(sys.executable, "-I", "-S", guard.__file__, "watch", str(grace_s), *([mark] if mark else [])),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import decimal
+import mmap
 import os
 import re
 import signal
@@ -26,6 +27,33 @@ def hog():
         kept.append(bytearray(1 << 22))
 
 
+def filled(memory):
+    memory[:: 1 << 12] = b"x" * (len(memory) >> 12)  # each page
+    return memory
+
+
+def hog_shared_memory():
+    kept = []
+    while True:
+        kept.append(filled(mmap.mmap(-1, 1 << 25)))
+
+
+def share_with_forks():
+    """Have 50 MiB of one's own and 50 MiB of shared memory beside three forks for two looks at the memory."""
+    _own, _shared = filled(bytearray(50 << 20)), filled(mmap.mmap(-1, 50 << 20))
+    forks = []
+    for _ in range(3):
+        if not (fork := os.fork()):
+            for place in range(0, len(_own), 1 << 12):
+                _ = _own[place], _shared[place]  # read, so that its pages are mapped here too
+            time.sleep(3600)
+        forks.append(fork)
+    time.sleep(0.6)
+    for fork in forks:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
 def flood():
     for _ in range(100_000):
         print("x" * 80)
@@ -46,11 +74,26 @@ def spawn():
     time.sleep(3600)
 
 
+def start_in_a_session(variables=None):
+    sleep = [sys.executable, "-c", "import time; time.sleep(3600)", f"of-{os.getpid()}"]
+    subprocess.Popen(sleep, start_new_session=True, env=variables)
+
+
 def spawn_in_a_session():
-    subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(3600)", f"of-{os.getpid()}"], start_new_session=True
-    )
+    start_in_a_session()
     time.sleep(3600)
+
+
+def daemonise():
+    """Start a process whose parent ends, in a session of its own: nothing of it is below the environment's process."""
+    mark = f"of-{os.getpid()}"
+    code = "import os, sys, time; os.fork() and os._exit(0); os.setsid(); time.sleep(3600)"
+    subprocess.run([sys.executable, "-c", code, mark], check=True)
+
+
+def daemonise_and_exit():
+    daemonise()
+    os._exit(3)
 
 
 def has_secrets():
@@ -73,6 +116,11 @@ DEEDS = {
     "fork and return": lambda: float(bool(os.fork()) or True),
     "spawn": spawn,
     "spawn in a session": spawn_in_a_session,
+    "start in a session without variables": lambda: start_in_a_session({}),
+    "start a daemon": daemonise,
+    "start a daemon and exit": daemonise_and_exit,
+    "hog shared memory": hog_shared_memory,
+    "share with forks": share_with_forks,
     "nan": lambda: float("nan"),
     "object": object,
     "pid": lambda: float(os.getpid()),

@@ -30,7 +30,12 @@ LONG_S = 60.0
 """A limit that no call reaches unless it hangs."""
 
 SHORT_S = 1.0
-"""A limit that calls reach which hang."""
+"""A limit that calls reach which hang, where others beside them must not."""
+
+VERY_SHORT_S = 0.25
+"""The same where no call under this limit is to end well."""
+
+MEMORY_MIB = 150
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
@@ -42,7 +47,15 @@ def pool(name: str, *, arguments=MappingProxyType({}), start_s: float = LONG_S, 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def single() -> AsyncIterator[EnvironmentProcesses]:
-    async with pool("Single", count=1, memory_mib=300, max_restarts=1000) as environment:
+    async with pool("Single", count=1, max_restarts=1000) as environment:
+        yield environment
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hasty() -> AsyncIterator[EnvironmentProcesses]:
+    """Gives up messages after a moment, and completions at once that it cannot score."""
+    limits = {"call_s": VERY_SHORT_S, "score_retries": 0, "memory_mib": MEMORY_MIB, "max_restarts": 1000}
+    async with pool("Single", count=1, **limits) as environment:
         yield environment
 
 
@@ -104,7 +117,6 @@ async def test_completions_are_scored_in_another_process_with_the_whole_task(sin
         ("exit", Reason.DIED),
         ("kill", Reason.DIED),
         ("segfault", Reason.DIED),
-        pytest.param("hog", Reason.MEMORY, marks=linux_only),
     ],
 )
 async def test_a_completion_that_cannot_be_scored_is_missing_and_spoils_no_other(single, bad, reason) -> None:
@@ -112,6 +124,20 @@ async def test_a_completion_that_cannot_be_scored_is_missing_and_spoils_no_other
     assert await single.score(TASK, ["a", bad, "bbb"]) == [1.0, None, 3.0]
     assert single.failures - before == {reason: 2, "missing": 1}
     assert await single.score(TASK, ["cc"]) == [2.0], "the pool goes on"
+
+
+@linux_only
+@pytest.mark.parametrize("word", ["hog", "hog shared memory"])
+async def test_a_process_that_needs_too_much_memory_is_killed(hasty, word) -> None:
+    before = hasty.failures.copy()
+    assert await hasty.score(TASK, [word]) == [None]
+    assert hasty.failures - before == {Reason.MEMORY: 1, "missing": 1}
+    assert await hasty.score(TASK, ["a"]) == [1.0]
+
+
+@linux_only
+async def test_memory_that_processes_share_counts_once(hasty) -> None:
+    assert await hasty.score(TASK, ["share with forks"]) == [16.0], "it and its forks have 100 MiB of 150"
 
 
 async def test_calls_that_hang_cost_their_own_process_whether_they_hold_the_gil_or_not() -> None:
@@ -122,19 +148,22 @@ async def test_calls_that_hang_cost_their_own_process_whether_they_hold_the_gil_
         assert environment.failures == {Reason.HUNG: 4, "missing": 4}
 
 
-async def test_the_loop_goes_on_while_a_process_hangs() -> None:
-    async with pool("Single", count=1, call_s=SHORT_S) as environment:
-        ticks = 0
-        hanging = asyncio.create_task(environment.messages(Task("poison", {"do": "regex"})))
+async def test_the_loop_goes_on_while_a_process_hangs_and_its_end_prints_where(hasty) -> None:
+    ticks = 0
+    with structlog.testing.capture_logs() as logs:
+        hanging = asyncio.create_task(hasty.messages(Task("poison", {"do": "regex"})))
         while not hanging.done():
             await asyncio.sleep(0.01)
             ticks += 1
         with pytest.raises(
-            EnvironmentFailedError, match=r"messages of task poison did not end within 1 s .*call_s"
+            EnvironmentFailedError, match=r"messages of task poison did not end within 0.25 s .*call_s"
         ) as hung:
             await hanging
-        assert (hung.value.reason, hung.value.task_id, hung.value.culprit) == (Reason.HUNG, "poison", True)
-        assert ticks > 10
+    assert (hung.value.reason, hung.value.task_id, hung.value.culprit) == (Reason.HUNG, "poison", True)
+    assert ticks > 3
+    printed = "\n".join(entry.get("text", "") for entry in logs)
+    assert "misbehaving_environment.py" in printed
+    assert "in act" in printed
 
 
 async def test_an_error_carries_its_type_its_message_and_the_lines_of_the_environment_alone(single) -> None:
@@ -160,22 +189,12 @@ async def test_what_is_not_plain_data_is_an_error_that_says_where(single, word, 
     assert await single.score(TASK, ["a"]) == [1.0]
 
 
-async def test_a_task_that_is_not_plain_data_fails_its_call_and_harms_no_process() -> None:
-    async with pool("Single", count=1, call_s=SHORT_S) as environment:
-        (process,) = await environment.score(TASK, ["pid"])
-        with pytest.raises(EnvironmentFailedError, match=r"cannot be called: arguments.task.data.do is of type object"):
-            await environment.messages(Task("t", {"do": object()}))
-        await asyncio.sleep(1.2 * SHORT_S)  # no time limit runs on for it
-        assert await environment.score(TASK, ["pid"]) == [process]
-
-
-async def test_a_hang_prints_where() -> None:
-    async with pool("Single", count=1, call_s=SHORT_S) as environment:
-        with structlog.testing.capture_logs() as logs, pytest.raises(EnvironmentFailedError, match="did not end"):
-            await environment.messages(Task("t", {"do": "regex"}))
-    printed = "\n".join(entry.get("text", "") for entry in logs)
-    assert "misbehaving_environment.py" in printed
-    assert "in act" in printed
+async def test_a_task_that_is_not_plain_data_fails_its_call_and_harms_no_process(hasty) -> None:
+    (process,) = await hasty.score(TASK, ["pid"])
+    with pytest.raises(EnvironmentFailedError, match=r"cannot be called: arguments.task.data.do is of type object"):
+        await hasty.messages(Task("t", {"do": object()}))
+    await asyncio.sleep(1.2 * VERY_SHORT_S)  # no time limit runs on for it
+    assert await hasty.score(TASK, ["pid"]) == [process]
 
 
 async def test_a_process_that_is_about_to_end_gets_no_call_and_blames_none() -> None:
@@ -207,7 +226,9 @@ async def test_tasks_that_cannot_be_listed_are_a_wrong_setting(single, split, me
     [
         ("RaisesAtStart", r"cannot be constructed: LookupError: no server takes \*\*\*"),
         ("ExitsAtStart", "ended with exit code 7 while the environment was .*printed: cannot go on"),
-        pytest.param("HogsAtStart", r"more than 300 .*memory_mib.* while the environment was", marks=linux_only),
+        pytest.param(
+            "HogsAtStart", rf"more than {MEMORY_MIB} .*memory_mib.* while the environment was", marks=linux_only
+        ),
         ("HangsAtStart", "was not imported and constructed within 1 s"),
         ("Nothing", "has no 'Nothing'; it defines"),
     ],
@@ -216,7 +237,7 @@ async def test_an_environment_that_cannot_start_is_a_wrong_setting(name, message
     arguments = {"key": "sk-do-not-print"} if name == "RaisesAtStart" else {}
     start_s = SHORT_S if name == "HangsAtStart" else LONG_S
     with pytest.raises(ConfigError, match=message):
-        async with pool(name, arguments=arguments, start_s=start_s, memory_mib=300):
+        async with pool(name, arguments=arguments, start_s=start_s, memory_mib=MEMORY_MIB):
             pass
 
 
@@ -239,25 +260,54 @@ async def test_a_flood_of_output_is_bounded_in_the_log_and_blocks_nothing(single
 
 @linux_only
 @pytest.mark.parametrize("word", ["fork bomb", "spawn"])
-async def test_a_killed_process_takes_along_what_it_started(word) -> None:
-    async with pool("Single", count=1, call_s=SHORT_S) as environment:
-        (group,) = await environment.score(TASK, ["pid"])
-        assert of_group(int(group))
-        with pytest.raises(EnvironmentFailedError, match="did not end"):
-            await environment.messages(Task("t", {"do": word}))
-        await until(lambda: not of_group(int(group)))
+async def test_a_killed_process_takes_along_what_it_started(hasty, word) -> None:
+    (group,) = await hasty.score(TASK, ["pid"])
+    assert of_group(int(group))
+    with pytest.raises(EnvironmentFailedError, match="did not end"):
+        await hasty.messages(Task("t", {"do": word}))
+    await until(lambda: not of_group(int(group)))
 
 
 @linux_only
-async def test_a_process_that_hangs_takes_along_what_it_started_in_another_session() -> None:
-    async with pool("Single", count=1, call_s=SHORT_S) as environment:
+async def test_a_process_that_hangs_takes_along_what_it_started_in_another_session(hasty) -> None:
+    (parent,) = await hasty.score(TASK, ["pid"])
+    assert await hasty.score(TASK, ["start in a session without variables"]) == [36.0]
+    mark = f"of-{parent:.0f}"
+    await until(lambda: processes_with(mark))
+    with pytest.raises(EnvironmentFailedError, match="did not end"):
+        await hasty.messages(Task("t", {"do": "sleep"}))
+    await until(lambda: not processes_with(mark))
+
+
+@linux_only
+async def test_a_daemon_ends_with_the_process_that_started_it_or_at_the_end_of_the_run() -> None:
+    async with pool("Single", count=1, score_retries=0) as environment:
+        (parent,) = await environment.score(TASK, ["pid"])
+        assert await environment.score(TASK, ["start a daemon and exit"]) == [None]
+        await until(lambda: not processes_with(f"of-{parent:.0f}"))
+        (parent,) = await environment.score(TASK, ["pid"])
+        await environment.score(TASK, ["start a daemon"])
+        mark = f"of-{parent:.0f}"
+        assert processes_with(mark)
+    await until(lambda: not processes_with(mark))
+
+
+@linux_only
+async def test_a_kill_that_the_end_of_the_run_cuts_off_leaves_nothing() -> None:
+    async with asyncio.timeout(LONG_S):
+        environment = await pool("Single", count=1, call_s=SHORT_S).__aenter__()
         (parent,) = await environment.score(TASK, ["pid"])
         hanging = asyncio.create_task(environment.messages(Task("t", {"do": "spawn in a session"})))
         mark = f"of-{parent:.0f}"
         await until(lambda: processes_with(mark))
-        with pytest.raises(EnvironmentFailedError, match="did not end"):
-            await hanging
-        await until(lambda: not processes_with(mark))
+        (worker,) = environment._lives
+        await worker.ended.wait()  # and is about to be killed
+        ending = asyncio.create_task(environment.__aexit__())
+        await asyncio.sleep(0)
+        ending.cancel()
+        hanging.cancel()
+        await asyncio.gather(ending, hanging, return_exceptions=True)
+        await until(lambda: not processes_with(mark) and not of_group(int(parent)))
 
 
 async def test_a_fork_that_comes_back_answers_once(single) -> None:
@@ -279,13 +329,12 @@ async def test_more_processes_are_started_while_calls_wait() -> None:
         hanging.cancel()
 
 
-async def test_a_call_whose_caller_left_still_ends_its_process_when_it_hangs() -> None:
-    async with pool("Single", count=1, score_s=SHORT_S) as environment:
-        hanging = asyncio.create_task(environment.score(TASK, ["loop"]))
-        await asyncio.sleep(0.1)
-        hanging.cancel()
-        async with asyncio.timeout(LONG_S):
-            assert await environment.score(TASK, ["a"]) == [1.0]
+async def test_a_call_whose_caller_left_still_ends_its_process_when_it_hangs(hasty) -> None:
+    hanging = asyncio.create_task(hasty.messages(Task("t", {"do": "loop"})))
+    await asyncio.sleep(0)  # it is sent
+    hanging.cancel()
+    async with asyncio.timeout(LONG_S):
+        assert await hasty.score(TASK, ["a"]) == [1.0]
 
 
 async def test_episodes_keep_their_state_and_are_forgotten_at_their_end(several) -> None:
