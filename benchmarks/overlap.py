@@ -11,14 +11,16 @@ from __future__ import annotations
 import bisect
 import math
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
+from orchestrator_svc.config import PacingConfig
 from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.journal.ledger import Batch, Ledger
+from orchestrator_svc.pacing import Pace
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from sluice.v1 import journal_pb2
 from sluice.versions import BASE, Version
@@ -106,42 +108,97 @@ class Workload:
     """Share of a batch by which younger groups may pass an older one."""
 
 
-def finish_times(work: Workload, speed: EngineSpeed, max_staleness: int) -> list[float]:
-    """Return the seconds from the start at which each batch is applied."""
-    return _Simulation(work, speed, max_staleness).run()
+@dataclass(frozen=True)
+class Loop:
+    """What a run does with a workload.
+
+    Attributes:
+        max_staleness: Bound on staleness.
+        publish_s: Seconds from the end of a step until the replicas serve its version.
+        pacing: When groups start; None: as early as the bound allows.
+    """
+
+    max_staleness: int
+    publish_s: float = 0.0
+    pacing: PacingConfig | None = None
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a simulated run went, by batch.
+
+    Attributes:
+        applied_s: Seconds from the start at which it was applied.
+        trainer_waited_s: Seconds for which the trainer had nothing to do before it.
+        engine_idle_s: Seconds for which no sample was under way before its end, since the end of the one before.
+        staleness: Mean over its tokens.
+    """
+
+    applied_s: list[float] = field(default_factory=list)
+    trainer_waited_s: list[float] = field(default_factory=list)
+    engine_idle_s: list[float] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
+
+    def step_s(self, first: int, end: int) -> float:
+        """Return the mean seconds of the steps from `first` to before `end`, counted from 0."""
+        return (self.applied_s[end - 1] - self.applied_s[first - 1]) / (end - first)
+
+    def waiting(self, first: int, end: int) -> tuple[float, float]:
+        """Return the shares of the time for which the trainer and the engine had nothing to do."""
+        elapsed = self.step_s(first, end) * (end - first)
+        return sum(self.trainer_waited_s[first:end]) / elapsed, sum(self.engine_idle_s[first:end]) / elapsed
+
+
+def course(work: Workload, speed: EngineSpeed, loop: Loop) -> Course:
+    """Simulate a run of the whole workload."""
+    return _Simulation(work, speed, loop).run()
 
 
 @dataclass
 class _Simulation:
     work: Workload
     speed: EngineSpeed
-    max_staleness: int
+    loop: Loop
     now: float = 0.0
     left: dict[int, float] = field(default_factory=dict)
     """Tokens that each running group still has to sample."""
-    began: dict[int, int] = field(default_factory=dict)
-    """Number of the version that each running group began on."""
+    sampled: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Tokens of each live group by number of the version that sampled them."""
     queue: deque[Batch] = field(default_factory=deque)
+    published: deque[tuple[float, int]] = field(default_factory=deque)
+    """Versions on their way to the replicas, and when they arrive."""
+    served: int = 0
     trained_at: float = math.inf
+    trainer_waited_s: float = 0.0
+    engine_idle_s: float = 0.0
 
-    def run(self) -> list[float]:
+    def run(self) -> Course:
         self.scheduler = self._scheduler()
-        applied: list[float] = []
-        while len(applied) < len(self.work.train_s):
-            self._start_what_may()
-            if self._advance():
+        done = Course()
+        while len(done.applied_s) < len(self.work.train_s):
+            due = self._start_what_may()
+            if self._advance(due):
                 batch = self.queue.popleft()
+                done.applied_s.append(self.now)
+                done.trainer_waited_s.append(self.trainer_waited_s)
+                done.engine_idle_s.append(self.engine_idle_s)
+                done.staleness.append(self._staleness(batch))
+                self.trainer_waited_s = self.engine_idle_s = 0.0
                 self._note(batch_applied=journal_pb2.BatchApplied(sequence_no=batch.sequence_no))
+                self.published.append((self.now + self.loop.publish_s, batch.sequence_no))
                 self.trained_at = math.inf
-                applied.append(self.now)
-        return applied
+        return done
 
     def _scheduler(self) -> Scheduler:
         batches = len(self.work.train_s)
         self.ledger = Ledger()
+        pacing = self.loop.pacing or PacingConfig(enabled=False)
+        self.pace = Pace(pacing, self.work.batch_groups)
         scheduler = Scheduler(
             self.ledger,
-            StalenessBound(self.max_staleness, self.work.batch_groups, max_concurrent=len(self.work.answer_tokens)),
+            StalenessBound(
+                self.loop.max_staleness, self.work.batch_groups, max_concurrent=len(self.work.answer_tokens)
+            ),
             window_fraction=self.work.window_fraction,
             on_stale=OnStale.DROP,
             max_steps=batches,
@@ -152,42 +209,64 @@ class _Simulation:
         return scheduler
 
     def _note(self, **kind: Any) -> None:  # noqa: ANN401 - one of the kinds of a fact
-        self.ledger.apply(self.ledger.last_seq + 1, journal_pb2.Fact(**kind))
+        fact = journal_pb2.Fact(**kind)
+        self.ledger.apply(self.ledger.last_seq + 1, fact)
+        self.pace.apply(fact, self.now)
 
-    def _start_what_may(self) -> None:
+    def _start_what_may(self) -> float:
+        """Start groups, batches and steps; return when the next group is due by the pace."""
         scheduler, ledger = self.scheduler, self.ledger
-        present = Version(EPOCH, ledger.applied)
+        while len(self.queue) < QUEUED and (groups := scheduler.choose_batch()) is not None:
+            number = ledger.next_batch
+            self._note(batch_made=journal_pb2.BatchMade(sequence_no=number, groups=[each.number for each in groups]))
+            self.queue.append(ledger.batches[number])
+            self._note(batch_sent=journal_pb2.BatchSent(sequence_no=number, epoch=EPOCH))
+        if self.queue and self.trained_at == math.inf:
+            self.trained_at = self.now + self.work.train_s[self.queue[0].sequence_no - 1]
+        present = Version(EPOCH, self.served)
         while (wanted := scheduler.wanted_version()) is not None and wanted <= present:
+            if wait_s := self.pace.wait_s(len(ledger.groups), self.now):
+                return self.now + wait_s
             number = ledger.next_group - 1
             drawn = journal_pb2.TaskDrawn(group=ledger.next_group, policy_version=present.to_proto())
             self._note(task_drawn=drawn)
             self.left[number] = self.work.answer_tokens[number]
-            self.began[number] = present.number
-        while len(self.queue) < QUEUED and (groups := scheduler.choose_batch()) is not None:
-            made = journal_pb2.BatchMade(sequence_no=ledger.next_batch, groups=[each.number for each in groups])
-            self._note(batch_made=made)
-            self.queue.append(ledger.batches[made.sequence_no])
-        if self.queue and self.trained_at == math.inf:
-            self.trained_at = self.now + self.work.train_s[self.queue[0].sequence_no - 1]
+            self.sampled[number] = defaultdict(float)
+        return math.inf
 
-    def _advance(self) -> bool:
-        """Go to the next event; return whether it is the end of a batch rather than of a group."""
+    def _advance(self, due: float) -> bool:
+        """Go to the next event; return whether it is the end of a step."""
         rate = self.speed.of_one(len(self.left) * self.work.group_size) if self.left else 0.0
         generated_at = self.now + min(self.left.values()) / rate if self.left else math.inf
-        until = min(generated_at, self.trained_at)
+        arrives_at = self.published[0][0] if self.published else math.inf
+        until = min(generated_at, self.trained_at, arrives_at, due)
         if until == math.inf:
             raise RuntimeError("neither side has anything to do: the lengths do not fill the batches")
+        elapsed = until - self.now
+        self.trainer_waited_s += elapsed if self.trained_at == math.inf else 0.0
+        self.engine_idle_s += 0.0 if self.left else elapsed
         if self.left:
             first = min(self.left, key=lambda number: self.left[number])
-            self.left = {number: tokens - (until - self.now) * rate for number, tokens in self.left.items()}
+            for number in self.left:
+                self.left[number] -= elapsed * rate
+                self.sampled[number][self.served] += elapsed * rate
         self.now = until
-        if generated_at <= self.trained_at:
+        if arrives_at <= until:
+            self.served = self.published.popleft()[1]
+        if generated_at <= until:
             self._finish(first)
             return False
-        return True
+        return self.trained_at <= until
 
     def _finish(self, number: int) -> None:
         del self.left[number]
-        versions = [Version(EPOCH, each) for each in range(self.began.pop(number), self.ledger.applied + 1)]
-        accepted = journal_pb2.GroupAccepted(group=number + 1, policy_versions=[each.to_proto() for each in versions])
+        versions = sorted(self.sampled[number]) or [self.served]
+        accepted = journal_pb2.GroupAccepted(
+            group=number + 1, policy_versions=[Version(EPOCH, each).to_proto() for each in versions]
+        )
         self._note(group_accepted=accepted)
+
+    def _staleness(self, batch: Batch) -> float:
+        pieces = [piece for group in batch.groups for piece in self.sampled.pop(group.number - 1).items()]
+        tokens = sum(count for _, count in pieces)
+        return batch.sequence_no - 1 - sum(version * count for version, count in pieces) / tokens

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.lockstep import Lockstep
+from orchestrator_svc.pacing import Pace
 from orchestrator_svc.policy import PolicyEngine
 from orchestrator_svc.replica import Replica
 from orchestrator_svc.replicas import ReplicaPool
@@ -38,8 +40,8 @@ from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller, is_local_peer
+from sluice.v1 import journal_pb2, orchestrator_pb2_grpc
 from sluice.v1 import orchestrator_pb2 as pb
-from sluice.v1 import orchestrator_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -161,7 +163,15 @@ async def _built(
             curriculum = Curriculum(tasks, common.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        journal = _journal(common, config, curriculum)
+        # A pace that follows the clock starts other groups in each run.
+        pacing = config.pacing.model_copy(update={"enabled": False}) if common.deterministic else config.pacing
+        pace = Pace(pacing, config.batch_size)
+
+        def follow(fact: journal_pb2.Fact) -> None:
+            curriculum.apply(fact)
+            pace.apply(fact, time.monotonic())
+
+        journal = _journal(common, config, follow)
         settings = LiveSettings(common, config)
         settings.restore(journal.ledger.settings)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
@@ -218,7 +228,9 @@ async def _built(
             evaluations = Evaluations(config, pool, evaluated, journal, reporter)
         client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
         trainer = TrainerLink(client, common.run, config.deadlines)
-        dispatcher = Dispatcher(config, scheduler, journal, status, curriculum, runners=runners, changed=changed)
+        dispatcher = Dispatcher(
+            config, scheduler, journal, status, curriculum, pace=pace, runners=runners, changed=changed
+        )
         training = Training(config, scheduler, journal, status, curriculum, trainer=trainer, pool=pool, changed=changed)
         run = Run(
             settings,
@@ -241,8 +253,8 @@ async def _close_files(journal: Journal, recorder: Recorder) -> None:
             raise outcome
 
 
-def _journal(common: CommonConfig, config: OrchestratorConfig, curriculum: Curriculum) -> Journal:
-    """Open the run's journal; the curriculum gets its facts.
+def _journal(common: CommonConfig, config: OrchestratorConfig, follow: Callable[[journal_pb2.Fact], None]) -> Journal:
+    """Open the run's journal; `follow` gets its facts.
 
     Raises:
         ConfigError: if there is one and it does not belong to this run, or the run is not to be resumed.
@@ -262,7 +274,7 @@ def _journal(common: CommonConfig, config: OrchestratorConfig, curriculum: Curri
             segment_bytes=config.journal.segment_mb << 20,
             queue_records=config.journal.queue_records,
             queue_bytes=config.journal.queue_mb << 20,
-            follow=curriculum.apply,
+            follow=follow,
         )
     except JournalError as error:
         raise ConfigError(str(error)) from error

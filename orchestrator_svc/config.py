@@ -246,6 +246,25 @@ class ConcurrencyConfig(Section):
     )
 
 
+class PacingConfig(Section):
+    """When groups start: just early enough that the trainer never waits for them, or as early as `max_staleness` allows."""
+
+    enabled: bool = Field(
+        True,
+        description="Start groups when the measured times of generation and training say so, so that they do not age before they are trained; false: as early as `max_staleness` allows.",
+    )
+    batches: int = Field(
+        16,
+        ge=4,
+        description="Batches whose times are measured, the last ones; the slowest decides. Until there are as many, groups start as early as they may.",
+    )
+    reserve: float = Field(
+        0.25,
+        ge=0,
+        description="By how much earlier a batch is to be complete than the trainer needs it, as a share of the time of a step.",
+    )
+
+
 class DeadlinesConfig(Section):
     """How long the orchestrator waits before something counts as failed."""
 
@@ -435,6 +454,7 @@ class OrchestratorConfig(EpisodeConfig):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="Rollout replicas.")
     concurrency: ConcurrencyConfig = Field(default_factory=ConcurrencyConfig, description="Samples in flight.")
+    pacing: PacingConfig = Field(default_factory=PacingConfig, description="When groups start.")
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig, description="Deadlines.")
     journal: JournalConfig = Field(default_factory=JournalConfig, description="The journal.")
     existing_run: Literal["resume", "refuse"] = Field(

@@ -22,6 +22,7 @@ from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Group, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.pacing import Pace
 from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.sifting import ScoredGroup, sift
 from orchestrator_svc.status import RunStatus
@@ -45,6 +46,7 @@ class Dispatcher:
 
     Args:
         curriculum: Chooses the tasks; follows the facts of the journal.
+        pace: Says how long the next group may wait; follows them too.
         runners: Run the groups of each environment, with one engine.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
@@ -57,11 +59,13 @@ class Dispatcher:
         status: RunStatus,
         curriculum: Curriculum,
         *,
+        pace: Pace,
         runners: Mapping[str, GroupRunner],
         changed: asyncio.Event,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._runners, self._curriculum, self._changed = runners, curriculum, changed
+        self._pace, self._paced_s = pace, 0.0
         self._ledger = journal.ledger
         self._engine = next(iter(runners.values())).engine
         self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
@@ -103,9 +107,9 @@ class Dispatcher:
                 if self._lockstep is not None and none_may_start:
                     self._lockstep.hand_over()
                 self._changed.clear()
-                wait_s = self._curriculum.wait_s(time.monotonic())
+                waits_s = (self._curriculum.wait_s(time.monotonic()), self._paced_s or None, _LOOK_AGAIN_S)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_AGAIN_S if wait_s is None else min(_LOOK_AGAIN_S, wait_s)):
+                    async with asyncio.timeout(min(each for each in waits_s if each is not None)):
                         await self._changed.wait()
 
     def _start_next(self, groups: asyncio.TaskGroup) -> bool:
@@ -116,7 +120,10 @@ class Dispatcher:
             wanted = scheduler.wanted_version() if unfinished is None else scheduler.wanted_version_of(unfinished)
         if wanted is not None and not self._pool.has_room(self._ledger.count(Stage.RUNNING) - len(self._unfinished)):
             wanted = None
-        version = self._version_to_start_on(wanted)
+        self._paced_s = 0.0
+        if wanted is not None and unfinished is None:
+            self._paced_s = self._pace.wait_s(len(self._ledger.groups), time.monotonic())
+        version = self._version_to_start_on(None if self._paced_s else wanted)
         if version is None:
             return False
         if unfinished is None:
@@ -205,7 +212,7 @@ class Dispatcher:
         replica = self._pool.pick(wanted) if wanted is not None else None
         waits_for_version = wanted is not None and replica is None
         self._pool.wait_for(wanted if waits_for_version else None)
-        blocked = not self.paused and (self._scheduler.at_capacity or waits_for_version)
+        blocked = not self.paused and (self._scheduler.at_capacity or waits_for_version or self._paced_s > 0)
         self._status.dispatch_blocked.set(blocked, now)
         # At the bound, replicas may still be busy with earlier groups: then neither side waits for the other.
         self._status.rollout_idle.set(blocked and not self._ledger.count(Stage.RUNNING), now)

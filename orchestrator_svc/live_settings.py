@@ -27,6 +27,13 @@ Value: TypeAlias = Any
 LEARNING_RATE = "trainer.lr"
 """The trainer gets it in the header of each batch that is made after the change."""
 
+_NOT_DETERMINISTIC = (
+    "max_staleness",
+    "orchestrator.concurrency.most_samples",
+    "orchestrator.pacing.reserve",
+)
+"""Settings that a deterministic run needs as they are."""
+
 _MOST_CHARACTERS = 1000
 
 log = structlog.get_logger(__name__)
@@ -67,12 +74,13 @@ class LiveSettings:
             "max_staleness": (common, "max_staleness"),
             "orchestrator.max_concurrent": (config, "max_concurrent"),
             "orchestrator.max_running": (config, "max_running"),
+            "orchestrator.pacing.reserve": (config.pacing, "reserve"),
             "orchestrator.concurrency.most_samples": (config.concurrency, "most_samples"),
             "orchestrator.checkpoint.every_steps": (config.checkpoint, "every_steps"),
             "orchestrator.checkpoint.every_s": (config.checkpoint, "every_s"),
         }
         if common.deterministic:
-            for name in ("max_staleness", "orchestrator.concurrency.most_samples"):  # such a run needs them as they are
+            for name in _NOT_DETERMINISTIC:
                 del self._places[name]
         if config.evaluation.wanted:  # otherwise the run has not loaded what it would evaluate
             for name in ("every_steps", "every_s", "patience"):

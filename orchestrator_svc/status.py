@@ -47,7 +47,7 @@ class RunStatus:
     Attributes:
         history: The last trajectories whose outcome is known.
         trainer_idle: Time in which the trainer had no batch.
-        dispatch_blocked: Time in which the staleness bound, or a version that no replica serves yet, stopped dispatch.
+        dispatch_blocked: Time in which the staleness bound, the pace, or a version that no replica serves yet stopped dispatch.
         rollout_idle: The part of it in which no group was running either.
         loop_lag: How late the event loop is.
     """

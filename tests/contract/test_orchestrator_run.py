@@ -178,6 +178,24 @@ async def test_no_more_is_sampled_ahead_than_the_bound_allows(scene) -> None:
     assert scene.report()["max_staleness_seen"] == 1
 
 
+async def test_groups_start_just_in_time_for_a_slow_trainer(scene) -> None:
+    scene.trainer.automatic = False
+
+    async def train() -> None:
+        while True:
+            await asyncio.sleep(0.4)
+            if scene.trainer.waiting:
+                scene.trainer.apply()
+
+    training = asyncio.create_task(train())
+    pacing = {"batches": 4, "reserve": 0.0}
+    await scene.run(common={"max_staleness": 3}, max_steps=12, pacing=pacing)
+    training.cancel()
+    staleness = [row["staleness/mean"] for _, row in sorted(read_metrics(scene.run_dir / "metrics.jsonl").items())]
+    assert staleness[3:5] == [3.0, 3.0]  # nothing was measured when these batches were sampled
+    assert min(staleness[-3:]) < 3.0
+
+
 async def test_a_reward_that_fails_is_missing_and_its_group_goes_on_without_it(scene) -> None:
     scene.replicas[0].text = lambda request, index: "abx" if index == 0 else "aaa"
     report = await scene.run(environment_args={"fail": "x"}, group_size=3, max_steps=2)

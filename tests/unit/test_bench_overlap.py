@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.overlap import EngineSpeed, LongTail, Workload, finish_times, lengths
+from benchmarks.overlap import EngineSpeed, LongTail, Loop, Workload, course, lengths
 from orchestrator_svc.task_stream import TaskStream
 
 UNSHARED = EngineSpeed({1: 1.0, 64: 64.0})
@@ -17,12 +17,11 @@ def even(generate_s: int, train_s: float, batches: int = 12) -> Workload:
 
 def step_s(work: Workload, max_staleness: int, speed: EngineSpeed = UNSHARED) -> float:
     """Seconds per step over six steps: batches may end in bunches of max_staleness + 1."""
-    times = finish_times(work, speed, max_staleness)
-    return (times[9] - times[3]) / 6
+    return course(work, speed, Loop(max_staleness)).step_s(4, 10)
 
 
 def test_without_staleness_the_sides_take_turns() -> None:
-    assert finish_times(even(4, 3.0), UNSHARED, 0)[:3] == [7.0, 14.0, 21.0]
+    assert course(even(4, 3.0), UNSHARED, Loop(0)).applied_s[:3] == [7.0, 14.0, 21.0]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,8 @@ def test_a_straggler_is_passed_where_the_window_allows() -> None:
     answer_tokens[9] = 20  # the last of the first batch, whose groups may also be trained in the second and the third
     strict = Workload(answer_tokens, 1, 10, [1.0] * 12, window_fraction=0.0)
     windowed = Workload(answer_tokens, 1, 10, [1.0] * 12, window_fraction=0.3)
-    assert finish_times(strict, UNSHARED, 2)[0] == pytest.approx(21.0)
-    assert finish_times(windowed, UNSHARED, 2)[0] == pytest.approx(2.0)
+    assert course(strict, UNSHARED, Loop(2)).applied_s[0] == pytest.approx(21.0)
+    assert course(windowed, UNSHARED, Loop(2)).applied_s[0] == pytest.approx(2.0)
 
 
 def test_speed_between_measured_points_follows_the_time_of_a_step() -> None:

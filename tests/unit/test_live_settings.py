@@ -21,6 +21,7 @@ KEYS = (
     "max_staleness",
     "orchestrator.max_concurrent",
     "orchestrator.max_running",
+    "orchestrator.pacing.reserve",
     "orchestrator.concurrency.most_samples",
     "orchestrator.checkpoint.every_steps",
     "orchestrator.evaluation.every_steps",
