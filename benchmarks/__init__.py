@@ -12,7 +12,7 @@ from sluice.telemetry import configure_logging
 
 BENCHMARKS = {
     "rollout": ("benchmarks.rollout", "tokens/s through Generate over gRPC against the engine used in process"),
-    "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths"),
+    "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1, 2 and 4, with log-normal lengths"),
     "chaos": (
         "benchmarks.chaos",
         "runs whose services are killed, stopped, cut off and starved, and what became of them",

@@ -1,8 +1,9 @@
-"""Wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths and one core for each side.
+"""Wall-clock per step at max_staleness 0, 1, 2 and 4, with log-normal lengths and one core for each side.
 
 Four services do real training on real samples. Rounds alternate between the levels, each with the same lengths in the
 same order; neighbours in time are compared. The yardstick beside is synchronous training with both cores for each side,
-and the bound that `overlap` computes from the same lengths and the measured speed of each side alone.
+and the bound that `overlap` computes from the same lengths and the measured speed of each side alone. The share of the time that each side
+waits is measured as every run reports it, beside what the bound has.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import MODEL_2M, free_port, make_model, median_ratio, service
-from benchmarks.overlap import QUESTION, EngineSpeed, Workload, finish_times, lengths
+from benchmarks.overlap import QUESTION, Course, EngineSpeed, Loop, Workload, course, lengths
 from orchestrator_svc.report import read_metrics
 from sluice.client import RolloutClient
 from sluice.v1 import tokens_pb2
 
-LEVELS = (0, 1, 2)
-FILL, DRAIN = 3, 3
+LEVELS = (0, 1, 2, 4)
+FILL, DRAIN = 6, 5
 """Steps of a session before and after the measured ones, in which the pipeline fills and runs dry."""
 
 LONGEST = 480
@@ -36,7 +37,10 @@ PROMPT_TOKENS = 8
 
 WINDOW_FRACTION = 0.3
 
-SESSION_DEADLINE_S = 300.0
+PACED_AFTER = 4
+"""Batches that are measured before groups start by the pace: a session has few."""
+
+SESSION_DEADLINE_S = 600.0
 
 Metrics = Mapping[str, float]
 
@@ -45,7 +49,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     """Measure and print; return what the JSON line holds."""
     parser = argparse.ArgumentParser(prog="sluice bench async", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="sessions of each level")
-    parser.add_argument("--steps", type=int, default=12, help="measured steps per session; a multiple of 6 is best")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps per session")
     parser.add_argument("--batch", type=int, default=8, help="groups per batch")
     parser.add_argument("--group", type=int, default=4, help="samples per group")
     parser.add_argument("--median", type=int, default=40, help="median length in tokens")
@@ -78,6 +82,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
         "group-size": options.group,
         "window-fraction": WINDOW_FRACTION,
         "sampling.ignore-eos": True,
+        "pacing.batches": PACED_AFTER,
         "checkpoint.final": False,
         "write-trajectories": False,
     }
@@ -95,7 +100,7 @@ async def _rounds(
     options: argparse.Namespace, apart: Fleet, together: Fleet, per_session: int
 ) -> tuple[dict[str, list[list[Metrics]]], EngineSpeed]:
     """Return the measured steps of each session by kind (a level, or ``both_cores``), and the speed of the engine alone."""
-    sessions: dict[str, list[list[Metrics]]] = {"0": [], "both_cores": [], "1": [], "2": []}
+    sessions: dict[str, list[list[Metrics]]] = {"0": [], "both_cores": [], **{str(level): [] for level in LEVELS[1:]}}
     speed: dict[int, float] = {}
     for number in range(options.rounds):
         for samples, rate in (await _engine_speed(apart.rollout)).items():
@@ -128,7 +133,8 @@ def _name(kind: str) -> str:
 def _describe(steps: Sequence[Metrics]) -> str:
     return (
         f"{_step_s(steps):.2f} s a step, trainer busy {_trainer_s(steps):.2f} s of it,"
-        f" {_mean(steps, 'tokens/trained'):.0f} tokens, staleness {_mean(steps, 'staleness/mean'):.2f}"
+        f" {_mean(steps, 'tokens/trained'):.0f} tokens, staleness {_mean(steps, 'staleness/mean'):.2f},"
+        f" trainer waits {_mean(steps, 'load/trainer_idle'):.0%}, engine waits {_mean(steps, 'load/rollout_idle'):.0%}"
     )
 
 
@@ -150,8 +156,8 @@ def _train_s(step: Metrics) -> float:
 
 def _bounds(
     options: argparse.Namespace, answer_tokens: Sequence[int], speed: EngineSpeed, synchronous: list[list[Metrics]]
-) -> dict[str, float]:
-    """Return the least seconds per step by level, and of each side alone, over the steps that were measured."""
+) -> dict[str, Course]:
+    """Return the fastest course of a session by level, and with each side alone."""
     # A token costs the trainer about the same in any batch; take the session that was disturbed least.
     per_token = min(statistics.median(1 / step["trainer/tokens_per_second"] for step in steps) for steps in synchronous)
     train_s = []
@@ -159,43 +165,49 @@ def _bounds(
         tokens = sum(answer_tokens[first : first + options.batch]) + options.batch * PROMPT_TOKENS
         train_s.append(per_token * tokens * options.group)
     work = Workload(answer_tokens, options.group, options.batch, train_s, WINDOW_FRACTION)
-    end = FILL + int(options.steps)
-
-    def step_s(work: Workload, level: int) -> float:
-        times = finish_times(work, speed, level)
-        return (times[end - 1] - times[FILL - 1]) / (end - FILL)
-
-    bounds = {str(level): step_s(work, level) for level in LEVELS}
-    bounds["trainer_alone"] = statistics.fmean(train_s[FILL:end])
-    bounds["engine_alone"] = step_s(replace(work, train_s=[0.0] * len(train_s)), LEVELS[-1])
-    print("bounds, s a step: " + "  ".join(f"{_name(kind)} {value:.2f}" for kind, value in bounds.items()))
+    bounds = {str(level): course(work, speed, Loop(level)) for level in LEVELS}
+    at_once = EngineSpeed({1: 1e9, 1_000_000: 1e15})
+    bounds["trainer_alone"] = course(work, at_once, Loop(LEVELS[-1]))
+    bounds["engine_alone"] = course(replace(work, train_s=[0.0] * len(train_s)), speed, Loop(LEVELS[-1]))
     return bounds
 
 
 def _results(
     options: argparse.Namespace,
     sessions: Mapping[str, list[list[Metrics]]],
-    bounds: Mapping[str, float],
+    bounds: Mapping[str, Course],
     speed: EngineSpeed,
 ) -> Mapping[str, Any]:
-    ratios: dict[str, float] = {}
+    end = FILL + int(options.steps)
     step_s = {kind: [_step_s(steps) for steps in done] for kind, done in sessions.items()}
-    for level in LEVELS[1:]:
-        ratios[f"speedup_{level}"] = median_ratio(step_s["0"], step_s[str(level)])
-        ratios[f"speedup_{level}_over_both_cores"] = median_ratio(step_s["both_cores"], step_s[str(level)])
-        ratios[f"bound_{level}"] = round(bounds["0"] / bounds[str(level)], 3)
+    bound_s = {kind: each.step_s(FILL, end) for kind, each in bounds.items()}
+    print("bounds, s a step: " + "  ".join(f"{_name(kind)} {value:.2f}" for kind, value in bound_s.items()))
+    ratios: dict[str, float] = {}
+    for level in LEVELS:
+        name = str(level)
+        ratios[f"over_bound_{level}"] = round(statistics.median(step_s[name]) / bound_s[name], 3)
+        if level:
+            ratios[f"speedup_{level}"] = median_ratio(step_s["0"], step_s[name])
+            ratios[f"speedup_{level}_over_both_cores"] = median_ratio(step_s["both_cores"], step_s[name])
+            ratios[f"bound_{level}"] = round(bound_s["0"] / bound_s[name], 3)
     return {
         "ratios": ratios,
         "step_s": {kind: [round(each, 3) for each in done] for kind, done in step_s.items()},
-        "bound_step_s": {kind: round(value, 3) for kind, value in bounds.items()},
+        "bound_step_s": {kind: round(value, 3) for kind, value in bound_s.items()},
         "trainer_s": {kind: round(statistics.fmean(map(_trainer_s, done)), 3) for kind, done in sessions.items()},
-        "staleness": {
-            kind: round(statistics.fmean(_mean(steps, "staleness/mean") for steps in done), 3)
-            for kind, done in sessions.items()
-        },
+        "trainer_waits": _means(sessions, "load/trainer_idle"),
+        "engine_waits": _means(sessions, "load/rollout_idle"),
+        "bound_trainer_waits": {str(level): round(bounds[str(level)].waiting(FILL, end)[0], 3) for level in LEVELS},
+        "bound_engine_waits": {str(level): round(bounds[str(level)].waiting(FILL, end)[1], 3) for level in LEVELS},
+        "staleness": _means(sessions, "staleness/mean"),
         "engine_tokens_per_s": {samples: round(rate) for samples, rate in speed.tokens_per_s.items()},
         **{name: value for name, value in vars(options).items() if name != "keep"},
     }
+
+
+def _means(sessions: Mapping[str, list[list[Metrics]]], name: str) -> dict[str, float]:
+    """Return the mean of a metric over all measured steps, by kind of session."""
+    return {kind: round(statistics.fmean(_mean(steps, name) for steps in done), 3) for kind, done in sessions.items()}
 
 
 @dataclass(frozen=True)
