@@ -27,11 +27,7 @@ Value: TypeAlias = Any
 LEARNING_RATE = "trainer.lr"
 """The trainer gets it in the header of each batch that is made after the change."""
 
-_NOT_DETERMINISTIC = (
-    "max_staleness",
-    "orchestrator.concurrency.most_samples",
-    "orchestrator.pacing.reserve",
-)
+_NOT_DETERMINISTIC = ("max_staleness", "orchestrator.concurrency.most_samples", "orchestrator.pacing.reserve")
 """Settings that a deterministic run needs as they are."""
 
 _MOST_CHARACTERS = 1000
