@@ -141,13 +141,11 @@ class CallLog:
 
     def _append(self, line: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        descriptor = os.open(self._path, flags, 0o600)
-        try:
-            if os.fstat(descriptor).st_size + len(line) > self._most_bytes:
-                os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.lstat().st_size + len(line) > self._most_bytes:
                 self._rotate()
-                descriptor = os.open(self._path, flags, 0o600)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
             written = os.write(descriptor, line)
             if written < len(line):  # the disk is full now: the next line must not continue this one
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
@@ -159,9 +157,10 @@ class CallLog:
         paths = [self._path, *(self._path.with_suffix(f".{number}.jsonl") for number in range(1, self._kept + 1))]
         if len(paths) == 1:
             self._path.unlink(missing_ok=True)
-        for newer, older in reversed(list(pairwise(paths))):
-            with contextlib.suppress(FileNotFoundError):
-                newer.rename(older)
+        # A rotation that was killed leaves a gap. Files beyond it stay, so that the next one does not delete the oldest too early.
+        gap = next((number for number, path in enumerate(paths) if number and not path.exists()), len(paths))
+        for newer, older in reversed(list(pairwise(paths[: gap + 1]))):
+            newer.rename(older)
 
     def _written(self, writing: asyncio.Future[None]) -> None:
         self._writing.discard(writing)

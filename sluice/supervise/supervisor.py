@@ -9,6 +9,7 @@ import asyncio
 import codecs
 import contextlib
 import enum
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -359,11 +361,15 @@ def describe_exit(code: int) -> str:
 
 
 class ChildLog:
-    """The log of one child across its restarts: a file, and the last lines in memory."""
+    """The log of one child across its restarts: a file, and the last lines in memory.
+
+    A disk that is full does not end the child: lines that cannot be written are missing in the file, which says so later.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._missing = 0
 
     def tail(self) -> list[str]:
         """Return the last lines, with each line of a traceback on its own; at most `TAIL_LINES`."""
@@ -372,12 +378,34 @@ class ChildLog:
 
     async def follow(self, stream: asyncio.StreamReader, on_line: Callable[[LogLine], None]) -> None:
         """Write a process's output to the file until the process closes it, and pass on each line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8", buffering=1) as file:
+        with contextlib.ExitStack() as opened:
+            file: FileIO | None = None
             async for raw in _lines(stream):
-                file.write(raw + "\n")
+                try:
+                    file = file or opened.enter_context(self._open())
+                    self._write(file, raw)
+                except OSError as error:
+                    self._missing += 1
+                    if self._missing == 1:
+                        problem = (
+                            f"cannot write {self.path}: {error.strerror}; its lines are missing until there is room"
+                        )
+                        on_line(LogLine(LEVELS["warning"], problem, structured=True))
                 self._tail.append(raw)
                 on_line(read_line(raw))
+
+    def _open(self) -> FileIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return self.path.open("ab", buffering=0)
+
+    def _write(self, file: FileIO, raw: str) -> None:
+        """Write a line, behind the number of those that are missing; leave no part of it if there is no room."""
+        note = f"{self._missing} lines are missing here, which could not be written\n" if self._missing else ""
+        content, size = f"{note}{raw}\n".encode(), os.fstat(file.fileno()).st_size
+        if file.write(content) < len(content):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._missing = 0
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

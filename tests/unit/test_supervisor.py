@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Outcome, Supervisor, read_line
+from sluice.supervise.supervisor import ChildLog, ChildSpec, ChildState, Ending, LogLine, Outcome, Supervisor, read_line
 
 READY = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(__import__('os').getpid()));"
 """A child says that it serves by a file with its process id."""
@@ -216,6 +217,40 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < end, "condition not met in time"
         time.sleep(0.02)
+
+
+async def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> None:
+    """The disk is full from the second line to the third; a limit on the file's size stands for it."""
+    path, said = tmp_path / "logs/child.log", []
+    log, stream = ChildLog(path), asyncio.StreamReader()
+    following = asyncio.create_task(log.follow(stream, said.append))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        stream.feed_data(b"one\n")
+        await eventually(lambda: len(said) == 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
+        stream.feed_data(b"two\nthree\n")
+        await eventually(lambda: len(said) == 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    stream.feed_data(b"four\n")
+    stream.feed_eof()
+    await following
+    assert path.read_text() == "one\n2 lines are missing here, which could not be written\nfour\n"
+    warning = said.pop(1)
+    assert warning.level == 30
+    assert "its lines are missing until there is room" in warning.text
+    assert [line.text for line in said] == log.tail() == ["one", "two", "three", "four"]
+
+
+async def test_a_log_that_cannot_be_opened_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("in the way of the directory")
+    witness = Witness()
+    outcome = await run([spec(tmp_path, "child", READY + "print('done')", ends_run=True)], witness)
+    assert outcome.ending is Ending.SUCCEEDED
+    assert [line.text for _, line in witness.lines][1:] == ["done"]
 
 
 def test_lines_of_our_services_are_read_as_sentences() -> None:
