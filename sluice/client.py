@@ -34,7 +34,7 @@ from sluice.versions import Version
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | tokens_pb2.Conversation
 """Text, token ids, messages as ``{"role": ..., "content": ...}``, or a conversation with tools."""
 
-_PART_BYTES = 128 << 10
+_PART_BYTES = 512 << 10
 """Size of a message with trajectories: the loops that send and receive a batch serve others between two messages."""
 
 _Request = TypeVar("_Request")

@@ -10,23 +10,36 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _TURN_S = 0.002
-"""Seconds of one turn: as long as a few callbacks of a busy loop."""
+"""CPU seconds of one turn: as many as a few callbacks of a busy loop need."""
+
+_SHARE = 0.25
+"""Part of what the others needed that a turn may last at least: with a busy loop a computation must not wait for ever."""
 
 
 class Turn:
     """Bounds how long a long computation keeps the event loop: call `give_way` between its parts, however small they are.
 
-    Unlike in a thread the parts never run beside other callbacks, and do not compete with them for the interpreter.
+    Unlike in a thread the parts never run beside other callbacks, and do not compete with them for the interpreter. All times are
+    CPU seconds of the thread, so that other processes on the machine do not make turns shorter.
     """
 
     def __init__(self) -> None:
-        self._ends = time.monotonic() + _TURN_S
+        self._begin(_TURN_S)
+
+    def _begin(self, seconds: float) -> None:
+        self._ends = time.thread_time() + seconds
+        self._look_at = time.monotonic() + seconds  # a cheaper clock, and never behind the other one
 
     async def give_way(self) -> None:
         """Let everything else that is due run first, if this turn has lasted long enough."""
-        if time.monotonic() >= self._ends:
-            await asyncio.sleep(0)
-            self._ends = time.monotonic() + _TURN_S
+        if time.monotonic() < self._look_at:
+            return
+        now = time.thread_time()
+        if now < self._ends:
+            self._look_at = time.monotonic() + self._ends - now
+            return
+        await asyncio.sleep(0)
+        self._begin(max(_TURN_S, _SHARE * (time.thread_time() - now)))
 
 
 async def run_to_end(work: asyncio.Future[T], *, on_cancel: Callable[[], object] | None = None) -> T:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -60,23 +61,49 @@ async def test_work_that_fails_after_the_wait_for_it_is_not_reported() -> None:
     assert not unheard.reports
 
 
-async def test_a_long_computation_gives_way_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part takes half a millisecond of a simulated clock, and a turn two milliseconds."""
-    now, order = 0.0, list[str]()
-    monkeypatch.setattr(tasks.time, "monotonic", lambda: now)
+class SimulatedClocks:
+    """The time and the CPU time of the thread, for `sluice.tasks`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.cpu = 0.0
+        monkeypatch.setattr(tasks.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(tasks.time, "thread_time", lambda: self.cpu)
+
+    def work(self, cpu_ms: float, of_ms: float | None = None) -> None:
+        """Use so much of the processor, of a longer time if others use it as well."""
+        self.cpu += cpu_ms / 1000
+        self.now += (of_ms or cpu_ms) / 1000
+
+
+async def turns(clocks: SimulatedClocks, parts: int, others_ms: float, slower: int = 1) -> list[int]:
+    """Return how many parts of half a millisecond a computation made in each turn beside others on its loop."""
+    made, lengths = 0, list[int]()
+    done = asyncio.Event()
 
     async def compute() -> None:
-        nonlocal now
+        nonlocal made
         turn = Turn()
-        for part in range(12):
-            order.append(str(part))
-            now += 0.0005
+        for _ in range(parts):
+            clocks.work(0.5, 0.5 * slower)
+            made += 1
             await turn.give_way()
+        done.set()
 
     async def others() -> None:
-        for _ in range(3):
-            order.append("other")
+        while not done.is_set():
+            lengths.append(made)
+            clocks.work(others_ms, others_ms * slower)
             await asyncio.sleep(0)
 
     await asyncio.gather(compute(), others())
-    assert order == [*"0123", "other", *"4567", "other", *"89", "10", "11", "other"]
+    return [after - before for before, after in pairwise(lengths)]
+
+
+@pytest.mark.parametrize("slower", [1, 10])
+async def test_a_long_computation_gives_way_after_each_turn(monkeypatch: pytest.MonkeyPatch, slower: int) -> None:
+    """A turn is two milliseconds of CPU time, also if other processes use the processor."""
+    assert await turns(SimulatedClocks(monkeypatch), 16, 1.0, slower) == [4, 4, 4]
+
+
+async def test_a_long_computation_gets_its_share_of_a_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await turns(SimulatedClocks(monkeypatch), 200, 40.0))[:4] == [20, 20, 20, 20]
