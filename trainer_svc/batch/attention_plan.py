@@ -21,6 +21,12 @@ from trainer_svc.batch.shapes import Block, Bounds, Indices
 SHORT = 32
 """Tokens. Parts and sequences up to this length share one block: a kernel call costs more than their padding."""
 
+WHOLE = 64
+"""Tokens. Sequences up to this length are attended whole on a CPU, too: then a few calls for all take less time than some for each prompt."""
+
+WHOLE_CELLS = 4
+"""Cells of whole sequences per packed token above which the prompts that they repeat cost more than the calls."""
+
 STEPS = 8
 """Number of size classes between a power of two and the next. More classes mean less padding and more kernel calls."""
 
@@ -165,7 +171,8 @@ class AttentionPlan:
         padded_tokens: Cells of all blocks; those of `prefixes` if there is such a plan.
         real_tokens: Cells that are not padding; in `blocks` a token that several sequences share counts for each.
         pairs: Pairs of tokens, one of which attends to the other; each packed token counts once.
-        prefixes: The plan for a CPU; None if the sequences do not lie as `PrefixPlan.of` requires.
+        prefixes: The plan for a CPU; None if the sequences do not lie as `PrefixPlan.of` requires, or are so short that attending
+            to them whole takes less time.
         varlen: The plan for the kernel of varying lengths; None likewise.
     """
 
@@ -185,15 +192,17 @@ class AttentionPlan:
         Each token of the packed row must belong to a sequence.
         """
         blocks, sources = _blocks(segments, packed_tokens, _sequence_size_class, padding=0)
-        prefixes = PrefixPlan.of(segments, packed_tokens)
+        longest, cells = max(map(len, segments)), sum(block.numel() for block in blocks)
+        whole = longest <= WHOLE and cells <= WHOLE_CELLS * packed_tokens
+        prefixes = None if whole else PrefixPlan.of(segments, packed_tokens)
         seen = np.zeros(packed_tokens, dtype=np.int64)
         for segment in segments:
             seen[segment] = np.arange(1, len(segment) + 1)
         return cls(
             blocks,
             sources,
-            max(map(len, segments)),
-            sum(block.numel() for block in (blocks if prefixes is None else prefixes.blocks)),
+            longest,
+            cells if prefixes is None else sum(block.numel() for block in prefixes.blocks),
             sum(map(len, segments)) if prefixes is None else packed_tokens,
             int(seen.sum()),
             prefixes,
