@@ -290,7 +290,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             wanted = generation_request(request, await self._tokenizer.ids_of(request), engine.info)
             if request.HasField("min_policy_version"):
-                least, present = Version.from_proto(request.min_policy_version), engine.status().version
+                least, held = Version.from_proto(request.min_policy_version), engine.held()
+                present = engine.status().version if held is None else held.serving
                 if present < least:
                     raise SluiceError.failed_precondition(
                         "VERSION_TOO_OLD", f"this replica serves version {present}, the request needs {least}"

@@ -94,11 +94,11 @@ def _renderer(*, terminal: bool, secrets: Collection[str]) -> list[Processor]:
 
 LOOP_LAG_SECONDS = Histogram(
     "sluice_loop_lag_seconds",
-    "How late the event loop runs what is due, looked at every 20 ms.",
+    "How late the event loop runs what is due, looked at every 50 ms.",
     buckets=(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5),
 )
 
-_LOOK_S = 0.02
+_LOOK_S = 0.05
 
 _LAGS_KEPT = 100_000
 """Half an hour of them, where nobody takes them."""
@@ -107,7 +107,7 @@ _LAGS_KEPT = 100_000
 class LoopLag:
     """How late an event loop runs what is due: callbacks that keep it busy delay every call and every answer.
 
-    The times to look are fixed in advance. A loop that stood still for a second has missed fifty of them, each by its own
+    The times to look are fixed in advance. A loop that stood still for a second has missed twenty of them, each by its own
     delay, and not one.
     """
 

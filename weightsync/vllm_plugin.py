@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads: it registers the weight-transfer backend, and ends vLLM's processes when their owner dies.
+"""The plugin that vLLM loads: weight-transfer backend, norms on a CPU, and the end of vLLM's processes when their owner dies.
 
 vLLM calls `register` in the front end and in every spawned worker (entry point ``vllm.general_plugins``). Forked
 workers inherit what the front end registered.
@@ -21,6 +21,9 @@ BACKEND = "sluice"
 WORKER_EXTENSION = "weightsync.vllm.worker.WorkerExtension"
 """Class that vLLM mixes into its workers; see `weightsync.vllm.worker`."""
 
+CPU_KERNELS = "sluice_cpu"
+"""Name under which vLLM finds the kernels of `weightsync.vllm.cpu_norms`."""
+
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 _forking = threading.local()
@@ -28,12 +31,18 @@ _registered = threading.Lock()
 
 
 def register() -> None:
-    """Register the backend, and end this process when the engine's owner dies. Idempotent and cheap."""
+    """Register what we add to vLLM, and end this process when the engine's owner dies. Idempotent and cheap."""
     if not _registered.acquire(blocking=False):
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - only under vLLM
 
     WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm.worker", "StagedFileEngine")
+    from vllm.platforms import current_platform  # noqa: PLC0415 - only under vLLM
+
+    if current_platform.is_cpu():
+        from weightsync.vllm import cpu_norms  # noqa: PLC0415 - only under vLLM
+
+        cpu_norms.register()
     os.register_at_fork(after_in_child=_after_fork)
     if multiprocessing.parent_process() is not None:
         _forking.tied = True  # a spawned engine process: its own workers are tied to it

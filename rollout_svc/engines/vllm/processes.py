@@ -24,7 +24,7 @@ from rollout_svc.engines.vllm import check_names, lora_arguments
 from rollout_svc.engines.vllm.requests import LoadRecorder
 from sluice.tasks import settle
 from sluice.threads import SerialThread
-from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION, children_die_with_us
+from weightsync.vllm_plugin import BACKEND, CPU_KERNELS, WORKER_EXTENSION, children_die_with_us
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -367,6 +367,7 @@ def cpu_defaults(model: str) -> dict[str, Any]:
         "max_num_seqs": CPU_MAX_NUM_SEQS,
         # A seeded request whose prompt is split into chunks kills the CPU engine ("Generator does not use offset").
         "enable_chunked_prefill": False,
+        "ir_op_priority": dict.fromkeys(("rms_norm", "fused_add_rms_norm"), [CPU_KERNELS, "native"]),
     }
 
 
