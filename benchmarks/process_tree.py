@@ -14,6 +14,9 @@ import psutil
 
 SERVICES = ("orchestrator", "rollout", "trainer", "weightsync")
 
+FORK_SERVER = "sluice.cli.fork_server"
+"""Module of the processes that fork services."""
+
 _CHILDREN = {"rollout": "engine", "orchestrator": "environments", "trainer": "trainer"}
 """What the processes do that a service starts."""
 
@@ -70,14 +73,19 @@ class CpuMeter:
 
 
 def _part(process: psutil.Process, top: psutil.Process) -> str:
-    """Return the part of the system that a process belongs to: a service, or what a service started, which may be its fork."""
-    part, each = "rest", process
-    while each.pid != top.pid:
-        service = next((word for word in each.cmdline() if word in SERVICES), None)
+    """Return the part of the system that a process belongs to: a service, or what a service started.
+
+    A service may be a fork of its fork server, and what it starts a fork of the service: all of them have one command line.
+    """
+    below: list[list[str]] = []  # command lines from the process up to the child of `top`
+    each: psutil.Process | None = process
+    while each is not None and each.pid != top.pid:
+        below.append(each.cmdline())
+        each = each.parent()
+    lines = below[::-1] if each is not None else []
+    for depth, line in enumerate(lines):
+        service = next((word for word in line if word in SERVICES), None)
         if service is not None:
-            part = service if each is process else _CHILDREN.get(service, "rest")
-        parent = each.parent()
-        if parent is None:
-            return "rest"
-        each = parent
-    return part
+            own = depth + (FORK_SERVER in line)
+            return service if len(lines) - 1 <= own else _CHILDREN.get(service, "rest")
+    return "rest"

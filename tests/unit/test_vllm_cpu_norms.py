@@ -45,7 +45,9 @@ print(json.dumps(found))
 def test_kernels_are_exact_and_taken_only_where_they_fit():
     environment = {"TORCHDYNAMO_DISABLE": "1", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["norm"] < 1e-5

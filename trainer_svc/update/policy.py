@@ -19,6 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal, Self
 
+import numpy as np
 import structlog
 import torch
 
@@ -352,12 +353,13 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 def _advantage_sums(sequences: Rows[Sequence]) -> dict[str, float]:
-    trained = [each.advantages[each.loss_mask] for each in sequences]
+    trained = [each.advantages.numpy()[each.loss_mask.numpy()] for each in sequences]
+    values = np.concatenate([np.zeros(0, np.float32), *trained])
     return {
-        "zero_advantage_sequences": float(sum(not bool(values.any()) for values in trained)),
-        "tokens": float(sum(len(values) for values in trained)),
-        "positive": float(sum(int((values > 0).sum()) for values in trained)),
-        "negative": float(sum(int((values < 0).sum()) for values in trained)),
+        "zero_advantage_sequences": float(sum(not each.any() for each in trained)),
+        "tokens": float(len(values)),
+        "positive": float(np.count_nonzero(values > 0)),
+        "negative": float(np.count_nonzero(values < 0)),
     }
 
 

@@ -367,7 +367,7 @@ def cpu_defaults(model: str) -> dict[str, Any]:
         "max_num_seqs": CPU_MAX_NUM_SEQS,
         # A seeded request whose prompt is split into chunks kills the CPU engine ("Generator does not use offset").
         "enable_chunked_prefill": False,
-        "ir_op_priority": dict.fromkeys(("rms_norm", "fused_add_rms_norm"), [CPU_KERNELS, "native"]),
+        "ir_op_priority": {name: [CPU_KERNELS, "native"] for name in ("rms_norm", "fused_add_rms_norm")},
     }
 
 
