@@ -51,6 +51,10 @@ class Steps(TrainerCallback):  # type: ignore[misc]  # transformers is not type-
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
 
+    def on_train_begin(self, _arguments: object, _state: object, *_: object, lr_scheduler: Any, **__: object) -> None:  # noqa: ANN401
+        """Begin the warm-up with its first part. Otherwise the first step would have a learning rate of 0, and ours has not."""
+        lr_scheduler.step()
+
     def on_step_begin(self, _arguments: object, state: Any, *_: object, **__: object) -> None:  # noqa: ANN401
         """Note when the trainer is about to generate for the first time."""
         if not state.global_step:

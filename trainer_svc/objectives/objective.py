@@ -241,7 +241,7 @@ def keep_trainable(sequences: Rows[Sequence], objective: ResolvedObjective) -> t
             gaps = mask.numpy() & ~np.isfinite(
                 values.numpy()
             )  # numpy takes a third of the time for rows as short as these
-            if missing := np.count_nonzero(gaps):
+            if missing := int(np.count_nonzero(gaps)):
                 dropped[cause] += missing
                 mask = mask & ~torch.from_numpy(gaps)
         if mask is sequence.loss_mask:
