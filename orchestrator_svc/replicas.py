@@ -298,6 +298,8 @@ class ReplicaPool:
         for target in targets:
             known = self._replicas.get(target)
             self._join(target, name if known is None or known.announced_as else "")
+            if known is not None:
+                known.left = False  # it is back
         self._search.set()  # for a name, and for the address that it had before
         return self.config.lease_s
 

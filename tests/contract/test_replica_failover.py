@@ -407,6 +407,19 @@ async def test_a_replica_at_a_configured_address_may_announce_that_it_leaves() -
         assert not any(name.startswith("evicted") for name in scene.pool.counts)
 
 
+async def test_a_replica_that_left_and_announces_itself_again_gets_work() -> None:
+    """An operator said that it leaves, and it did not."""
+    only = ScriptedReplica("only")
+    async with fleet(only, announced=True) as scene:
+        target = f"127.0.0.1:{scene.cables[0].port}"
+        scene.announce("only", target)
+        await until(lambda: scene.pool.replicas and not scene.pool.replicas[0].why_not())
+        scene.pool.leave("only")
+        assert "draining" in scene.known(only).why_not()
+        scene.announce("only", target)
+        await until(lambda: scene.pool.replicas and not scene.pool.replicas[0].why_not())
+
+
 async def test_an_announced_name_does_not_stand_for_a_replica_at_a_configured_address() -> None:
     victim, other = pair()
     async with fleet(victim, other) as scene:

@@ -44,7 +44,7 @@ class Watched(Part):
         Watched.arrived = self.gained
 
 
-async def disturbed(engine: PolicyEngine, end: Callable[[Replica], None] | None) -> rollout_pb2.GenerateResponse:
+async def disturbed(engine: PolicyEngine, end: Callable[[Replica], None]) -> rollout_pb2.GenerateResponse:
     """Sample four continuations; do something to their replica when some tokens have arrived, and most have not."""
     request = rollout_pb2.GenerateRequest(
         token_ids={"ids": PROMPT},
@@ -54,16 +54,14 @@ async def disturbed(engine: PolicyEngine, end: Callable[[Replica], None] | None)
     )
     Watched.arrived = 0
     call = asyncio.create_task(engine.agenerate(request))
-    if end is not None:
-        await until(lambda: Watched.arrived > 0)
-        end(next(each for each in engine.pool.replicas if each.works))
+    await until(lambda: Watched.arrived > 0)
+    end(next(each for each in engine.pool.replicas if each.works))
     return await call
 
 
-def assert_whole(response: rollout_pb2.GenerateResponse, model: Path, expected: list[int]) -> None:
+def assert_whole(response: rollout_pb2.GenerateResponse, expected: list[int], logprobs: torch.Tensor) -> None:
     assert list(response.prompt_token_ids) == PROMPT
     assert [sample.index for sample in response.samples] == [0, 1, 2, 3]
-    logprobs = recompute(model, PROMPT, expected)
     for sample in response.samples:
         assert list(sample.token_ids) == expected
         torch.testing.assert_close(torch.tensor(list(sample.logprobs)), logprobs, atol=1e-4, rtol=0.0)
@@ -78,8 +76,9 @@ async def test_a_generation_survives_a_stopped_and_a_killed_replica(tmp_path: Pa
     for each in directories:
         each.mkdir()
     model = save_model(tmp_path / "same", 1)
-    expected = greedy(model, PROMPT, TOKENS)
     async with started(directories[0]) as one, started(directories[1]) as two, asyncio.timeout(2 * DEADLINE_S):
+        expected = greedy(model, PROMPT, TOKENS)  # while they start
+        logprobs = recompute(model, PROMPT, expected)
         targets = [target for target, _ in await asyncio.gather(listening(one), listening(two))]
         processes = dict(zip(targets, (one, two), strict=True))
         config = ReplicasConfig(poll_s=0.02, progress_s=2.0, coalesce_s=0.05)
@@ -88,18 +87,17 @@ async def test_a_generation_survives_a_stopped_and_a_killed_replica(tmp_path: Pa
         polling = asyncio.create_task(pool.run())
         try:
             await until(lambda: sum(not each.why_not() for each in pool.replicas) == 2)
-            assert_whole(await disturbed(engine, None), model, expected)
 
             def stop(replica: Replica) -> None:
                 os.kill(processes[replica.target].pid, signal.SIGSTOP)
 
-            assert_whole(await disturbed(engine, stop), model, expected)
+            assert_whole(await disturbed(engine, stop), expected, logprobs)
             assert (pool.counts["evicted_silent"], pool.counts["continued"]) == (1, 4)
             stopped = next(each for each in pool.replicas if each.loss)
             processes[stopped.target].send_signal(signal.SIGCONT)
             await until(lambda: not stopped.why_not())
 
-            assert_whole(await disturbed(engine, lambda replica: processes[replica.target].kill()), model, expected)
+            assert_whole(await disturbed(engine, lambda replica: processes[replica.target].kill()), expected, logprobs)
             assert (pool.counts["evicted_dead"], pool.counts["continued"]) == (1, 8)
             assert pool.counts["tokens_kept"] > 0
         finally:
