@@ -22,7 +22,7 @@ from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.evaluation import Evaluated, Evaluations
 from orchestrator_svc.journal.segments import JournalError
-from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.lockstep import Lockstep
 from orchestrator_svc.pacing import Pace
@@ -270,10 +270,12 @@ def _journal(common: CommonConfig, config: OrchestratorConfig, follow: Callable[
             },
             environment=config.mix[0].name,
             software_version=version("sluice"),
-            fsync_interval_s=config.journal.fsync_interval_ms / 1000,
-            segment_bytes=config.journal.segment_mb << 20,
-            queue_records=config.journal.queue_records,
-            queue_bytes=config.journal.queue_mb << 20,
+            limits=JournalLimits(
+                fsync_interval_s=config.journal.fsync_interval_ms / 1000,
+                segment_bytes=config.journal.segment_mb << 20,
+                queue_records=config.journal.queue_records,
+                queue_bytes=config.journal.queue_mb << 20,
+            ),
             follow=follow,
         )
     except JournalError as error:

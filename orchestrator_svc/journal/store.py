@@ -103,6 +103,23 @@ class _Waiting:
     deletes: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class JournalLimits:
+    """When the journal writes, and how much may wait.
+
+    Attributes:
+        fsync_interval_s: Seconds that facts are gathered before they are made durable.
+        segment_bytes: Size at which a new segment is begun.
+        queue_records: Facts that may wait; more are an error.
+        queue_bytes: Size of the payloads that may wait; more is an error.
+    """
+
+    fsync_interval_s: float = 0.005
+    segment_bytes: int = 64 << 20
+    queue_records: int = 100_000
+    queue_bytes: int = 512 << 20
+
+
 class Journal:
     """The journal of one run; use it from one event loop, `close` it at the end.
 
@@ -111,10 +128,7 @@ class Journal:
         identity: What must not change between two starts, such as run and seed.
         environment: Name that the only environment of an older journal gets, which did not keep it.
         software_version: Release of the program, for people to read.
-        fsync_interval_s: Seconds that facts are gathered before they are made durable.
-        segment_bytes: Size at which a new segment is begun.
-        queue_records: Facts that may wait; more are an error.
-        queue_bytes: Size of the payloads that may wait; more is an error.
+        limits: When the journal writes, and how much may wait.
         follow: Gets every fact after the ledger took it, those of earlier processes first.
         disk: Does the writing.
 
@@ -133,10 +147,7 @@ class Journal:
         *,
         environment: str = "",
         software_version: str = "",
-        fsync_interval_s: float = 0.005,
-        segment_bytes: int = 64 << 20,
-        queue_records: int = 100_000,
-        queue_bytes: int = 512 << 20,
+        limits: JournalLimits | None = None,
         follow: Callable[[journal_pb2.Fact], None] | None = None,
         disk: Disk | None = None,
     ) -> None:
@@ -146,7 +157,7 @@ class Journal:
         self._disk = disk or Disk()
         self._connection = _open(run_dir / DATABASE, environment)
         self._run = self._connection.execute  # in the journal's thread only, but for this constructor
-        self._interval_s, self._queue_records, self._queue_bytes = fsync_interval_s, queue_records, queue_bytes
+        self._limits = limits or JournalLimits()
         self._waiting = _Waiting()
         self._durable_seq = 0
         self._flushing: asyncio.Task[None] | None = None
@@ -154,7 +165,9 @@ class Journal:
         self._failure: JournalError | None = None
         self._in_memory: dict[int, list[orchestrator_pb2.TrajectoryRecord]] = {}
         self.ledger = self._fold()
-        self._segments = SegmentWriter(self._directory, segment_bytes, self._disk, after=self.ledger.last_segment)
+        self._segments = SegmentWriter(
+            self._directory, self._limits.segment_bytes, self._disk, after=self.ledger.last_segment
+        )
         self.resumes = self.ledger.allotted > 0
         self._begin(identity, software_version)
         self._thread = SerialThread("journal")
@@ -219,7 +232,7 @@ class Journal:
         """
         if self._failure is not None:
             raise self._failure
-        if len(self._waiting.facts) >= self._queue_records:
+        if len(self._waiting.facts) >= self._limits.queue_records:
             raise JournalError(
                 f"{len(self._waiting.facts)} facts wait to be written, the most that orchestrator.journal.queue_records"
                 " allows: the disk is too slow"
@@ -251,10 +264,10 @@ class Journal:
             JournalError: if the disk is too slow.
         """
         content = payload.SerializeToString()
-        if self._waiting.payload_bytes + len(content) > self._queue_bytes:
+        if self._waiting.payload_bytes + len(content) > self._limits.queue_bytes:
             raise JournalError(
                 f"payloads of {self._waiting.payload_bytes >> 20} MiB wait to be written, and orchestrator.journal.queue_mb"
-                f" allows {self._queue_bytes >> 20}: the disk is too slow"
+                f" allows {self._limits.queue_bytes >> 20}: the disk is too slow"
             )
         place = self._segments.place(content)
         self._waiting.payloads.append((place, content))
@@ -347,7 +360,7 @@ class Journal:
         """Write until nothing waits; whatever arrives during one write travels in the next."""
         try:
             while self._waiting.facts:
-                await asyncio.sleep(self._interval_s)
+                await asyncio.sleep(self._limits.fsync_interval_s)
                 work = self._take_waiting(delete=self._waiting.deletes)
                 await self._thread.submit(self._commit, work)
                 self._durable_seq = work.facts[-1][0]

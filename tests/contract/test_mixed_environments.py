@@ -16,7 +16,7 @@ from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.ledger import folded
-from orchestrator_svc.journal.store import Journal, read_facts
+from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from sluice.config import FailedForGoodError
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import tokens_pb2
@@ -201,7 +201,9 @@ async def test_a_task_to_draw_again_survives_a_kill(tmp_path) -> None:
     def opened() -> tuple[Curriculum, Journal]:
         settings = EnvironmentConfig(name="letters", environment="m:Letters")
         curriculum = Curriculum([(settings, [Task(f"t{number}") for number in range(5)])], 0)
-        return curriculum, Journal(tmp_path, {"run": "r"}, fsync_interval_s=0.0, follow=curriculum.apply)
+        return curriculum, Journal(
+            tmp_path, {"run": "r"}, limits=JournalLimits(fsync_interval_s=0.0), follow=curriculum.apply
+        )
 
     def record(journal: Journal, **kind) -> None:
         journal.record(pb.Fact(**kind))
@@ -232,7 +234,7 @@ async def test_a_task_to_draw_again_survives_a_kill(tmp_path) -> None:
 async def test_a_task_in_quarantine_that_had_to_be_drawn_again_is_counted_and_the_run_goes_on(scene) -> None:
     """A process died after it had noted a stale group; meanwhile its task is in quarantine, and another one is gone."""
     identity = {"run": "test"}
-    journal = Journal(scene.run_dir, identity, fsync_interval_s=0.0)
+    journal = Journal(scene.run_dir, identity, limits=JournalLimits(fsync_interval_s=0.0))
     for number, task in ((1, "train-0"), (2, "gone"), (3, "train-1")):
         drawn = pb.TaskDrawn(environment="Letters", task_id=task, group=number, position=number - 1, episodes=2)
         journal.record(pb.Fact(task_drawn=drawn))
@@ -250,7 +252,7 @@ async def test_a_task_in_quarantine_that_had_to_be_drawn_again_is_counted_and_th
 
 
 async def test_unfinished_groups_of_tasks_that_are_gone_do_not_end_the_run(scene) -> None:
-    journal = Journal(scene.run_dir, {"run": "test"}, fsync_interval_s=0.0)
+    journal = Journal(scene.run_dir, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
     for number in range(1, 6):
         drawn = pb.TaskDrawn(environment="Letters", task_id=f"gone-{number}", group=number, position=number, episodes=2)
         journal.record(pb.Fact(task_drawn=drawn))

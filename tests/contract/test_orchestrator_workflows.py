@@ -19,7 +19,7 @@ from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.journal.episodes import JournaledEpisodes
-from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.policy import PolicyEngine
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
@@ -139,7 +139,7 @@ async def test_a_start_replays_an_episode_from_its_recorded_turns_or_begins_it_a
         return "ab"
 
     replica.text = two_turns_then_nothing
-    first = Journal(tmp_path, {"run": "test"}, fsync_interval_s=0.0)
+    first = Journal(tmp_path, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
     first.record(journal_pb2.Fact(task_drawn=journal_pb2.TaskDrawn(group=1, task_id="t", episodes=1)))
     data = replace(episode(1), log=JournaledEpisodes(first, first.ledger.groups[1]))
     async with engine_over(replica) as (engine, _):
@@ -149,7 +149,7 @@ async def test_a_start_replays_an_episode_from_its_recorded_turns_or_begins_it_a
         await asyncio.wait({running})
         await first.close()
         replica.gate.set()
-        second = Journal(tmp_path, {"run": "test"}, fsync_interval_s=0.0)
+        second = Journal(tmp_path, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
         data = replace(episode(1), log=JournaledEpisodes(second, second.ledger.groups[1]))
         (record,) = await run_episodes(engine, data, fickle=fickle)
         await second.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simulated_run import MadeBatch, SimulatedRun
 
-from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.journal.store import Journal, JournalLimits
 from sluice.batch_record import read_record_file, record_directory, record_paths
 from sluice.v1 import checkpoint_pb2, journal_pb2, orchestrator_pb2, tokens_pb2
 from sluice.versions import Version
@@ -70,11 +70,13 @@ class RunOnDisk(SimulatedRun):
             write_manifest(manifest, directory)
 
 
-def lived(directory: Path, live: Callable[[RunOnDisk], None], name: str = "test", **journal: int) -> RunOnDisk:
+def lived(
+    directory: Path, live: Callable[[RunOnDisk], None], name: str = "test", limits: JournalLimits | None = None
+) -> RunOnDisk:
     """Let a run live and end; return it."""
 
     async def run_to_the_end() -> RunOnDisk:
-        opened = Journal(directory, {"run": name}, **journal)
+        opened = Journal(directory, {"run": name}, limits=limits)
         run = RunOnDisk(directory=directory, journal=opened)
         live(run)
         await opened.close()

@@ -17,7 +17,7 @@ from simulated_run import EPISODES
 from orchestrator_svc.audit import AuditResult
 from orchestrator_svc.audit_command import audit_run, run
 from orchestrator_svc.journal.segments import segment_path
-from orchestrator_svc.journal.store import DATABASE, Journal
+from orchestrator_svc.journal.store import DATABASE, Journal, JournalLimits
 from sluice.batch_record import frame, read_record_file, record_directory, record_paths
 from sluice.config import ConfigError
 from sluice.digests import batch_digest
@@ -78,7 +78,7 @@ def test_a_frame_that_a_kill_tore_is_no_difference_while_nobody_heard_of_it(tmp_
 
 def test_a_live_run_is_exact_while_it_writes(tmp_path: Path) -> None:
     async def audited_while_it_lives() -> None:
-        journal = Journal(tmp_path, {"run": "test"}, fsync_interval_s=0.0)
+        journal = Journal(tmp_path, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
         living = RunOnDisk(directory=tmp_path, journal=journal)
         auditing: asyncio.Future[list[AuditResult]] | None = None
         while auditing is None or not auditing.done():
@@ -250,7 +250,7 @@ def test_a_segment_that_is_still_needed_may_not_be_gone_but_a_covered_one_may(
         run.checkpoint_is_written()
         run.group_is_accepted()
 
-    lived(tmp_path, live, segment_bytes=64)
+    lived(tmp_path, live, limits=JournalLimits(segment_bytes=64))
     _, oldest = first(tmp_path, "episodes_ended")
     gone = segment_path(tmp_path / "journal", oldest.episodes_ended.episodes[0].trajectories[0].place.segment)
     gone.unlink(missing_ok=True)

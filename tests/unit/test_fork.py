@@ -16,7 +16,7 @@ from orchestrator_svc.audit_command import audit_run
 from orchestrator_svc.fork import FORKED, fork, run
 from orchestrator_svc.journal.ledger import Ledger, folded
 from orchestrator_svc.journal.segments import segment_numbers
-from orchestrator_svc.journal.store import DATABASE, read_facts
+from orchestrator_svc.journal.store import DATABASE, JournalLimits, read_facts
 from sluice.batch_record import read_record_file, record_directory, record_paths
 from sluice.checkpoint_files import MANIFEST, read_manifest
 from sluice.config import ConfigError
@@ -43,8 +43,8 @@ def manifest_of(directory: Path, name: str) -> checkpoint_pb2.CheckpointManifest
     return manifest
 
 
-def old_run(directory: Path, live: Callable[[RunOnDisk], None] = a_life, **journal: int) -> Path:
-    lived(directory / "old", live, **journal)
+def old_run(directory: Path, live: Callable[[RunOnDisk], None] = a_life, limits: JournalLimits | None = None) -> Path:
+    lived(directory / "old", live, limits=limits)
     (directory / "old" / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in range(1, 5))
     )
@@ -101,7 +101,7 @@ def covers_its_payloads(run: RunOnDisk) -> None:
 
 
 def test_what_a_later_checkpoint_covered_is_dropped_and_its_tasks_are_drawn_again(tmp_path: Path) -> None:
-    old = old_run(tmp_path, covers_its_payloads, segment_bytes=64)
+    old = old_run(tmp_path, covers_its_payloads, limits=JournalLimits(segment_bytes=64))
     kept = set(segment_numbers(old / "journal"))
     forked = fork(old, "step_1", tmp_path / "new")
     ledger = state(tmp_path / "new")
@@ -124,7 +124,7 @@ def test_payloads_that_the_old_run_still_has_go_along_by_link(tmp_path: Path) ->
         run.checkpoint_is_written()
         run.trains(1)
 
-    old = old_run(tmp_path, live, segment_bytes=64)
+    old = old_run(tmp_path, live, limits=JournalLimits(segment_bytes=64))
     forked = fork(old, "step_1", tmp_path / "new")
     ledger = state(tmp_path / "new")
     assert (forked.kept, forked.dropped, list(ledger.batches)) == (3, 0, [2])

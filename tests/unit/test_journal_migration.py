@@ -14,7 +14,7 @@ from orchestrator_svc.audit import audit
 from orchestrator_svc.journal import migration
 from orchestrator_svc.journal.ledger import Redraw, Stage, folded
 from orchestrator_svc.journal.segments import JournalError, segment_numbers
-from orchestrator_svc.journal.store import GroupDamagedError, Journal, read_facts
+from orchestrator_svc.journal.store import GroupDamagedError, Journal, JournalLimits, read_facts
 from sluice.v1 import journal_pb2 as pb
 from sluice.versions import BASE, Version
 
@@ -36,7 +36,7 @@ def run_dir(tmp_path) -> Path:
 
 
 def open_journal(run_dir: Path) -> Journal:
-    return Journal(run_dir, IDENTITY, environment="letters", fsync_interval_s=0.0)
+    return Journal(run_dir, IDENTITY, environment="letters", limits=JournalLimits(fsync_interval_s=0.0))
 
 
 async def test_a_journal_of_format_1_goes_on_where_it_stopped(run_dir) -> None:

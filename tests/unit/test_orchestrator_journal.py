@@ -27,16 +27,17 @@ from orchestrator_svc.journal.segments import (
     segment_numbers,
     segment_path,
 )
-from orchestrator_svc.journal.store import GroupDamagedError, Journal, read_facts
+from orchestrator_svc.journal.store import GroupDamagedError, Journal, JournalLimits, read_facts
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
 
 IDENTITY = {"run": "r", "seed": "0"}
+AT_ONCE = JournalLimits(fsync_interval_s=0.0)
 
 
 def open_journal(directory: Path, **settings) -> Journal:
-    return Journal(directory, IDENTITY, fsync_interval_s=0.0, **settings)
+    return Journal(directory, IDENTITY, **{"limits": AT_ONCE, **settings})
 
 
 async def killed(journal: Journal) -> None:
@@ -354,7 +355,7 @@ async def test_a_journal_on_a_dead_disk_is_given_up_in_time(tmp_path, dead_disk)
 
 async def four_applied(directory: Path, **settings) -> Journal:
     """A journal with four applied batches, each in a segment of its own."""
-    journal = open_journal(directory, segment_bytes=1, **settings)
+    journal = open_journal(directory, limits=JournalLimits(fsync_interval_s=0.0, segment_bytes=1), **settings)
     begin_epoch(journal)
     for number in (1, 2, 3, 4):
         accept(journal, number, count=1)
@@ -511,7 +512,7 @@ async def test_durable_does_not_wait_for_what_is_recorded_after_the_call(tmp_pat
 
 
 async def test_records_whose_write_was_cancelled_are_not_called_durable(tmp_path) -> None:
-    journal = Journal(tmp_path, IDENTITY, fsync_interval_s=3600.0)
+    journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0))
     journal.record(drawn(1))
     waiting = asyncio.create_task(journal.durable())
     (writing,) = [task for task in asyncio.all_tasks() if task.get_name() == "journal"]
@@ -524,7 +525,7 @@ async def test_records_whose_write_was_cancelled_are_not_called_durable(tmp_path
 
 
 async def test_records_beyond_the_bound_are_refused(tmp_path) -> None:
-    journal = Journal(tmp_path, IDENTITY, fsync_interval_s=3600.0, queue_records=2)
+    journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0, queue_records=2))
     journal.record(drawn(1))
     journal.record(drawn(2))
     with pytest.raises(JournalError, match="too slow"):
@@ -535,7 +536,7 @@ async def test_records_beyond_the_bound_are_refused(tmp_path) -> None:
 
 
 async def test_payloads_beyond_the_bound_are_refused(tmp_path) -> None:
-    journal = Journal(tmp_path, IDENTITY, fsync_interval_s=3600.0, queue_bytes=1000)
+    journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0, queue_bytes=1000))
     journal.record(drawn(1))
     journal.keep(record("g1-0"))
     with pytest.raises(JournalError, match="queue_mb"):

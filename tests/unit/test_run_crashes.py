@@ -25,7 +25,7 @@ from orchestrator_svc.journal import store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
 from orchestrator_svc.journal.segments import Disk, JournalError
-from orchestrator_svc.journal.store import Journal, read_facts
+from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.selection import window_size
 from orchestrator_svc.status import describe_environments
@@ -231,8 +231,7 @@ class CrashingRun(RuleBasedStateMachine):
                     self.journal = Journal(
                         self.directory,
                         {"run": "r"},
-                        fsync_interval_s=0.0,
-                        segment_bytes=400,
+                        limits=JournalLimits(fsync_interval_s=0.0, segment_bytes=400),
                         follow=self.curriculum.apply,
                         disk=self.disk,
                     )

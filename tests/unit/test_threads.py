@@ -34,7 +34,7 @@ HANG_IN_THE_JOURNAL = """
 import asyncio, sys, threading
 from pathlib import Path
 from orchestrator_svc.journal.segments import Disk
-from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.journal.store import Journal, JournalLimits
 from sluice.v1 import journal_pb2
 
 class Dead(Disk):
@@ -47,7 +47,7 @@ class Dead(Disk):
 async def main():
     global answers
     answers = True
-    journal = Journal(Path(sys.argv[1]), {"run": "r"}, fsync_interval_s=0.0, disk=Dead())
+    journal = Journal(Path(sys.argv[1]), {"run": "r"}, limits=JournalLimits(fsync_interval_s=0.0), disk=Dead())
     answers = False
     journal.record(journal_pb2.Fact(epoch_allotted=journal_pb2.EpochAllotted(epoch=1)))
     try:
