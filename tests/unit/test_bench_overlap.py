@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from benchmarks import async_levels
 from benchmarks.overlap import EngineSpeed, LongTail, Loop, Workload, course, lengths
 from orchestrator_svc.task_stream import TaskStream
 
@@ -65,3 +68,42 @@ def test_every_session_asks_for_the_same_lengths_in_the_same_order() -> None:
     assert max(wanted) <= 448
     stream = TaskStream(LongTail(wanted, sessions=3).tasks("train", 7), 7)
     assert [stream.get(stream.at(position)).max_tokens for position in range(90)] == wanted * 3
+
+
+def test_the_course_says_how_long_each_side_waits() -> None:
+    taking_turns = course(even(4, 2.0), UNSHARED, Loop(0))
+    assert taking_turns.waiting(4, 10) == pytest.approx((4 / 6, 2 / 6))
+    overlapped = course(even(2, 6.0), UNSHARED, Loop(1))
+    assert overlapped.waiting(4, 10) == pytest.approx((0.0, 4 / 6))
+
+
+def test_a_version_on_its_way_holds_the_groups_that_need_it() -> None:
+    assert course(even(4, 3.0), UNSHARED, Loop(0, publish_s=1.0)).applied_s[:3] == [7.0, 15.0, 23.0]
+
+
+def test_staleness_counts_tokens_by_the_version_that_sampled_them() -> None:
+    assert course(even(4, 3.0), UNSHARED, Loop(0)).staleness == [0.0] * 12
+    assert course(even(2, 6.0), UNSHARED, Loop(2)).staleness[4:10] == [2.0] * 6
+
+
+def test_what_is_measured_is_compared_with_the_bound_of_its_level() -> None:
+    options = argparse.Namespace(steps=6, keep=None)
+    work = even(2, 6.0, batches=16)
+    bounds = {str(level): course(work, UNSHARED, Loop(level)) for level in async_levels.LEVELS}
+    step = {
+        "time/step_s": 8.0,
+        "trainer/tokens": 10.0,
+        "trainer/tokens_per_second": 2.0,
+        "load/trainer_idle": 0.25,
+        "load/rollout_idle": 0.5,
+        "staleness/mean": 1.5,
+    }
+    sessions = {kind: [[step] * 6] for kind in (*map(str, async_levels.LEVELS), "both_cores")}
+    sessions["0"] = [[{**step, "time/step_s": 16.0}] * 6]
+    found = async_levels._results(options, sessions, bounds, UNSHARED)
+    assert (found["ratios"]["over_bound_0"], found["ratios"]["over_bound_1"]) == (2.0, 1.333)
+    assert (found["ratios"]["speedup_1"], found["ratios"]["bound_1"]) == (2.0, 1.333)
+    assert found["trainer_waits"]["1"] == 0.25
+    assert found["bound_trainer_waits"] == {"0": 0.25, "1": 0, "2": 0, "4": 0}
+    assert found["engine_waits"]["4"] == 0.5
+    assert found["bound_engine_waits"]["1"] == pytest.approx(4 / 6, abs=1e-3)
