@@ -17,6 +17,7 @@ from typing import Any
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.ledger import Reason, Redraw
+from orchestrator_svc.live_settings import ratio_key
 from orchestrator_svc.shares import Shares
 from orchestrator_svc.task_stream import TaskStream
 from sluice.v1 import journal_pb2
@@ -170,6 +171,7 @@ class Curriculum:
             "curriculum_noted": self._restore,
             "counts_noted": self._counted,
             "history_imported": self._imported,
+            "setting_changed": self._setting_changed,
         }
 
     def _mix(self) -> Shares:
@@ -319,6 +321,11 @@ class Curriculum:
             name, _, rule = rest.rpartition("/")
             if what == "overlong" and name in self._sources:
                 self._sources[name].counts.overlong[rule] += count
+
+    def _setting_changed(self, fact: journal_pb2.SettingChanged) -> None:
+        for name, each in self.environments.items():
+            if fact.key == ratio_key(name):  # the draws that follow were charged to the mix by this ratio
+                each.ratio = float(fact.new_value)
 
     def _restore(self, noted: journal_pb2.CurriculumNoted) -> None:
         for each in noted.environments:

@@ -414,14 +414,15 @@ class Ledger:
     def _episodes_ended(self, fact: pb.EpisodesEnded) -> None:
         group = self._running(fact.group)
         group.ended.append(fact)
-        kept = 0
+        kept, last = 0, None
         for episode in fact.episodes:
-            kept += len(episode.trajectories)
-            if episode.trajectories:
-                self.last_segment = max(self.last_segment, episode.trajectories[-1].place.segment)
+            if count := len(episode.trajectories):
+                kept, last = kept + count, episode
             if lost := len(episode.untrainable):
                 self.accepted += lost
                 self._dropped[episode.reason] += lost
+        if last is not None:  # they were written in this order
+            self.last_segment = max(self.last_segment, last.trajectories[-1].place.segment)
         group.size += kept
         self.accepted += kept
 

@@ -140,6 +140,20 @@ def test_a_changed_ratio_holds_for_the_draws_that_follow() -> None:
     assert [world.draw().draw.environment for _ in range(20)].count("b") in {17, 18, 19}
 
 
+def test_a_start_draws_on_under_the_ratio_that_was_set_while_the_run_lived() -> None:
+    lived, started = (World(environment("a", ratio=3), environment("b")) for _ in range(2))
+    for _ in range(7):
+        lived.draw()
+    changed = pb.SettingChanged(key="orchestrator.environments.b.ratio", old_value="1.0", new_value="8.0")
+    lived.record(setting_changed=changed)
+    for _ in range(6):
+        lived.draw()
+    for fact in lived.facts:
+        started.curriculum.apply(fact)
+    assert started.curriculum.share("b") == 8 / 11
+    assert started.curriculum.noted() == lived.curriculum.noted()
+
+
 def test_a_start_under_another_ratio_owes_nobody_what_the_old_one_gave() -> None:
     lived = World(environment("a", ratio=9), environment("b"))
     started = World(environment("a"), environment("b"))

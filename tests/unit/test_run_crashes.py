@@ -9,7 +9,7 @@ import random
 import sqlite3
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 from unittest.mock import patch
@@ -26,6 +26,7 @@ from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
 from orchestrator_svc.journal.segments import Disk, JournalError
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
+from orchestrator_svc.live_settings import ratio_key
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.selection import window_size
 from orchestrator_svc.status import describe_environments
@@ -147,7 +148,7 @@ class Trainer:
     version: Version = BASE
     lineage: Lineage = field(default_factory=Lineage)
     is_open: bool = False
-    queue: list[tuple[int, str, list[tokens_pb2.Trajectory]]] = field(default_factory=list)
+    queue: list[tuple[int, int, list[tokens_pb2.Trajectory]]] = field(default_factory=list)
     record: dict[int, pb.BatchApplied] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     checkpoints: list[tuple[Version, int]] = field(default_factory=list)
@@ -176,17 +177,17 @@ class Trainer:
     def last_accepted(self) -> int:
         return self.version.number + len(self.queue)
 
-    def submit(self, number: int, batch_id: str, trajectories: list[tokens_pb2.Trajectory]) -> None:
+    def submit(self, number: int, max_staleness: int, trajectories: list[tokens_pb2.Trajectory]) -> None:
         assert number == self.last_accepted + 1
-        self.queue.append((number, batch_id, trajectories))
+        self.queue.append((number, max_staleness, trajectories))
 
-    def apply(self, bound: StalenessBound, late: str) -> None:
+    def apply(self, late: str) -> None:
         """Apply the oldest batch; `late` is a trajectory that it declares too old."""
-        number, _, trajectories = self.queue.pop(0)
+        number, max_staleness, trajectories = self.queue.pop(0)
         for each in trajectories:
             for span in each.version_spans:
                 staleness = self.lineage.staleness(Version.from_proto(span.policy_version), self.version)
-                assert staleness <= bound.max_staleness
+                assert staleness <= max_staleness
         self.version = Version(self.version.epoch, number)
         outcome = pb.BatchApplied(sequence_no=number, policy_version=self.version.to_proto())
         for each in trajectories:
@@ -209,13 +210,16 @@ class CrashingRun(RuleBasedStateMachine):
     )
     def begin(self, staleness, batch, window, seed):
         self.chance = random.Random(seed)
-        self.bound = StalenessBound(staleness, batch, 1000)
+        self.bound, self.first_staleness = StalenessBound(staleness, batch, 1000), staleness
         self.window_fraction, self.window = window, window_size(batch, window)
         self.home = tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)
         self.directory = Path(self.home.name)
         self.loop = asyncio.Runner()
         self.trainer = Trainer()
         self.replica = BASE
+        self.held: set[str] = set()
+        self.changed: dict[str, str] = {}
+        self.changing: dict[str, str] = {}
         self.durable_seq = 0
         self.disk = CrashingDisk(None, after=False, chance=self.chance)
         self.start()
@@ -243,6 +247,12 @@ class CrashingRun(RuleBasedStateMachine):
         self.ledger: Ledger = self.journal.ledger
         assert self.ledger == folded(read_facts(self.directory))
         assert self.ledger.last_seq > self.durable_seq, "what was durable is lost"
+        assert self.held <= self.ledger.weight_policies.keys(), "a replica stays at its version, and nobody knows"
+        for key, value in self.changed.items():
+            later = self.changing.get(key)  # nobody was told of it, and the disk may have it
+            assert self.ledger.settings[key] in {value, later}, "an operator was told that this is set"
+        self.changed = dict(self.ledger.settings)
+        self.bound = replace(self.bound, max_staleness=self.max_staleness())
         self.scheduler = Scheduler(
             self.ledger,
             self.bound,
@@ -253,6 +263,10 @@ class CrashingRun(RuleBasedStateMachine):
         )
         self.unfinished = {n for n, group in self.ledger.groups.items() if group.stage is Stage.RUNNING}
         self.run(self.open_epoch())
+
+    def max_staleness(self):
+        """As `LiveSettings.restore` does."""
+        return int(self.ledger.settings.get("max_staleness", self.first_staleness))
 
     def run(self, work):
         """Do some work of the process; it may die meanwhile."""
@@ -357,6 +371,12 @@ class CrashingRun(RuleBasedStateMachine):
         self.run(start())
 
     def next_task(self):
+        owed = self.ledger.redraws
+        while owed and (reason := self.curriculum.why_not_again(owed[0])):
+            first = owed[0]
+            dropped = pb.RedrawDropped(environment=first.environment, task_id=first.task_id, position=first.position)
+            dropped.redraw_reason, dropped.reason = first.reason, reason
+            self.record(redraw_dropped=dropped)
         draw = self.curriculum.choose(0.0, self.ledger.redraws)
         if draw is None:
             return None
@@ -472,6 +492,7 @@ class CrashingRun(RuleBasedStateMachine):
         made.trajectory_ids.extend(each.trajectory_id for each in trajectories)
         made.trajectory_digests.extend(digests)
         made.content_digest = batch_digest(digests)
+        made.max_staleness = self.scheduler.bound.max_staleness
         self.record(batch_made=made)
 
     async def trajectories(self, groups):
@@ -491,13 +512,13 @@ class CrashingRun(RuleBasedStateMachine):
         trajectories = await self.trajectories(batch.groups)
         assert batch.digests == tuple(trajectory_digest(each) for each in trajectories), "not the same bytes"
         await self.durable()
-        self.trainer.submit(batch.sequence_no, batch.batch_id, trajectories)
+        self.trainer.submit(batch.sequence_no, self.scheduler.bound_of(batch), trajectories)
         self.record(batch_sent=pb.BatchSent(sequence_no=batch.sequence_no, epoch=self.ledger.epoch))
 
     @precondition(lambda self: self.trainer.queue)
     @rule(late=st.booleans())
     def the_trainer_applies_a_batch(self, late):
-        self.trainer.apply(self.bound, self.trainer.queue[0][2][0].trajectory_id if late else "")
+        self.trainer.apply(self.trainer.queue[0][2][0].trajectory_id if late else "")
 
     def may_report(self) -> bool:
         return self.ledger.applied < self.trainer.version.number and self.trainer.is_open
@@ -532,6 +553,40 @@ class CrashingRun(RuleBasedStateMachine):
             self.record(checkpoint_covered=covered)
 
         self.run(save())
+
+    @rule(staleness=st.integers(0, 3), ratio=st.sampled_from([0.5, 3.0, 9.0]))
+    def settings_are_changed(self, staleness, ratio):
+        async def change():
+            self.changing = values = {"max_staleness": str(staleness), ratio_key("e"): str(ratio)}
+            for key, value in values.items():
+                self.record(setting_changed=pb.SettingChanged(key=key, new_value=value))
+            self.bound = replace(self.bound, max_staleness=staleness)
+            self.scheduler.change_bound(self.bound)
+            await self.durable()
+            self.changed = values  # from here on the operator knows
+
+        self.run(change())
+
+    @rule(replica=st.sampled_from("ab"))
+    def an_evaluation_holds_a_replica(self, replica):
+        async def hold():
+            noted = pb.WeightPolicyNoted(replica=replica, mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD)
+            self.record(weight_policy_noted=noted)
+            await self.durable()
+            self.held.add(replica)
+
+        self.run(hold())
+
+    @precondition(lambda self: self.held)
+    @rule(choice=st.integers(0, 1))
+    def a_replica_follows_again(self, choice):
+        async def follow():
+            replica = sorted(self.held)[choice % len(self.held)]
+            self.held.discard(replica)
+            noted = pb.WeightPolicyNoted(replica=replica, mode=rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW)
+            self.record(weight_policy_noted=noted)
+
+        self.run(follow())
 
     @rule(rounds=st.integers(1, 3), late=st.booleans(), fails=st.integers(0, 3), waits=st.integers(0, 1))
     def a_stretch_of_the_run(self, rounds, late, fails, waits):
@@ -622,7 +677,9 @@ class CrashingRun(RuleBasedStateMachine):
         assert set(accepted.values()) <= {1}
         assert trained == Counter(each for fact in self.trainer.record.values() for each in fact.trained)
         assert {n: made[n].content_digest for n in applied} == self.trainer.digests
-        assert len(redraws) == len(set(redraws)) == len(redrawn) + len(self.ledger.redraws)
+        settled = len(redrawn) + self.ledger.redraws_dropped.total()
+        assert len(redraws) == len(set(redraws)) == settled + len(self.ledger.redraws)
+        assert all(not self.curriculum.why_not_again(each) for each in self.ledger.redraws[:1])
 
 
 CrashingRun.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
