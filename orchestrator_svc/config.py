@@ -22,6 +22,10 @@ WORKFLOWS = ("auto", "single_turn", "multi_turn")
 """Workflows that come with Sluice; others are named by their import path."""
 
 
+_MOST_WEIGHT = 1e6
+"""Greatest weight of a mix; only proportions matter, and sums of weights stay exact enough."""
+
+
 class SamplingConfig(Section):
     """How training episodes are sampled. Plain on purpose: the engine's log-probabilities are then the policy's."""
 
@@ -96,6 +100,13 @@ class FilterConfig(Section):
     min_reward_mean: float | None = Field(None, description="Replace groups whose mean reward is below this.")
     max_reward_mean: float | None = Field(None, description="Replace groups whose mean reward is above this.")
 
+    @model_validator(mode="after")
+    def _leaves_some(self) -> Self:
+        low, high = self.min_reward_mean, self.max_reward_mean
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_reward_mean ({low:g}) above max_reward_mean ({high:g}) would replace every group")
+        return self
+
     @property
     def replaces(self) -> bool:
         """Whether any group may be replaced."""
@@ -124,10 +135,10 @@ class OverlongConfig(Section):
 class PoolSharesConfig(Section):
     """How often tasks of each pool are drawn; only the proportions matter. A pool without tasks passes its share on."""
 
-    new: float = Field(0.3, ge=0, description="Weight of tasks without a result.")
-    easy: float = Field(0.05, ge=0, description="Weight of tasks that are almost always solved.")
-    medium: float = Field(0.5, ge=0, description="Weight of the tasks between easy and hard.")
-    hard: float = Field(0.15, ge=0, description="Weight of tasks that are almost never solved.")
+    new: float = Field(0.3, ge=0, le=_MOST_WEIGHT, description="Weight of tasks without a result.")
+    easy: float = Field(0.05, ge=0, le=_MOST_WEIGHT, description="Weight of tasks that are almost always solved.")
+    medium: float = Field(0.5, ge=0, le=_MOST_WEIGHT, description="Weight of the tasks between easy and hard.")
+    hard: float = Field(0.15, ge=0, le=_MOST_WEIGHT, description="Weight of tasks that are almost never solved.")
 
 
 class PoolsConfig(Section):
@@ -380,6 +391,7 @@ class EnvironmentConfig(EpisodeConfig):
     ratio: float = Field(
         1.0,
         gt=0,
+        le=_MOST_WEIGHT,
         description="Weight in the mix: groups are drawn from the environments in the proportion of their ratios.",
     )
     max_running: int | None = Field(

@@ -135,8 +135,10 @@ class Scheduler:
         return bool(group.generations) or (group.floor >= self._oldest_usable_for(group) and group.episodes > 0)
 
     def _oldest_usable_for(self, group: Group) -> Version:
-        older = self.ledger.older(group.number)
-        return Version(self.ledger.epoch, self.bound.oldest_usable(self.ledger.applied, older))
+        # Never a version to come: a bound that was lowered leaves more groups than it allows, and the batch that would bring
+        # that version may wait for this very group.
+        applied, older = self.ledger.applied, self.ledger.older(group.number)
+        return Version(self.ledger.epoch, min(applied, self.bound.oldest_usable(applied, older)))
 
     def stale_groups(self) -> list[Group]:
         """Return the ready groups that no batch may train any more: they have to be dropped before the next choice."""

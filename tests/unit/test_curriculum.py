@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum, Draw, StartRate, overlong_counter
@@ -467,3 +468,39 @@ def test_tasks_without_ids_of_their_own_are_refused() -> None:
         Curriculum([(environment(), [Task("t"), Task("t")])], 0)
     with pytest.raises(ValueError, match="the split 'train' has no tasks"):
         Curriculum([(environment(), [])], 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio": 0}, "greater than 0"),
+        ({"ratio": 1e308}, "less than or equal to 1000000"),
+        ({"ratio": float("nan")}, "finite"),
+        (
+            {"pools": {"enabled": True, "shares": {"new": 0, "easy": 0, "medium": 0, "hard": 0}}},
+            "no task could be drawn",
+        ),
+        ({"pools": {"easy_from": 0.1, "hard_to": 0.5}}, "must be below easy_from"),
+        ({"filter": {"min_reward_mean": 0.9, "max_reward_mean": 0.1}}, "would replace every group"),
+    ],
+)
+def test_settings_under_which_nothing_could_be_drawn_or_trained_are_refused(settings, message) -> None:
+    with pytest.raises(ValidationError, match=message):
+        environment("a", **settings)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 1.0]), st.lists(st.sampled_from(POOLS), min_size=1, unique=True))
+def test_a_task_is_drawn_as_long_as_one_is_left_whatever_the_pools_hold(seed, reward, wanted) -> None:
+    """Every task solved, or none; pools without a share; quarantine up to the last task."""
+    rng, shares = random.Random(seed), {name: float(name in wanted) for name in POOLS}
+    world = World(environment("a", pools={"enabled": True, "shares": shares}), environment("b"), count=4)
+    left = [("a", f"a{number}") for number in range(4)] + [("b", f"b{number}") for number in range(4)]
+    while left:
+        for _ in range(3):
+            group = world.draw()
+            assert (group.draw.environment, group.draw.task_id) in left
+            world.accept(group, reward, reward)
+        world.quarantine(*left.pop(rng.randrange(len(left))))
+    assert world.draw() is None
+    assert world.curriculum.exhausted

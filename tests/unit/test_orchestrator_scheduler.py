@@ -318,6 +318,16 @@ def test_an_unfinished_group_may_be_sampled_by_what_was_good_enough_when_it_was_
     assert each.wanted_version_of(facts.ledger.groups[1]) is None
 
 
+def test_after_a_stricter_bound_no_unfinished_group_waits_for_a_version_that_waits_for_it() -> None:
+    each, facts = scheduler(2, batch=1)
+    groups = [facts.draw(number, Version(1, 0)) for number in (1, 2, 3)]
+    each.change_bound(StalenessBound(1, 1, 1000))
+    facts.accept(1, [Version(1, 0)], GROUP)
+    facts.accept(2, [Version(1, 0)], GROUP)
+    assert each.choose_batch() is None, "three groups are due within two batches: the choice waits for the third"
+    assert each.wanted_version_of(groups[2]) <= Version(1, 0)
+
+
 def test_a_stricter_bound_makes_ready_groups_too_old() -> None:
     each, facts = scheduler(2)
     run_batch(each, facts, 1, Version(1, 0))
