@@ -3,6 +3,9 @@
 A seed decides what goes wrong, and in which order. Each run has two replicas and must end with every step applied, with an exact
 audit, and with a reward within two standard deviations of undisturbed runs. Its files lie on a small disk of its own, so that
 this disk can be full; where the system lets nobody mount one, that fault is left out, and the output says so.
+
+The time of a recovery is what a fault adds: the seconds until four more steps were made, more than any token may lag behind, less
+those that four steps of this run take otherwise.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +95,9 @@ class Report:
         reward: Mean reward of the last steps.
         tokens: Tokens that the run received from replicas.
         tokens_lost: Tokens beside these that were sampled and thrown away with a killed replica.
-        recovery_s: Seconds until the run went on, by fault. Where no replica served meanwhile the fault says so: an engine had to
-            start.
+        after_s: Seconds after each fault until the run had made `GOING_ON_STEPS` further steps. Where no replica served meanwhile
+            the fault says so: an engine had to start.
+        step_s: Seconds between two steps of this run, the median.
         failures: What must not be.
     """
 
@@ -100,7 +105,8 @@ class Report:
     seconds: float = 0.0
     reward: float = float("nan")
     steps: int = 0
-    recovery_s: list[tuple[str, float]] = field(default_factory=list)
+    after_s: list[tuple[str, float]] = field(default_factory=list)
+    step_s: float = 0.0
     audit: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     tokens_lost: int = 0
@@ -111,7 +117,7 @@ class Report:
         thrown = f", {_share(self.tokens_lost, self.tokens):.2%} of the tokens thrown away"
         audit = ", ".join(f"{name} {value}" for name, value in self.audit.items())
         return (
-            f"{self.steps} steps in {self.seconds:.0f} s, reward {self.reward:.3f}, {len(self.recovery_s)} faults{thrown};"
+            f"{self.steps} steps in {self.seconds:.0f} s, reward {self.reward:.3f}, {len(self.after_s)} faults{thrown};"
             f" audit: {audit or 'none'}; {'; '.join(self.failures) or 'all well'}"
         )
 
@@ -143,21 +149,23 @@ async def _all_runs(options: argparse.Namespace, directory: Path) -> Mapping[str
 
 
 def _results(calm: Sequence[Report], disturbed: Sequence[Report]) -> Mapping[str, Any]:
-    by_fault: dict[str, list[float]] = defaultdict(list)
+    recovery, after = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for report in disturbed:
-        for fault, seconds in report.recovery_s:
-            by_fault[fault].append(seconds)
-    medians = {name: round(statistics.median(times), 2) for name, times in sorted(by_fault.items())}
-    for name, seconds in medians.items():
-        worst = max(by_fault[name])
+        for fault, seconds in report.after_s:
+            after[fault].append(seconds)
+            recovery[fault].append(max(0.0, seconds - GOING_ON_STEPS * report.step_s))
+    for name, times in sorted(recovery.items()):
         print(
-            f"{name:<56} {len(by_fault[name]):>3} times, goes on after {seconds:5.1f} s (median), {worst:5.1f} s (worst)"
+            f"{name:<56} {len(times):>3} times, recovers in {statistics.median(times):5.1f} s (median), {max(times):5.1f} s (worst);"
+            f" {GOING_ON_STEPS} steps on after {statistics.median(after[name]):5.1f} s (median)"
         )
     tokens, lost = sum(each.tokens for each in disturbed), sum(each.tokens_lost for each in disturbed)
     return {
         "seeds": [each.seed for each in disturbed],
         "failures": [f"seed {each.seed}: {problem}" for each in [*calm, *disturbed] for problem in each.failures],
-        "recovery_median_s": medians,
+        "recovery_median_s": _medians(recovery),
+        "steps_on_median_s": _medians(after),
+        "step_s": [round(each.step_s, 3) for each in disturbed],
         "tokens_lost_share": round(_share(lost, tokens), 5),
         "tokens_lost": lost,
         "reward_undisturbed": [round(each.reward, 4) for each in calm],
@@ -165,6 +173,10 @@ def _results(calm: Sequence[Report], disturbed: Sequence[Report]) -> Mapping[str
         "audits": [each.audit for each in disturbed],
         "seconds": [round(each.seconds, 1) for each in disturbed],
     }
+
+
+def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: round(statistics.median(each), 2) for name, each in sorted(times.items())}
 
 
 def _share(lost: int, received: int) -> float:
@@ -260,6 +272,7 @@ class _Job:
             report.failures.append(f"the run left no report: {error}")
             return
         rewards = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
+        report.step_s = statistics.median(after["time"] - before["time"] for before, after in pairwise(rows))
         report.steps = max((row["step"] for row in rows), default=0)
         report.reward = statistics.fmean([rewards[step] for step in sorted(rewards)][-LAST_STEPS:])
         report.tokens, report.tokens_lost = summary["tokens_generated"], summary["tokens_lost"]
@@ -313,7 +326,7 @@ class _Started:
             alone = await self._until_steps(before + GOING_ON_STEPS, RECOVERY_S, f"after the fault `{fault}`")
             seconds, kind = time.monotonic() - began, str(fault) + (NO_REPLICA if alone else "")
             await doing
-            report.recovery_s.append((kind, seconds))
+            report.after_s.append((kind, seconds))
             print(f"  step {before}: {kind}, {GOING_ON_STEPS} steps on after {seconds:.1f} s", flush=True)
 
     async def _do(self, supervisor: psutil.Process, fault: Fault) -> float:

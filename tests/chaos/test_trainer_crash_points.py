@@ -1,15 +1,17 @@
 """A trainer is killed at each of its writes to the run's directory: what the next one finds.
 
-The disk dies at one call: nothing that the trainer does after it has an effect, as after SIGKILL. Where the call is to make a
-file durable, the file also loses its last bytes, as in a kill half-way through the write before it.
+One trainer lives, and before each of its calls that change the directory a copy is made: what a SIGKILL there would leave. Where the
+call is to make a file durable, the copy of the file also loses its last bytes, as in a kill half-way through the write before it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +32,59 @@ CALLS = ("fsync", "fdatasync", "rename", "replace", "unlink", "rmdir", "truncate
 """What changes a directory, and what ends the writing of a file. A kill before a new directory is one before the file in it."""
 
 
-class Killed(BaseException):
-    """The trainer was killed."""
+@dataclass(frozen=True)
+class Kill:
+    """A kill at one call.
 
-
-class DyingDisk:
-    """Count the calls that change a directory, and die at one of them.
-
-    Args:
-        dies_at: Number of that call, from 0; None: live.
+    Attributes:
+        call: What the call does to which kind of file.
+        directory: What it leaves.
+        saved: The last checkpoint that anyone was told of.
+        reported: The last batch that anyone was told of.
     """
 
-    def __init__(self, patched: pytest.MonkeyPatch, directory: Path, dies_at: int | None) -> None:
-        self.calls: list[str] = []
-        self._directory, self._dies_at, self._dead = directory, dies_at, False
+    call: str
+    directory: Path
+    saved: Version
+    reported: Version
+
+
+class WatchedDisk:
+    """Copies a directory before the calls that change it: before the first of each kind, and before the last renaming and removal.
+
+    Attributes:
+        kills: The copies.
+    """
+
+    def __init__(self, patched: pytest.MonkeyPatch, directory: Path, life: Life) -> None:
+        self.kills: dict[str, Kill] = {}
+        self._directory, self._life = directory, life
+        self._copy = shutil.copytree
         for name in CALLS:
             patched.setattr(os, name, self._guarded(name, getattr(os, name)))
 
     def _guarded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(target: Any, *arguments: Any, **options: Any) -> Any:
             path = self._path(target, options)
-            if path is None or not path.is_relative_to(self._directory) or (name == "fsync" and path.is_dir()):
-                return call(target, *arguments, **options)
-            if self._dead:
-                raise Killed
-            if len(self.calls) == self._dies_at:
-                self._dead = True
-                if name.startswith("f") and path.is_file():
-                    with path.open("r+b") as file:
-                        file.truncate(max(0, path.stat().st_size - 7))
-                raise Killed
-            self.calls.append(f"{name} {_kind(path.relative_to(self._directory).as_posix())}")
+            if path is not None and path.is_relative_to(self._directory) and not (name == "fsync" and path.is_dir()):
+                what = f"{name} {_kind(path.relative_to(self._directory).as_posix())}"
+                if what not in self.kills:
+                    self._note(what, what, path)
+                elif name in {"rename", "rmdir"}:
+                    self._note(f"last {what}", what, path)
             return call(target, *arguments, **options)
 
         return guarded
+
+    def _note(self, key: str, call: str, path: Path) -> None:
+        left = self._directory.with_name(f"killed-{len(self.kills)}-{len(key)}")
+        if key in self.kills:
+            left = self.kills[key].directory
+            shutil.rmtree(left)
+        self._copy(self._directory, left, symlinks=True)
+        if call.startswith("f") and path.is_file():
+            os.truncate(left / path.relative_to(self._directory), max(0, path.stat().st_size - 7))
+        self.kills[key] = Kill(call, left, self._life.saved, self._life.reported)
 
     @staticmethod
     def _path(target: Any, options: dict[str, Any]) -> Path | None:
@@ -107,20 +128,13 @@ class Life:
             self.saved = policy.version
 
 
-def points(model: Path, directory: Path) -> dict[int, str]:
-    """Return what each call to die at does to which file: the first of each kind, and the last renaming and removal."""
-    with pytest.MonkeyPatch.context() as patched:
-        disk = DyingDisk(patched, directory, None)
-        Life().live(model, directory)
-    first = {call: number for number, call in reversed(list(enumerate(disk.calls)))}
-    last = {call: number for number, call in enumerate(disk.calls) if call.startswith(("rename", "rmdir"))}
-    return {number: call for call, number in sorted([*first.items(), *last.items()], key=lambda each: each[1])}
-
-
 def test_a_trainer_that_is_killed_at_any_write_continues_without_loss(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
-    found = points(model, tmp_path / "whole")
-    assert {call.partition(" ")[0] for call in found.values()} >= {
+    life = Life()
+    with pytest.MonkeyPatch.context() as patched:
+        disk = WatchedDisk(patched, tmp_path / "whole", life)
+        life.live(model, tmp_path / "whole")
+    assert {kill.call.partition(" ")[0] for kill in disk.kills.values()} >= {
         "fsync",
         "fdatasync",
         "rename",
@@ -128,33 +142,30 @@ def test_a_trainer_that_is_killed_at_any_write_continues_without_loss(tmp_path: 
         "unlink",
         "rmdir",
     }
-    for number, call in found.items():
-        directory = tmp_path / f"run-{number}"
-        life = Life()
-        with pytest.MonkeyPatch.context() as patched:
-            DyingDisk(patched, directory, number)
-            with pytest.raises(Killed):
-                life.live(model, directory)
-        again = learner(model, directory, checkpoint={"keep": 2})
-        epoch = again.checkpoints.lineage.newest_epoch + 1
-        restored = again.restore(epoch, "")
-        assert restored.origin >= life.saved, f"{call}: a checkpoint that was told of is gone"
-        assert restored.origin <= life.reported, call
-        held = [record.sequence_no for record in restored.held]
-        assert held == list(range(1, restored.origin.number + 1)), f"{call}: the record lacks a batch of the weights"
-        recorded = [
-            Version.from_proto(record.policy_version)
-            for path in record_paths(record_directory(directory / "test"))
-            for record in read_record_file(path).records
-        ]
-        assert len(set(recorded)) == len(recorded), f"{call}: a batch is recorded twice"
-        assert life.reported == BASE or life.reported in recorded, f"{call}: a batch that was told of is not recorded"
-        left = (
-            [path.name for path in again.checkpoints.directory.glob(".*")]
-            if again.checkpoints.directory.exists()
-            else []
-        )
-        assert not left, f"{call}: {left} stay behind"
-        train(again, restored.origin.number + 1)
-        again.begin_save(0).result()
-        assert names(again)[0] == f"step_{restored.origin.number + 1}", call
+    for kill in disk.kills.values():
+        check_that_it_continues(model, kill)
+
+
+def check_that_it_continues(model: Path, kill: Kill) -> None:
+    call = kill.call
+    again = learner(model, kill.directory, checkpoint={"keep": 2})
+    epoch = again.checkpoints.lineage.newest_epoch + 1
+    restored = again.restore(epoch, "")
+    assert restored.origin >= kill.saved, f"{call}: a checkpoint that was told of is gone"
+    assert restored.origin <= kill.reported, call
+    held = [record.sequence_no for record in restored.held]
+    assert held == list(range(1, restored.origin.number + 1)), f"{call}: the record lacks a batch of the weights"
+    recorded = [
+        Version.from_proto(record.policy_version)
+        for path in record_paths(record_directory(kill.directory / "test"))
+        for record in read_record_file(path).records
+    ]
+    assert len(set(recorded)) == len(recorded), f"{call}: a batch is recorded twice"
+    assert kill.reported == BASE or kill.reported in recorded, f"{call}: a batch that was told of is not recorded"
+    left = (
+        [path.name for path in again.checkpoints.directory.glob(".*")] if again.checkpoints.directory.exists() else []
+    )
+    assert not left, f"{call}: {left} stay behind"
+    train(again, restored.origin.number + 1)
+    again.begin_save(0).result()
+    assert names(again)[0] == f"step_{restored.origin.number + 1}", call

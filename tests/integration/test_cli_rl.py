@@ -15,6 +15,7 @@ import grpc
 import psutil
 import pytest
 
+from sluice.cli import fork_server
 from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
@@ -68,8 +69,9 @@ class Run:
         return "".join(path.read_text() for path in sorted((self.directory / "logs").iterdir()))
 
     def child(self, service: str) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if service in child.cmdline())
+        """Return a service: on Linux the child of its fork server, which has the same arguments."""
+        found = next(each for each in psutil.Process(self.process.pid).children() if service in each.cmdline())
+        return found.children()[0] if fork_server.__name__ in found.cmdline() else found
 
 
 @pytest.fixture
