@@ -78,9 +78,11 @@ async def die(engine: TransformersEngine) -> None:
 
 
 async def _sample_until_it_dies(engine: TransformersEngine) -> None:
+    await engine.pause(PauseMode.KEEP)  # or the request may have ended before the step that fails
     task = asyncio.create_task(engine.sample(LONG))
-    await until(lambda: engine.status().running == 1)
+    await until(lambda: engine.status().queued == 1)
     kill(engine)
+    await engine.resume()
     await task
 
 

@@ -301,11 +301,17 @@ class TestFailures:
     async def test_a_failed_step_fails_its_requests_and_a_restart_serves_the_same_version(self, models):
         async with running(models.base) as engine:
             await engine.apply(staged(models.second, Version(1, 1)))
-            task = asyncio.create_task(engine.sample(ask(LONG)))
-            await until_tokens(engine, 3)
-            engine._running.batch._cache.keys = torch.zeros(0)  # as a device that fails under it
+            batch = engine._running.batch
+            step = batch.step
+
+            def failing(*arguments: object) -> object:
+                if batch.generated_tokens > 3:
+                    batch._cache.keys = torch.zeros(0)  # as a device that fails under it
+                return step(*arguments)
+
+            batch.step = failing
             with pytest.raises(EngineError, match="restart"):
-                await asyncio.wait_for(task, DEADLINE_S)
+                await asyncio.wait_for(engine.sample(ask(LONG)), DEADLINE_S)
             assert not engine.status().healthy
             with pytest.raises(EngineError, match="broken"):
                 await engine.sample(ask())
