@@ -14,7 +14,8 @@ import structlog
 from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from sluice.config import SecurityConfig
+from sluice.config import SecurityConfig, ServerConfig
+from sluice.rpc.access import check_exposure
 from sluice.rpc.errors import SluiceError
 from sluice.rpc.principals import Principals, now_utc
 
@@ -48,8 +49,9 @@ def start_metrics_server(port: int, host: str, security: SecurityConfig) -> WSGI
 
     Raises:
         OSError: if the address cannot be bound, or the certificate cannot be read.
-        ConfigError: if the principals cannot be read.
+        ConfigError: if the principals cannot be read, or the address needs TLS and principals that are not configured.
     """
+    check_exposure(ServerConfig(host=host), security)
     principals = Principals.of(security)
     metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
 

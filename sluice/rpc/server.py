@@ -29,7 +29,6 @@ from sluice.rpc.access import INFO_SERVICE, Access, check_exposure, roles_for, s
 from sluice.rpc.call_log import LOGGED, CallLog
 from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
-from sluice.rpc.principals import Role
 from sluice.rpc.quota import Usage
 from sluice.v1 import common_pb2, common_pb2_grpc
 
@@ -329,7 +328,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         access: Who may call.
-        max_concurrent_rpcs: Calls in progress at once, open services not counted.
+        max_concurrent_rpcs: Calls in progress at once; as many again of those that need no principal, such as health checks.
         unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
         call_log: Takes the calls that change something.
     """
@@ -339,7 +338,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self.access, self.call_log = access, call_log
         self.max_concurrent_rpcs = max_concurrent_rpcs
-        self.in_flight = 0
+        self.in_flight = self.open_in_flight = 0
         self._unimplemented = unimplemented
         self.watchers: set[asyncio.Task[Any]] = set()
         self.ended: set[asyncio.Task[Any]] = set()
@@ -417,10 +416,10 @@ class _ObservedMethod:
         code = grpc.StatusCode.OK
         usage, known = None, self._roles is None
         self._calls.in_flight += self._roles is not None
+        self._calls.open_in_flight += self._roles is None
         self._in_flight.inc()
         try:
-            if self._roles is not None:
-                usage, known = self._admit(self._roles, authorization, context), True
+            usage, known = self._admit(authorization, context), True
             response = await self._body(request, context)
             code = _code_of(context)
         except asyncio.CancelledError:
@@ -448,6 +447,7 @@ class _ObservedMethod:
             if usage is not None:
                 usage.end()
             self._calls.in_flight -= self._roles is not None
+            self._calls.open_in_flight -= self._roles is None
             self._in_flight.dec()
             # A call that was refused before anyone knew whose it was must not push others out of the log.
             if self._call_log is not None and (known or code is grpc.StatusCode.PERMISSION_DENIED):
@@ -455,17 +455,22 @@ class _ObservedMethod:
             self._account(code, time.perf_counter() - started)
         return response
 
-    def _admit(self, roles: frozenset[Role], authorization: str | bytes | None, context: Context) -> Usage | None:
-        if self._calls.in_flight > self._calls.max_concurrent_rpcs:
+    def _admit(self, authorization: str | bytes | None, context: Context) -> Usage | None:
+        # Calls that need no principal have a limit of their own, so that they push out no others.
+        in_flight = self._calls.open_in_flight if self._roles is None else self._calls.in_flight
+        if in_flight > self._calls.max_concurrent_rpcs:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_RPCS",
                 f"{self._calls.max_concurrent_rpcs} calls are in progress, the most that this server takes"
                 " (server.max_concurrent_rpcs); retry after the delay",
                 _RETRY_AFTER_S,
             )
+
+        if self._roles is None:
+            return None
         access = self._calls.access
         certificate = _certificate_of(context) if access.knows_certificates else frozenset()
-        return access.admit(authorization, certificate, roles)
+        return access.admit(authorization, certificate, self._roles)
 
     def _account(self, code: grpc.StatusCode, seconds: float) -> None:
         total = self._totals.get(code)

@@ -169,6 +169,16 @@ async def test_a_disk_that_takes_nothing_fails_no_call_and_is_told_once(tmp_path
     assert len(lines(tmp_path / "calls/log.jsonl")) == 1
 
 
+async def test_a_file_that_cannot_be_moved_is_told_as_what_it_is(tmp_path):
+    log = CallLog(tmp_path / "log.jsonl", SecurityConfig(call_log_files=1))
+    log._most_bytes = 100
+    (tmp_path / "log.1.jsonl").mkdir()
+    with capture_logs() as told:
+        await record_all(log, 2)
+    assert [line["log_level"] for line in told] == ["error"]
+    assert "Is a directory" in told[0]["error"]
+
+
 async def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     log = CallLog(tmp_path / "log.jsonl", SecurityConfig())
     await record_all(log, 1)

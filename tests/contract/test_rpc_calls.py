@@ -8,6 +8,7 @@ import grpc
 import pytest
 import structlog
 from google.protobuf import descriptor_pool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trainer_double import SERVICE, start_double
 
 from sluice.config import SecurityConfig
@@ -195,6 +196,19 @@ async def test_calls_beyond_the_limit_are_refused_with_a_retry_delay():
         double.release.set()
         await first
         await stub.GetTrainerState(STATE)
+    await server.stop(0)
+
+
+async def test_who_needs_no_principal_cannot_fill_the_server_either():
+    server, _ = await start_double(max_concurrent_rpcs=1)
+    async with connect(server.target, SecurityConfig()) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        first = health.Watch(health_pb2.HealthCheckRequest())
+        await first.read()
+        error = await failure(health.Check(health_pb2.HealthCheckRequest()))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RPCS")
+        await trainer_pb2_grpc.TrainerServiceStub(channel).GetTrainerState(STATE)
+        first.cancel()
     await server.stop(0)
 
 

@@ -18,6 +18,7 @@ from trainer_double import start_double
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.rpc.access import ACCESS, roles_for
+from sluice.rpc.metrics_server import start_metrics_server
 from sluice.rpc.principals import ROLES, add_token
 from sluice.v1 import (
     common_pb2,
@@ -322,6 +323,11 @@ def test_an_address_of_the_network_needs_tls_and_tokens(host, tokens, tmp_path):
             RpcServer("trainer", ServerConfig(host=host), partial)
     RpcServer("trainer", ServerConfig(host=host), tokens.model_copy(update=tls))
     RpcServer("trainer", ServerConfig(host=host), SecurityConfig(insecure=True))
+
+
+def test_metrics_are_as_exposed_as_calls():
+    with pytest.raises(ConfigError, match=r"refusing to listen on 0.0.0.0"):
+        start_metrics_server(0, "0.0.0.0", SecurityConfig())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "unix:/tmp/x.sock"])
