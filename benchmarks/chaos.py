@@ -4,8 +4,8 @@ A seed decides what goes wrong, and in which order. Each run has two replicas an
 audit, and with a reward within two standard deviations of undisturbed runs. Its files lie on a small disk of its own, so that
 this disk can be full; where the system lets nobody mount one, that fault is left out, and the output says so.
 
-The time of a recovery is what a fault adds: the seconds until four more steps were made, more than any token may lag behind, less
-those that four steps of this run take otherwise.
+The time of a recovery is what a fault adds: the seconds until three more steps were made, more than any token may lag behind, less
+those that three steps of this run take otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DISK_MIB = 2048
 LAST_STEPS = 20
 """Steps at the end of a run whose mean reward is compared."""
 
-GOING_ON_STEPS = 4
+GOING_ON_STEPS = 3
 """Steps after a fault that show that all of the run goes on: more than any token may lag behind, so that weights arrive, too."""
 
 NO_REPLICA = ", while no replica serves"
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--first-seed", type=int, default=0, help="seed of the first disturbed run")
     parser.add_argument("--seeds", type=int, default=1, help="disturbed runs, each with the next seed")
     parser.add_argument("--undisturbed", type=int, default=5, help="runs without faults to compare with; 0: none")
-    parser.add_argument("--steps", type=int, default=150, help="steps of a run")
+    parser.add_argument("--steps", type=int, default=130, help="steps of a run")
     parser.add_argument("--kills", type=int, default=2, help="times that each process is killed alone")
     parser.add_argument("--pairs", type=int, default=4, help="times that two are killed together")
     parser.add_argument("--keep", type=Path, help="directory to keep everything in")

@@ -27,7 +27,7 @@ FULL_S = 3.0
 """Seconds that the disk is full."""
 
 _MOST_APART_S = 0.5
-_MOST_WAIT_S = 0.8
+_MOST_WAIT_S = 0.6
 _PIDFD_GETFD = 438
 """Number of the system call, the same on every architecture."""
 
