@@ -480,7 +480,7 @@ class Training:
     async def _note_applied(
         self, batch: Batch, step: trainer_pb2.StepReport, on_step: OnStep, *, past: bool = False
     ) -> None:
-        records = await self._readable_records(batch)
+        found = await self._readable_groups(batch)
         applied = _applied_fact(batch, step)
         applied.elapsed_s = self._status.elapsed_s
         if self._scheduler.on_stale is OnStale.REQUEUE:
@@ -494,6 +494,8 @@ class Training:
         self._record(batch_applied=applied)
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
+        # What is only shown is computed after the batch has made room for others.
+        records = await self._with_advantages(found)
         bound = self._scheduler.bound_of(batch)
         summary = await summarise(step, applied, records, self._ledger.lineage, bound, past=past)
         if len(self._config.mix) > 1:
@@ -501,7 +503,7 @@ class Training:
             summary = replace(summary, metrics={**summary.metrics, **reward_by_environment(records, environments)})
         await on_step(summary)
 
-    async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def _readable_groups(self, batch: Batch) -> list[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]]:
         """Return the trajectories of a batch without those that are damaged in the journal; the trainer has them all.
 
         Raises:
@@ -513,7 +515,7 @@ class Training:
                 found.append((group, await self._journal.trajectories(group)))
             except GroupDamagedError as error:
                 log.warning("a trained group cannot be shown", group=group.name, error=str(error))
-        return await self._with_advantages(found)
+        return found
 
 
 def _applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.BatchApplied:
