@@ -321,17 +321,17 @@ class _Started:
                 return
             before, began = self._steps(), time.monotonic()
             doing = asyncio.create_task(self._do(supervisor, fault))
-            if fault.kind == "disk full":
-                began += await doing
+            if fault.kind == "disk full":  # steps that are made while it fills up show nothing
+                await doing
+                before, began = self._steps(), time.monotonic()
             alone = await self._until_steps(before + GOING_ON_STEPS, RECOVERY_S, f"after the fault `{fault}`")
             seconds, kind = time.monotonic() - began, str(fault) + (NO_REPLICA if alone else "")
             await doing
             report.after_s.append((kind, seconds))
             print(f"  step {before}: {kind}, {GOING_ON_STEPS} steps on after {seconds:.1f} s", flush=True)
 
-    async def _do(self, supervisor: psutil.Process, fault: Fault) -> float:
-        """Do a fault, and return how many seconds it lasts."""
-        began = time.monotonic()
+    async def _do(self, supervisor: psutil.Process, fault: Fault) -> None:
+        """Do a fault, to its end."""
         match fault.kind:
             case "kill":
                 await faults.kill(supervisor, fault)
@@ -341,7 +341,6 @@ class _Started:
                 faults.cut(supervisor, fault)
             case "disk full":
                 await faults.fill_disk(self._seen_from_here())
-        return time.monotonic() - began
 
     def _supervisor(self) -> psutil.Process:
         top = psutil.Process(self.process.pid)
