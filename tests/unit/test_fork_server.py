@@ -7,13 +7,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from supervised import Witness, eventually, gone, run, wait_for
 
 from sluice.cli import fork_server
 from sluice.config.schema import SecurityConfig
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK, free_ports
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Outcome, Supervisor
-from tests.unit.test_supervisor import Witness, eventually, gone, run, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="services are forked on Linux only")
 

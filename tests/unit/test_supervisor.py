@@ -6,36 +6,19 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from supervised import Witness, eventually, gone, run, wait_for
 
-from sluice.supervise.supervisor import ChildLog, ChildSpec, ChildState, Ending, LogLine, Outcome, Supervisor, read_line
+from sluice.supervise.supervisor import ChildLog, ChildSpec, ChildState, Ending, LogLine, Supervisor, read_line
 
 READY = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(__import__('os').getpid()));"
 """A child says that it serves by a file with its process id."""
 
 SERVE = READY + "time.sleep(600)"
-DEADLINE_S = 20.0
-
-
-@dataclass
-class Witness:
-    lines: list[tuple[str, LogLine]] = field(default_factory=list)
-    states: list[tuple[str, ChildState, str]] = field(default_factory=list)
-
-    def on_line(self, child: str, line: LogLine) -> None:
-        self.lines.append((child, line))
-
-    def on_state(self, child: str, state: ChildState, detail: str) -> None:
-        self.states.append((child, state, detail))
-
-    def count(self, child: str, state: ChildState) -> int:
-        return sum((name, now) == (child, state) for name, now, _ in self.states)
 
 
 def spec(tmp_path: Path, name: str, code: str, **more: Any) -> ChildSpec:
@@ -50,19 +33,8 @@ def spec(tmp_path: Path, name: str, code: str, **more: Any) -> ChildSpec:
     return ChildSpec(name, argv, tmp_path / "logs" / f"{name}.log", serves, **more)
 
 
-async def eventually(condition) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - other processes bring it about
-            await asyncio.sleep(0.01)
-
-
 def pid_of(tmp_path: Path, name: str) -> int:
     return int((tmp_path / f"{name}.seen").read_text())
-
-
-async def run(specs, witness, **options) -> Outcome:
-    async with asyncio.timeout(DEADLINE_S):
-        return await Supervisor(specs, witness, **options).run(asyncio.Event())
 
 
 async def test_the_end_of_the_deciding_child_ends_all_others(tmp_path: Path) -> None:
@@ -203,20 +175,6 @@ asyncio.run(Supervisor([spec], Nobody()).run(asyncio.Event()))
         supervisor.kill()
     leader, grandchild = map(int, pids.read_text().split())
     wait_for(lambda: gone(leader) and gone(grandchild))
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def wait_for(condition) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "condition not met in time"
-        time.sleep(0.02)
 
 
 async def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> None:
