@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestrator_svc.config import PacingConfig
 from orchestrator_svc.envs.base import Message, Task
-from orchestrator_svc.journal.ledger import Batch, Ledger
+from orchestrator_svc.journal.ledger import Batch, Ledger, Reason
 from orchestrator_svc.pacing import Pace
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from sluice.v1 import journal_pb2
@@ -106,6 +106,8 @@ class Workload:
     """Seconds of the trainer by batch."""
     window_fraction: float
     """Share of a batch by which younger groups may pass an older one."""
+    without_signal: frozenset[int] = frozenset()
+    """Groups that are dropped when they end, in order of dispatch from 0: others take their places."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,10 @@ class _Simulation:
 
     def _finish(self, number: int) -> None:
         del self.left[number]
+        if number in self.work.without_signal:
+            del self.sampled[number]
+            self._note(group_dropped=journal_pb2.GroupDropped(group=number + 1, reason=Reason.NO_SIGNAL))
+            return
         versions = sorted(self.sampled[number]) or [self.served]
         accepted = journal_pb2.GroupAccepted(
             group=number + 1, policy_versions=[Version(EPOCH, each).to_proto() for each in versions]

@@ -48,6 +48,9 @@ class Pace:
         self.lead_s.clear()
         self.step_s.clear()
         self._started: dict[int, float] = {}
+        self._vacated: deque[float] = (
+            deque()
+        )  # when groups started that were dropped while they ran and are not replaced yet
         self._ready: dict[int, float] = {}
         self._made: dict[int, tuple[float, float]] = {}  # seconds from start to ready, and when it was made, by batch
         self._at_trainer: set[int] = set()
@@ -85,20 +88,27 @@ class Pace:
         self._forget()
 
     def _task_drawn(self, fact: pb.TaskDrawn, now: float) -> None:
-        self._started[fact.group] = now
+        # A group in place of a dropped one counts from the start of that one. Where most groups are dropped, a batch takes as long
+        # as several of them one after the other.
+        self._started[fact.group] = self._vacated.popleft() if self._vacated else now
 
     def _group_accepted(self, fact: pb.GroupAccepted, now: float) -> None:
         self._ready[fact.group] = now
 
     def _group_dropped(self, fact: pb.GroupDropped, _now: float) -> None:
-        self._started.pop(fact.group, None)
-        self._ready.pop(fact.group, None)
+        started = self._started.pop(fact.group, None)
+        was_ready = self._ready.pop(fact.group, None) is not None
+        if started is not None and not was_ready:
+            self._vacated.append(started)
 
     def _batch_made(self, fact: pb.BatchMade, now: float) -> None:
-        # The median, because a group that replaced another one started late.
-        started = [self._started.pop(each, now) for each in fact.groups]
-        ready = [self._ready.pop(each, now) for each in fact.groups]
-        self._made[fact.sequence_no] = (max(ready) - statistics.median_low(started), now)
+        started = [self._started.pop(each) for each in fact.groups if each in self._started]
+        ready = [self._ready.pop(each) for each in fact.groups if each in self._ready]
+        if (
+            len(started) == len(ready) == len(fact.groups)
+        ):  # else an earlier process drew some, or they were in a batch before
+            # The median: a single group may have started late, after others that were dropped.
+            self._made[fact.sequence_no] = (max(ready) - statistics.median_low(started), now)
 
     def _batch_sent(self, fact: pb.BatchSent, now: float) -> None:
         generated_s, made = self._made.pop(fact.sequence_no, (None, now))
@@ -124,5 +134,6 @@ class Pace:
     def _epoch_begun(self, fact: pb.EpochBegun, _now: float) -> None:
         self._applied = fact.origin.number
         self._made.clear()
+        self._vacated.clear()
         self._at_trainer.clear()
         self._step_began = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -94,6 +95,38 @@ def test_the_times_of_an_earlier_process_are_forgotten() -> None:
     assert batches.pace.wait_s(BATCH, batches.now) == 0
 
 
+def test_batches_of_groups_that_an_earlier_process_drew_are_not_measured() -> None:
+    batches = Batches()
+    batches.through(5, generate_s=3.0, train_s=10.0)
+    drawn = list(range(100, 100 + 4 * BATCH))
+    for each in drawn:
+        batches.note(task_drawn=pb.TaskDrawn(group=each))
+    batches.note(process_started=pb.ProcessStarted())
+    while drawn:
+        batches.made, groups, drawn = batches.made + 1, drawn[:BATCH], drawn[BATCH:]
+        for each in groups:
+            batches.note(group_accepted=pb.GroupAccepted(group=each))
+        batches.note(batch_made=pb.BatchMade(sequence_no=batches.made, groups=groups))
+        batches.note(batch_sent=pb.BatchSent(sequence_no=batches.made))
+        batches.train(train_s=10.0)
+    assert batches.pace.wait_s(BATCH, batches.now) == 0
+    batches.through(4, generate_s=3.0, train_s=10.0)
+    assert batches.pace.wait_s(BATCH, batches.now) == pytest.approx(10 - 3 - 2.5)
+
+
+def test_a_group_in_place_of_a_dropped_one_counts_from_the_start_of_that_one() -> None:
+    batches = Batches()
+    batches.through(4, generate_s=1.0, train_s=10.0)
+    before = batches.pace.wait_s(BATCH, batches.now)
+    for each in range(100, 100 + BATCH):
+        batches.note(task_drawn=pb.TaskDrawn(group=each))
+    batches.now += 2
+    for each in range(100, 100 + BATCH):
+        batches.note(group_dropped=pb.GroupDropped(group=each))
+    batches.through(1, generate_s=1.0, train_s=10.0)
+    assert batches.pace.wait_s(BATCH, batches.now) == pytest.approx(before - 2)
+
+
 def test_a_batch_whose_report_comes_before_the_answer_to_its_sending_is_not_at_the_trainer() -> None:
     batches = Batches()
     batches.through(5, generate_s=1.0, train_s=10.0)
@@ -153,6 +186,15 @@ def test_where_generation_is_fast_tokens_are_young_and_the_trainer_still_never_w
 def test_where_generation_is_the_bottleneck_nothing_changes(ratio, speed) -> None:
     paced, unpaced = with_and_without(workload(ratio), 2, speed)
     assert paced.step_s(FIRST, END) == pytest.approx(unpaced.step_s(FIRST, END), rel=0.001)
+
+
+@pytest.mark.parametrize("dropped", [0.5, 0.75, 0.9])
+def test_where_most_groups_are_dropped_the_trainer_waits_no_longer_for_those_in_their_place(dropped) -> None:
+    plain, rng = workload(0.3), random.Random(1)
+    tokens = [100] * (30 * BATCH * len(plain.train_s))
+    without = frozenset(each for each in range(len(tokens)) if rng.random() < dropped)
+    paced, unpaced = with_and_without(replace(plain, answer_tokens=tokens, without_signal=without), 4)
+    assert paced.applied_s[-1] <= 1.02 * unpaced.applied_s[-1]
 
 
 @settings(deadline=None, max_examples=20)
