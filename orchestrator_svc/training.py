@@ -32,7 +32,7 @@ from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate
 from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
-from sluice.tasks import Turn
+from sluice.tasks import Turn, run_to_end
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens
 
@@ -494,7 +494,20 @@ class Training:
         self._record(batch_applied=applied)
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
-        # What is only shown is computed after the batch has made room for others.
+        # What is only shown is computed after the batch has made room for others. No later process does that again.
+        await run_to_end(asyncio.create_task(self._show(batch, step, applied, found, on_step, past=past), name="show"))
+
+    async def _show(
+        self,
+        batch: Batch,
+        step: trainer_pb2.StepReport,
+        applied: journal_pb2.BatchApplied,
+        found: Sequence[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]],
+        on_step: OnStep,
+        *,
+        past: bool,
+    ) -> None:
+        """Summarise an applied batch."""
         records = await self._with_advantages(found)
         bound = self._scheduler.bound_of(batch)
         summary = await summarise(step, applied, records, self._ledger.lineage, bound, past=past)

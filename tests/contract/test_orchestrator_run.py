@@ -21,6 +21,7 @@ from orchestrator_doubles import (
 
 from benchmarks.children import free_port
 from orchestrator_svc import evaluation as evaluation_module
+from orchestrator_svc import training as training_module
 from orchestrator_svc.app import serve
 from orchestrator_svc.audit import audit
 from orchestrator_svc.config import DeadlinesConfig
@@ -30,7 +31,7 @@ from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import DATABASE, Journal, read_facts
-from orchestrator_svc.report import AppliedStep, Recorder, RunReporter, read_metrics
+from orchestrator_svc.report import AppliedStep, Recorder, RunReporter, read_metrics, summarise
 from orchestrator_svc.run import Run
 from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
@@ -491,6 +492,26 @@ async def test_a_signal_ends_the_run_without_a_failure_and_says_that_it_is_unfin
         with pytest.raises(UnfinishedError):
             await task
     assert scene.report()["state"] == "stopped"
+
+
+async def test_a_signal_while_a_step_is_summarised_loses_nothing_of_it(scene, monkeypatch) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments, **options) -> AppliedStep:
+        begun.set()
+        await go_on.wait()
+        return await summarise(*arguments, **options)
+
+    monkeypatch.setattr(training_module, "summarise", slow)
+    task = scene.start()
+    await begun.wait()
+    signal.raise_signal(signal.SIGTERM)
+    asyncio.get_running_loop().call_later(0.2, go_on.set)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(UnfinishedError):
+            await task
+    assert read_metrics(scene.run_dir / "metrics.jsonl").keys() == {1}
+    assert (scene.run_dir / "trajectories" / "step_000001.jsonl").exists()
 
 
 @pytest.mark.parametrize("write", [(Journal, "_commit"), (Recorder, "_metrics")], ids=["journal", "files"])
