@@ -99,7 +99,7 @@ class ReplicaPool:
         self._tasks: asyncio.TaskGroup | None = None
         self._homes = Homes()
         self._changed = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._wants_another = asyncio.Event()
         self._search = asyncio.Event()
         self._wanted: Version | None = None
         self._held_back = False
@@ -217,14 +217,13 @@ class ReplicaPool:
 
     async def _pause(self, replica: Replica) -> None:
         """Wait for the next poll: briefly while dispatch waits for a version that this replica does not serve yet."""
-        if self._wanted is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.config.poll_s):
-                    await self._hurry.wait()
-        elif not replica.why_not() and replica.version < self._wanted:
+        wanted = self._wanted
+        if wanted is not None and not replica.why_not() and replica.version < wanted:
             await asyncio.sleep(self.config.waiting_poll_s)
-        else:
-            await asyncio.sleep(self.config.poll_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.poll_s):
+                await self._wants_another.wait()
 
     async def _watch(self) -> None:
         """Evict replicas that hang, and cancel the calls of lost ones that another replica can take."""
@@ -372,11 +371,10 @@ class ReplicaPool:
 
     def wait_for(self, wanted: Version | None) -> None:
         """Poll often while dispatch waits for a version; None: it waits for none."""
+        if wanted is not None and wanted != self._wanted:
+            self._wants_another.set()
+            self._wants_another = asyncio.Event()
         self._wanted = wanted
-        if wanted is None:
-            self._hurry.clear()
-        else:
-            self._hurry.set()
 
     def has_room(self, running_groups: int) -> bool:
         """Return whether the replicas can be given one more group beside those that run."""

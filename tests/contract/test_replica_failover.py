@@ -485,6 +485,18 @@ async def test_the_replicas_together_say_how_many_groups_may_run() -> None:
             await asyncio.wait({polling})
 
 
+async def test_versions_that_are_wanted_one_after_the_other_are_each_seen_at_once() -> None:
+    replica = ScriptedReplica("only", version=Version(1, 0))
+    async with fleet(replica, poll_s=3600.0, progress_s=7200.0) as scene:
+        for number in range(1, 6):
+            wanted = Version(1, number)
+            assert scene.pool.pick(wanted) is None
+            scene.pool.wait_for(wanted)
+            replica.version = wanted
+            await until(lambda wanted=wanted: scene.pool.pick(wanted))
+            scene.pool.wait_for(None)
+
+
 async def test_prompt_log_probabilities_are_refused_with_the_remedy() -> None:
     engine = PolicyEngine(ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None), "test", 1.0)
     with pytest.raises(SluiceError, match="call Generate"):
