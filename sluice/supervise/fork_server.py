@@ -59,10 +59,13 @@ class ForkServer:
     Args:
         argv: Its command; empty: there is none.
         environment: All variables of the processes.
+        deadline_s: Seconds in which it must have forked: an import may hang.
     """
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], watchdog: Watchdog) -> None:
-        self._argv, self._environment, self._watchdog = argv, environment, watchdog
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], watchdog: Watchdog, deadline_s: float
+    ) -> None:
+        self._argv, self._environment, self._watchdog, self._deadline_s = argv, environment, watchdog, deadline_s
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._replies = asyncio.StreamReader()
@@ -82,7 +85,7 @@ class ForkServer:
         """Start the service; the one before must have ended. The watchdog knows the process before it begins.
 
         Returns:
-            None if the service must be executed: there is no server, it died, or it cannot fork safely.
+            None if the service must be executed: there is no server, it died or hangs, or it cannot fork safely.
         """
         if not self._argv:
             return None
@@ -96,7 +99,10 @@ class ForkServer:
                 socket.send_fds(self._socket(), [b"+"], [their_output, their_barrier])
             os.close(their_output)
             their_output = -1
-            reply = await _line(self._replies)
+            reply = b""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._deadline_s):
+                    reply = await _line(self._replies)
             if not reply.isdigit():
                 if reply == b"cold":
                     self._argv = ()

@@ -209,7 +209,8 @@ class Supervisor:
         restarts: list[float] = []
         log = ChildLog(spec.log_path)
         was_ready, fruitless = False, 0
-        async with ForkServer(spec.fork_server, {**os.environ, **spec.environment}, watchdog) as forks:
+        environment = {**os.environ, **spec.environment}
+        async with ForkServer(spec.fork_server, environment, watchdog, self._start_deadline_s) as forks:
             while True:
                 self._listener.on_state(spec.name, ChildState.STARTING, "")
                 child = await Child.start(

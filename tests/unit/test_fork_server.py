@@ -107,6 +107,19 @@ async def test_where_the_fork_server_dies_at_once_the_service_is_executed(tmp_pa
     assert lines(witness) == ["1", "1"]
 
 
+async def test_where_the_fork_server_hangs_the_service_is_executed(tmp_path: Path) -> None:
+    witness = Witness()
+    child = ChildSpec(
+        "child",
+        (sys.executable, "-S", "-c", "print(1)"),
+        tmp_path / "log",
+        partial(asyncio.sleep, 0),
+        fork_server=(sys.executable, "-S", "-c", "import time; time.sleep(600)"),
+    )
+    assert (await run([child], witness, max_restarts=1, start_deadline_s=0.5)).ending is Ending.FAILED
+    assert lines(witness) == ["1", "1"]
+
+
 def test_a_sigkill_of_the_supervisor_ends_the_fork_server_and_the_service(tmp_path: Path) -> None:
     spec = weightsync(tmp_path)
     program = f"""
