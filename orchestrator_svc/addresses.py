@@ -51,14 +51,16 @@ class AnnouncedAddresses:
                     " which the orchestrator reaches you (rollout.advertise)"
                 )
             return
+        if address.is_unspecified:  # a connection to it reaches this machine
+            raise ValueError(f"{target!r} is no address of a replica: it is unspecified")
         if self.networks:
             allowed = (ipaddress.ip_network(each) for each in self.networks)
             if not any(address.version == each.version and address in each for each in allowed):
                 raise ValueError(
                     f"{target!r} lies in none of the networks {', '.join(self.networks)} (orchestrator.replicas.networks)"
                 )
-        elif address.is_link_local or address.is_multicast or address.is_unspecified:
-            raise ValueError(f"{target!r} is no address of a replica: it is link-local, multicast or unspecified")
+        elif address.is_link_local or address.is_multicast:
+            raise ValueError(f"{target!r} is no address of a replica: it is link-local or multicast")
 
 
 def check_address(address: str) -> None:

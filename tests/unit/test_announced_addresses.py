@@ -38,6 +38,11 @@ def test_addresses_that_no_replica_has_are_refused(target: str) -> None:
     assert not allowed(target, "10.0.0.0/8", from_here=True)
 
 
+@pytest.mark.parametrize("target", ["0.0.0.0:80", "[::]:80", "[::ffff:0.0.0.0]:80"])
+def test_no_network_allows_an_address_that_reaches_this_machine(target: str) -> None:
+    assert not allowed(target, "0.0.0.0/0", "::/0")
+
+
 def test_networks_leave_out_all_others() -> None:
     assert all(allowed(each) for each in ("10.1.2.3:7103", "8.8.8.8:7103", "[2001:db8::1]:7103"))
     assert allowed("10.1.2.3:7103", "10.1.0.0/16", "fd00::/8")
