@@ -14,13 +14,17 @@ from vllm import ir
 from weightsync.vllm import cpu_norms
 from weightsync.vllm_plugin import CPU_KERNELS
 
+norm, add, load = ir.ops.rms_norm, ir.ops.fused_add_rms_norm, cpu_norms.current_platform.import_kernels
+cpu_norms.current_platform.import_kernels = lambda: None
+cpu_norms.register()
+without = [op.impls.pop(CPU_KERNELS).supported for op in (norm, add)]
+cpu_norms.current_platform.import_kernels = load
 cpu_norms.register()
 torch.manual_seed(0)
 wide = torch.randn(5, 3, 96)
 weight, residual = torch.randn(32), torch.randn(5, 3, 32)
-found = {}
+found = {"without kernels": without}
 heads = wide[..., 32:64]
-norm, add = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
 norm.set_default([CPU_KERNELS, "native"])
 add.set_default([CPU_KERNELS, "native"])
 found["norm"] = float((norm(heads, weight, 1e-6) - norm.impls["native"].impl_fn(heads, weight, 1e-6)).abs().max())
@@ -37,6 +41,7 @@ found["does not"] = [
     chosen(norm, x, weight, 1e-6, 16),
     chosen(add, heads, residual, weight, 1e-6),
     chosen(add, *half, 1e-6),
+    chosen(add, x, half[1], weight, 1e-6),
 ]
 print(json.dumps(found))
 """
@@ -53,4 +58,5 @@ def test_kernels_are_exact_and_taken_only_where_they_fit():
     assert found["norm"] < 1e-5
     assert found["add"] < 1e-5
     assert found["fits"] == ["sluice_cpu"] * 2
-    assert found["does not"] == ["native"] * 6
+    assert found["does not"] == ["native"] * 7
+    assert found["without kernels"] == [False, False]

@@ -5,6 +5,8 @@ vLLM computes them on a CPU by six calls of PyTorch each; with few tokens in a s
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from vllm import ir
 from vllm.platforms import current_platform
@@ -18,8 +20,14 @@ _VECTOR = 16
 def register() -> None:
     """Offer the kernels to vLLM under `CPU_KERNELS`. It takes them where `ir_op_priority` names them and the arguments fit."""
     current_platform.import_kernels()
-    ir.ops.rms_norm.register_impl(CPU_KERNELS, supports_args=_norm_fits)(_rms_norm)
-    ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supports_args=_add_fits, inplace=True)(_fused_add_rms_norm)
+    norm = add = False  # vLLM takes its own definition if its kernels could not be loaded
+    with contextlib.suppress(AttributeError):
+        norm = torch.ops._C.rms_norm is not None  # noqa: SLF001 - vLLM's name for its kernels
+        add = torch.ops._C.fused_add_rms_norm is not None  # noqa: SLF001 - likewise
+    ir.ops.rms_norm.register_impl(CPU_KERNELS, supported=norm, supports_args=_norm_fits)(_rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supported=add, supports_args=_add_fits, inplace=True)(
+        _fused_add_rms_norm
+    )
 
 
 def _fits(rows: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
@@ -46,7 +54,12 @@ def _add_fits(
     variance_size: int | None = None,
 ) -> bool:
     del epsilon
-    return _fits(x, weight, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+    return (
+        _fits(x, weight, variance_size)
+        and x_residual.dtype == x.dtype
+        and x.is_contiguous()
+        and x_residual.is_contiguous()
+    )
 
 
 def _rms_norm(
