@@ -101,7 +101,7 @@ LOOP_LAG_SECONDS = Histogram(
 _LOOK_S = 0.05
 
 _LAGS_KEPT = 100_000
-"""Half an hour of them, where nobody takes them."""
+"""More than an hour of them, where nobody takes them."""
 
 
 class LoopLag:
