@@ -1,6 +1,6 @@
-"""The quickstart's task from one warm checkpoint: ours at several staleness bounds, and TRL's GRPOTrainer, in turns.
+"""The quickstart's task from one warm checkpoint: ours with each engine at several staleness bounds, and TRL's GRPOTrainer, in turns.
 
-Ours are the four services, as `sluice rl` starts them. TRL generates by itself with both cores. Prompts, their order, reward, group
+Ours are the four services, as `sluice rl` starts them. TRL generates by itself, with transformers and both cores. Prompts, their order, reward, group
 size and learning rate are the same. Time counts from the first request for samples.
 """
 
@@ -29,6 +29,7 @@ from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.report import read_metrics
 from sluice.config import ConfigError
+from sluice.engines import ENGINES
 
 GOALS = (0.85, 0.9)
 """Mean rewards over `WINDOW` steps whose times are compared."""
@@ -54,6 +55,9 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--example", type=Path, default=Path("examples/reverse_text"), help="directory of the example")
     parser.add_argument("--model", type=Path, help="warm checkpoint to begin with; default: make one")
     parser.add_argument("--steps", type=int, default=150, help="steps of a session")
+    parser.add_argument(
+        "--engines", nargs="*", choices=sorted(ENGINES), default=sorted(ENGINES), help="engines of ours"
+    )
     parser.add_argument("--levels", type=int, nargs="*", default=[0, 1, 2], help="bounds of staleness")
     parser.add_argument("--rounds", type=int, default=3, help="sessions of each side")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further round after this time")
@@ -63,8 +67,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     options = parser.parse_args(argv)
     if not options.without_trl and not (BENCH_PACKAGES / "trl").is_dir() and importlib.util.find_spec("trl") is None:
         raise ConfigError("TRL is not installed: run `make install-bench`, or leave it out with `--without-trl`")
-    if not options.levels:
-        raise ConfigError("give at least one bound of staleness with --levels")
+    if not (options.levels and options.engines):
+        raise ConfigError("give at least one bound of staleness with --levels and one engine with --engines")
     if not (options.example / "rl.toml").is_file():
         raise ConfigError(
             f"{options.example} has no rl.toml: run this in the root of the repository, or give --example"
@@ -142,7 +146,8 @@ def _seconds(value: float | None) -> str:
 async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str, Any]:
     model = options.model or await _warm_model(options.example, directory)
     task = Training(options.example, model, directory, options.steps)
-    sides = [*map(str, options.levels), *(["trl"] if not options.without_trl else [])]
+    ours = {f"{engine} {level}": (engine, level) for engine in options.engines for level in options.levels}
+    sides = [*ours, *(["trl"] if not options.without_trl else [])]
     sessions: dict[str, list[Session]] = {side: [] for side in sides}
     give_up = time.monotonic() + 60 * options.minutes
     for number in range(options.rounds):
@@ -151,18 +156,14 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
             break
         for side in sides:
             seed = options.seed + number
-            session = await (_trl(task, seed) if side == "trl" else _ours(task, seed, int(side)))
+            session = await (_ours(task, seed, *ours[side]) if side in ours else _trl(task, seed))
             sessions[side].append(session)
-            print(f"round {number + 1}, {_name(side)}: {session}", flush=True)
+            print(f"round {number + 1}, {side}: {session}", flush=True)
     return _results(options, sessions)
 
 
-def _name(side: str) -> str:
-    return side if side == "trl" else f"max_staleness {side}"
-
-
 def _results(options: argparse.Namespace, sessions: Mapping[str, list[Session]]) -> Mapping[str, Any]:
-    """Compare medians over the rounds; ours at the bound that reaches the first goal soonest stands for ours."""
+    """Compare medians over the rounds; the engine and bound that reach the first goal soonest stand for ours."""
     step_s = {side: statistics.median(each.step_s for each in done) for side, done in sessions.items()}
     reached = {side: {str(goal): _median_reached(done, goal) for goal in GOALS} for side, done in sessions.items()}
     ours = [side for side in sessions if side != "trl"]
@@ -183,7 +184,7 @@ def _results(options: argparse.Namespace, sessions: Mapping[str, list[Session]])
         "ratios": ratios,
         "trl_sync_over_ours": ratios.get("trl_sync_over_ours"),
         "trl_step_over_ours": ratios.get("trl_step_over_ours"),
-        "best_max_staleness": int(best),
+        "ours": best,
         "step_s": {side: round(value, 4) for side, value in step_s.items()},
         "reached_s": reached,
         "cpu_ms_per_step": cpu,
@@ -213,12 +214,13 @@ async def _warm_model(example: Path, directory: Path) -> Path:
     return directory / "sft"
 
 
-async def _ours(task: Training, seed: int, max_staleness: int) -> Session:
+async def _ours(task: Training, seed: int, engine: str, max_staleness: int) -> Session:
     """Run `sluice rl` as its example says, and note the tasks that it drew."""
-    where = task.directory / f"staleness-{max_staleness}-{seed}"
+    where = task.directory / f"{engine}-{max_staleness}-{seed}"
     command = [sys.executable, "-m", "sluice.cli.main", "rl", "@", str(task.example / "rl.toml"), "--plain"]
     command += [f"--model={task.model}", f"--run={where.name}", f"--output-dir={where.parent}", f"--seed={seed}"]
-    command += [f"--max-staleness={max_staleness}", f"--orchestrator.max-steps={task.steps}"]
+    command += [f"--rollout.engine={engine}", f"--max-staleness={max_staleness}"]
+    command += [f"--orchestrator.max-steps={task.steps}"]
     meter = CpuMeter()
     await _wait(command, where.with_suffix(".log"), dict(os.environ), SESSION_S, meter)
     draws = await asyncio.to_thread(
@@ -234,7 +236,10 @@ async def _ours(task: Training, seed: int, max_staleness: int) -> Session:
     settled = steps[SETTLED:]
     session.idle["trainer"] = statistics.fmean(each["load/trainer_idle"] for each in settled)
     elapsed = session.ended_s[-1] - session.ended_s[SETTLED - 1]
-    session.idle["engine"] = max(0.0, 1 - spent["engine"] / elapsed)
+    sampling = (
+        "engine" if "engine" in spent else "rollout"
+    )  # transformers runs within the service, in a thread of its own
+    session.idle[sampling] = max(0.0, 1 - spent[sampling] / elapsed)
     return session
 
 

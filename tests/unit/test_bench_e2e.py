@@ -6,10 +6,11 @@ import asyncio
 import subprocess
 import sys
 import time
+from argparse import Namespace
 
 import pytest
 
-from benchmarks.e2e import SETTLED, Session
+from benchmarks.e2e import SETTLED, Session, _results
 from benchmarks.process_tree import CpuMeter
 
 
@@ -61,3 +62,13 @@ async def _used_by_a_service_and_its_child() -> dict[str, float]:
     following.cancel()
     process.communicate("\n")
     return meter.between(begun, time.time())
+
+
+def test_the_side_that_reaches_the_goal_soonest_stands_for_ours() -> None:
+    slow, quick = session([0.9] * 20, 0.3), session([0.9] * 20, 0.1)
+    never, theirs = session([0.1] * 20, 0.05), session([0.9] * 20, 0.2)
+    results = _results(Namespace(), {"vllm 1": [slow], "transformers 1": [quick], "vllm 2": [never], "trl": [theirs]})
+    assert results["ours"] == "transformers 1"
+    assert results["trl_step_over_ours"] == pytest.approx(2.0)
+    assert results["trl_sync_over_ours"] == pytest.approx(2.0)
+    assert "trl_sync_over_vllm 2" not in results["ratios"]
