@@ -316,8 +316,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             async with asyncio.timeout(HAND_OVER_S):
                 while self.samples:  # one that was admitted lately may not have reached the engine yet
                     with contextlib.suppress(EngineError):  # a dead engine ends its requests itself
-                        for request_id in self.request_ids:
-                            await self._engine.current.abort(request_id)
+                        await asyncio.gather(*map(self._engine.current.abort, self.request_ids))
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(ABORT_AGAIN_S):
                             await self._idle.wait()

@@ -99,3 +99,27 @@ async def test_a_request_that_has_no_place_is_queued(engine):
     await stream.aclose()
     assert [each async for each in late][-1].parts
     await until(lambda: engine.status().running == 0)
+
+
+async def test_tokens_that_the_engine_keeps_back_come_in_time_and_before_a_pause_with_their_version(engine, tmp_path):
+    """A stream that is read once in a while, an update in its midst, and an abort."""
+    await engine.reload_base()
+    stream = engine.stream(ask(400, n=2), Pace(seconds=0.25))
+    given = {0: 0, 1: 0}
+    spans: dict[int, list[tuple[int, Version]]] = {0: [], 1: []}
+    messages = 0
+    async for progress in stream:
+        messages += 1
+        for part in progress.parts:
+            assert part.offset == given[part.index]
+            assert len(part.logprobs) == len(part.token_ids)
+            given[part.index] += len(part.token_ids)
+            spans[part.index] += [span for span in part.spans if span.version not in {v for _, v in spans[part.index]}]
+        if progress.parts and messages == 1:
+            at = engine.status().generated_tokens
+            await engine.apply(staged(save_model(tmp_path / "third", 3), Version(1, 2)))
+            assert engine.status().generated_tokens >= at
+    assert given == {0: 400, 1: 400}
+    for each in spans.values():
+        assert [version for _, version in each] == [Version(0, 0), Version(1, 2)]
+        assert each[0][0] == 0

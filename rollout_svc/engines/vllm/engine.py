@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +33,8 @@ from rollout_svc.engines.model_files import model_directory, read_base_model
 from rollout_svc.engines.steps import awaiting_weights, paced
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
 from rollout_svc.engines.vllm.requests import (
+    HOLD_S,
+    HOLD_TOKENS,
     LoadRecorder,
     TrackedRequest,
     check_request,
@@ -205,7 +207,7 @@ class VllmEngine(LoraEngine):
 
     async def sample(self, request: GenerationRequest) -> GenerationResult:
         """See `InferenceEngine`."""
-        tracked = await self._submit(request)
+        tracked = await self._submit(request, hold=True)
         try:
             result = await tracked.result()
         except Exception as error:
@@ -224,7 +226,7 @@ class VllmEngine(LoraEngine):
         async with contextlib.aclosing(awaiting_weights(self._gates, steps)) as signs:
             async for sign in signs:
                 yield sign
-        tracked = await self._submit(request)
+        tracked = await self._submit(request, hold=pace.seconds >= 2 * HOLD_S and pace.tokens >= HOLD_TOKENS)
         try:
             steps = self._recorder.steps  # of the engine that has the request
             steps.watch(pace.tokens, tracked.watched(pace.tokens))
@@ -277,12 +279,20 @@ class VllmEngine(LoraEngine):
 
     async def abort(self, request_id: str) -> bool:
         """See `InferenceEngine`."""
-        tracked = list(self._active.get(request_id, ()))
-        for each in tracked:
+        if request_id not in self._active:
+            return False
+        await self._held_tokens_of(self._active[request_id])
+        for each in list(self._active.get(request_id, ())):
             await self._llm.abort(each.internal_id, internal=True)
-        return bool(tracked)
+        return True
 
-    async def _submit(self, request: GenerationRequest) -> TrackedRequest:
+    async def _held_tokens_of(self, requests: Iterable[TrackedRequest]) -> None:
+        """Wait for the tokens that the engine's process keeps back of requests that are about to be ended."""
+        if any(each.held for each in requests) and self._paused is None:
+            await asyncio.sleep(HOLD_S)
+
+    async def _submit(self, request: GenerationRequest, *, hold: bool = False) -> TrackedRequest:
+        """Give a request to vLLM. `hold`: its reader does not want its tokens at once."""
         for gate in self._gates:  # the request is sampled by the new version
             await gate.wait()
         llm = self._llm
@@ -293,8 +303,9 @@ class VllmEngine(LoraEngine):
             salt = str(self._weights.version if adapter is None else adapter.version)
             try:
                 with refusals():
-                    params = sampling_params(request, self.info, has_tokenizer=llm.tokenizer is not None)
+                    params = sampling_params(request, self.info, has_tokenizer=llm.tokenizer is not None, hold=hold)
                     tracked = await submit(llm, request, adapter, params, name=name, salt=salt)
+                    tracked.held = hold
             except ValueError:
                 raise
             except Exception as error:
@@ -343,6 +354,8 @@ class VllmEngine(LoraEngine):
         """See `InferenceEngine`."""
         async with self._changing():
             llm = self._llm
+            if mode is PauseMode.ABORT:
+                await self._held_tokens_of(self._submitted)
             work = llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
             try:
                 await step(llm, "pausing", work, self._options.drain_deadline_s)
@@ -447,7 +460,9 @@ class VllmEngine(LoraEngine):
 
     async def _end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
         """End some requests; the engine has let go of them before it replies a later call."""
-        for tracked in [each for active in self._active.values() for each in active if which(each)]:
+        ending = [each for active in self._active.values() for each in active if which(each)]
+        await self._held_tokens_of(ending)
+        for tracked in ending:
             tracked.retired = True
             await self._llm.abort(tracked.internal_id, internal=True)
 

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import gc
 import json
+import logging
 import multiprocessing.util  # at exit it waits for children; imported first, it does so after `OwnerThread` has ended them
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -162,6 +163,7 @@ def _launch(
     on_cpu = not has_accelerator()
     arguments = engine_arguments(model, given, on_cpu=on_cpu, arguments_class=AsyncEngineArgs, lora=lora)
     config = AsyncEngineArgs(**arguments).create_engine_config()
+    hold_tokens(config)
     # vLLM's CPU platform sets "spawn" in the line above; on a GPU a fork would inherit a broken CUDA context.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and on_cpu and fork_is_sound() else "spawn"
     recorder = LoadRecorder()
@@ -173,6 +175,16 @@ def _launch(
     llm.logger_manager = recorder
     segments = mapped_segments(os.getpid()) - before
     return VllmProcesses(llm, recorder, config, on_cpu, owner, segments)
+
+
+def hold_tokens(config: VllmConfig) -> None:
+    """Let vLLM use `rollout_svc.engines.vllm.scheduler`, unless it has to use one that is neither of its two usual ones."""
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        name = "HoldingAsyncScheduler" if scheduler.async_scheduling else "HoldingScheduler"
+        scheduler.scheduler_cls = f"rollout_svc.engines.vllm.scheduler.{name}"
+        # It warns of every scheduler that is not its own: its interface may change. `require_tested_version` pins it.
+        logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
 
 
 def mapped_segments(process: int) -> frozenset[Path]:

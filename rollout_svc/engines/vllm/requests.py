@@ -44,6 +44,12 @@ GREATEST_BIAS = 100.0
 LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones to this. Then the log-probabilities would be those of another temperature."""
 
+HOLD_S = 0.1
+"""Most seconds for which the engine's process keeps tokens back from a reader that does not want them at once."""
+
+HOLD_TOKENS = 64
+"""Most tokens of a sample that it keeps back."""
+
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
@@ -54,6 +60,7 @@ class TrackedRequest:
         internal_id: Its id in vLLM, which is unique.
         retired: Whether it was ended because its adapter was unloaded.
         released: Whether its caller has left.
+        held: Whether the engine's process may keep its tokens back.
     """
 
     request: GenerationRequest
@@ -64,6 +71,7 @@ class TrackedRequest:
     _parent: ParentRequest | None
     retired: bool = False
     released: bool = False
+    held: bool = False
     _given: list[int] = field(default_factory=list)
     _ended: list[bool] = field(default_factory=list)
     _final: RequestOutput | None = None
@@ -336,10 +344,19 @@ def live_token_count(engine: AsyncLLM) -> int:
     return sum(len(state.detokenizer.output_token_ids) for state in engine.output_processor.request_states.values())
 
 
-def sampling_params(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) -> SamplingParams:
+def sampling_params(
+    request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool, hold: bool = False
+) -> SamplingParams:
     """Return vLLM's ``SamplingParams``.
 
     End tokens become stop tokens, so that all of a model's end tokens count and not only the tokenizer's.
+
+    Args:
+        request: What is asked.
+        info: The model.
+        has_tokenizer: Whether stop strings can be found.
+        hold: Whether the engine's process may keep tokens back; see `rollout_svc.engines.vllm.scheduler`. It never does where stop
+            strings have to be found, which vLLM does in its front end.
 
     Raises:
         ValueError: if this engine does not support the parameters.
@@ -373,6 +390,7 @@ def sampling_params(request: GenerationRequest, info: ModelInfo, *, has_tokenize
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=vllm.RequestOutputKind.FINAL_ONLY,
+        stream_interval=HOLD_TOKENS if hold and not sampling.stop else None,
         skip_clone=True,
     )
     return parameters

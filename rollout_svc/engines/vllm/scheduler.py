@@ -1,0 +1,148 @@
+"""vLLM's scheduler, which keeps the tokens of a request back where their reader does not want them at once.
+
+vLLM sends what it has sampled after each step: for each sample an object with its new token and three arrays of log-probabilities.
+With a small model, writing and reading these messages takes a fifth of the CPU time of the service and some of the engine's. A
+stream that gives its tokens once in a second gets the same from a message each `HOLD_S`. vLLM imports this module in the process of
+its engine.
+
+A sample's end, and what belongs to anything but its tokens, is sent at once, with the tokens that were kept back before it.
+A message names one version of the weights. vLLM changes it only while it is paused, and a pause sends everything first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
+
+from rollout_svc.engines.vllm.requests import HOLD_S
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+
+class HeldTokens:
+    """The outputs that wait, by client and request, in the order of their steps."""
+
+    def __init__(self) -> None:
+        self._held: defaultdict[int, dict[str, list[EngineCoreOutput]]] = defaultdict(dict)
+        self._send_at = 0.0
+
+    def __bool__(self) -> bool:
+        return any(self._held.values())
+
+    def sift(
+        self, outputs: dict[int, EngineCoreOutputs], interval: Callable[[str], int], *, everything: bool, now: float
+    ) -> None:
+        """Keep back what may wait of the outputs of one step, and join the rest with what was kept back before.
+
+        Args:
+            outputs: By client; changed in place. A client that has only held tokens gets an object of its own if they are sent.
+            interval: Returns at how many tokens those of a request are sent; 1: they do not wait.
+            everything: Whether to keep nothing back.
+            now: Monotonic seconds.
+        """
+        everything = everything or now >= self._send_at
+        for client, message in outputs.items():
+            held = self._held[client]
+            message.outputs = [sent for each in message.outputs if (sent := _next(each, held, interval)) is not None]
+        if everything:
+            self._send_at = now + HOLD_S
+            for client, held in self._held.items():
+                if held:
+                    message = outputs.setdefault(client, EngineCoreOutputs())
+                    message.outputs = [*message.outputs, *(joined(each) for each in held.values())]
+                    held.clear()
+
+
+def _next(
+    output: EngineCoreOutput, held: dict[str, list[EngineCoreOutput]], interval: Callable[[str], int]
+) -> EngineCoreOutput | None:
+    """Return what is sent of a request now; None if it waits."""
+    name = output.request_id
+    waiting = held.get(name, [])
+    waiting.append(output)
+    if _may_wait(output) and len(waiting) < interval(name):
+        held[name] = waiting
+        return None
+    held.pop(name, None)
+    return joined(waiting)
+
+
+def _may_wait(output: EngineCoreOutput) -> bool:
+    """Return whether an output has nothing but tokens, and what `joined` keeps of each."""
+    return (
+        output.finish_reason is None
+        and output.new_prompt_logprobs_tensors is None
+        and output.prompt_token_id_logprobs is None
+        and output.pooling_output is None
+        and output.kv_transfer_params is None
+        and output.ec_transfer_params is None
+        and output.routed_experts is None
+        and output.new_sampling_mask is None
+        and output.mm_cache_miss_hashes is None
+        and not output.num_nans_in_logits
+    )
+
+
+def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """Return the last of a request's outputs with the tokens of all; it is changed."""
+    *before, last = outputs
+    if not before:
+        return last
+    last.new_token_ids = [token for each in outputs for token in each.new_token_ids]
+    parts = [each.new_logprobs for each in outputs if each.new_logprobs is not None]
+    if parts:
+        last.new_logprobs = _joined_logprobs(parts)
+    last.events = [event for each in outputs for event in each.events or ()] or None
+    last.prefill_stats = next((each.prefill_stats for each in outputs if each.prefill_stats is not None), None)
+    return last
+
+
+def _joined_logprobs(parts: list[LogprobsLists]) -> LogprobsLists:
+    # The rows of a step are as wide as its most demanding request wants. Each request reads the first columns.
+    width = min(each.logprobs.shape[1] for each in parts)
+    return LogprobsLists(
+        np.concatenate([each.logprob_token_ids[:, :width] for each in parts]),
+        np.concatenate([each.logprobs[:, :width] for each in parts]),
+        np.concatenate([each.sampled_token_ranks for each in parts]),
+    )
+
+
+class HoldingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """vLLM's scheduler, which keeps tokens back."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
+        super().__init__(*args, **kwargs)
+        self._held = HeldTokens()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Return what is sent after a step."""
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        paused = self.pause_state == PauseState.PAUSED_ALL
+        self._held.sift(outputs, self._interval, everything=idle or paused, now=time.monotonic())
+        return outputs
+
+    def has_requests(self) -> bool:
+        """Return whether another step is needed: also one that only sends what was kept back."""
+        return bool(self._held) or super().has_requests()
+
+    def _interval(self, name: str) -> int:
+        request = self.requests.get(name)
+        return 1 if request is None else request.sampling_params.stream_interval or 1
+
+
+class HoldingAsyncScheduler(HoldingScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The same for asynchronous scheduling."""
