@@ -7,15 +7,18 @@ process from ending.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+
+Calls: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+"""What a thread still has to call, one after the other; None ends it."""
 
 
 class CallHungError(TimeoutError):
@@ -34,7 +37,7 @@ class SerialThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: Calls = SimpleQueue()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -68,16 +71,14 @@ class SerialThread:
         self._calls.put(None)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # what it answered is the caller's to keep
+        _run_all(self._calls)
 
 
 class DeadlineThreads:
     """Run functions in threads of their own; use it from one event loop.
 
     A thread cannot be killed. One that misses its deadline is left to itself and another takes its place, so that calls that
-    hang stop neither the others nor what else needs threads, such as the resolver.
+    hang stop neither the others nor what else needs threads, such as the resolver. A thread whose call has ended takes a later one.
 
     Args:
         threads: Calls that run at a time; further ones wait.
@@ -94,6 +95,9 @@ class DeadlineThreads:
         self._name = name
         self._places = asyncio.Semaphore(threads)
         self._deadline_s, self._most_hung = deadline_s, most_hung
+        self._free: list[Calls] = []
+        """Queues of the threads that wait for a call."""
+        weakref.finalize(self, _end_all, self._free)
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401 - those of any function
         """Call a function in a thread and return its answer.
@@ -132,17 +136,32 @@ class DeadlineThreads:
                 error = raised
             except BaseException as raised:  # noqa: BLE001 - SystemExit of foreign code must not end the service
                 error = RuntimeError(f"the {self._name} raised {raised!r}")
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._deliver, answer, result, error)
+            try:
+                loop.call_soon_threadsafe(self._deliver, thread, answer, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                thread.put(None)
 
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        thread = self._free.pop() if self._free else self._new_thread()
+        thread.put(work)
         return answer
+
+    def _new_thread(self) -> Calls:
+        calls: Calls = SimpleQueue()
+        threading.Thread(target=_run_all, args=(calls,), name=self._name, daemon=True).start()
+        return calls
 
     def _left(self, answer: asyncio.Future[Any], change: int) -> None:
         if answer.cancelled():
             self.hanging += change
 
-    def _deliver(self, answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:  # noqa: ANN401 - any answer
+    def _deliver(
+        self,
+        thread: Calls,
+        answer: asyncio.Future[Any],
+        result: Any,  # noqa: ANN401 - any answer
+        error: Exception | None,
+    ) -> None:
+        self._free.append(thread)
         if answer.done():
             self._left(answer, -1)
         elif error is None:
@@ -151,3 +170,15 @@ class DeadlineThreads:
             answer.set_exception(RuntimeError(f"the {self._name} raised StopIteration"))
         else:
             answer.set_exception(error)
+
+
+def _run_all(calls: Calls) -> None:
+    """Make the calls of a queue until it gives None."""
+    while (call := calls.get()) is not None:
+        call()
+        del call  # what it answered is the caller's to keep
+
+
+def _end_all(threads: list[Calls]) -> None:
+    for each in threads:
+        each.put(None)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from sluice.threads import SerialThread
+from sluice.threads import DeadlineThreads, SerialThread
 
 HANG_AND_LEAVE = """
 import asyncio, threading
-from sluice.threads import CallHungError, DeadlineThreads
+from sluice.threads import DeadlineThreads
 
 async def main():
     try:
@@ -73,3 +76,17 @@ async def test_a_thread_that_was_ended_refuses_further_calls() -> None:
     assert await answer == 1
     with pytest.raises(RuntimeError, match="ended"):
         thread.submit(lambda: 2)
+
+
+async def test_a_thread_whose_call_has_ended_takes_the_next_one() -> None:
+    threads = DeadlineThreads("test", 2, 5.0, 1)
+    assert await threads.run(threading.get_ident) == await threads.run(threading.get_ident)
+
+
+async def test_threads_end_with_their_owner() -> None:
+    threads = DeadlineThreads("test", 1, 5.0, 1)
+    thread = await threads.run(threading.current_thread)
+    del threads
+    gc.collect()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive()
