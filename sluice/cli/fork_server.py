@@ -3,9 +3,10 @@
 `sluice rl` starts its services through it. A restart then imports nothing: for the trainer, 4 of 5 seconds are imports. It has no
 threads, no connections and no state, reads no settings, and never opens a device. `sluice.supervise.fork_server` is the other side.
 
-Standard input is a socket. Each byte on it comes with two descriptors: the pipe for the output of the new process, and its start
-barrier. The new process sends its process id, waits for one byte from the barrier, and runs the service. Its exit code follows when
-it has ended, negative for a signal. `cold` says that forking is not safe: an import started a thread, or opened a device.
+Standard input is a socket. Each byte on it comes with three descriptors: the pipe for the output of the new process, its start
+barrier, and a pipe for its exit code. The new process sends its process id, waits for one byte from the barrier, runs the service, and
+writes its exit code to the pipe, where it can be read even if the fork server was killed. The server sends it as well when the process
+has ended, negative for a signal. `cold` says that forking is not safe: an import started a thread, or opened a device.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 from sluice.cli.main import main
 from sluice.config import load_service
 
-_DRIVER = "/dev/nvidia"
-"""A process with one of these open has initialised CUDA, and CUDA does not work in its forks."""
+_DRIVERS = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")
+"""Devices of CUDA, of CUDA on WSL, and of ROCm. A process that has one open has initialised its GPU, which its forks cannot use."""
 
 
 def serve(arguments: list[str]) -> int:
@@ -44,7 +45,7 @@ def serve(arguments: list[str]) -> int:
     while True:
         request, descriptors = b"", list[int]()
         with contextlib.suppress(ConnectionError):
-            request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            request, descriptors, _, _ = socket.recv_fds(control, 1, 3)
         if not request:
             return 0
         child = os.fork()
@@ -57,7 +58,7 @@ def serve(arguments: list[str]) -> int:
             control.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def _run(arguments: list[str], control: socket.socket, output: int, barrier: int) -> int:
+def _run(arguments: list[str], control: socket.socket, output: int, barrier: int, code: int) -> int:
     """Run the service in the process that was forked, in a session of its own."""
     os.setsid()
     with control:
@@ -67,7 +68,14 @@ def _run(arguments: list[str], control: socket.socket, output: int, barrier: int
     if not os.read(barrier, 1):  # the supervisor died before the watchdog knew of this process
         return 1
     os.close(barrier)
-    return main(arguments)
+    os.set_inheritable(code, False)
+    ended_with = 1  # after an exception
+    try:
+        ended_with = main(arguments)
+    finally:
+        with contextlib.suppress(BrokenPipeError):  # the supervisor died
+            os.write(code, b"%d\n" % ended_with)
+    return ended_with
 
 
 def _replace(descriptor: int, standard: int) -> None:
@@ -79,7 +87,7 @@ def _driver_is_open() -> bool:
     with contextlib.suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
-                if str(entry.readlink()).startswith(_DRIVER):
+                if str(entry.readlink()).startswith(_DRIVERS):
                     return True
     return False
 

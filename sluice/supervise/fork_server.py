@@ -14,7 +14,10 @@ from typing import Self
 from sluice.supervise.watchdog import Watchdog
 
 _LOST = -int(signal.SIGKILL)
-"""Exit code of a process whose fork server died before it: its own is not known."""
+"""Exit code of a process that was killed after its fork server: nobody knows by which signal."""
+
+_CODE_BYTES = 16
+"""More than an exit code takes."""
 
 
 class Forked:
@@ -24,9 +27,9 @@ class Forked:
         stdout: Its output, until the last process that has it open ends.
     """
 
-    def __init__(self, pid: int, stdout: asyncio.StreamReader, codes: asyncio.StreamReader) -> None:
+    def __init__(self, pid: int, stdout: asyncio.StreamReader, codes: asyncio.StreamReader, own_code: int) -> None:
         self.pid, self.stdout = pid, stdout
-        self._codes = codes
+        self._codes, self._own_code = codes, own_code
         self._handle: int | None = None
         with contextlib.suppress(ProcessLookupError):  # killed already, and its fork server has seen it
             self._handle = os.pidfd_open(pid)
@@ -34,13 +37,19 @@ class Forked:
     async def wait(self) -> int:
         """Return its exit code, or minus the number of the signal that ended it. Call this once.
 
-        A process whose fork server was killed lives on; it then seems to have been killed, whatever its exit code is.
+        A process whose fork server was killed lives on, and has written its exit code to its pipe before it ends. A signal then
+        counts as SIGKILL, whichever it was.
         """
         line = await _line(self._codes)
-        if self._handle is not None:
-            if not line:
+        try:
+            if not line and self._handle is not None:
                 await _until_ended(self._handle)
-            os.close(self._handle)
+            with contextlib.suppress(BlockingIOError):  # processes that it left behind hold the pipe open
+                line = line or os.read(self._own_code, _CODE_BYTES)
+        finally:
+            os.close(self._own_code)
+            if self._handle is not None:
+                os.close(self._handle)
         return int(line) if line else _LOST
 
 
@@ -93,10 +102,12 @@ class ForkServer:
             await self._start()
         output, their_output = os.pipe()
         their_barrier, go_ahead = os.pipe()
+        own_code, their_code = os.pipe()
+        os.set_blocking(own_code, False)
         try:
             stdout = await _reader(output)
             with contextlib.suppress(OSError):  # it died; the end of the replies shows it
-                socket.send_fds(self._socket(), [b"+"], [their_output, their_barrier])
+                socket.send_fds(self._socket(), [b"+"], [their_output, their_barrier, their_code])
             os.close(their_output)
             their_output = -1
             reply = b""
@@ -111,9 +122,11 @@ class ForkServer:
             self._watchdog.note("+", int(reply))
             with contextlib.suppress(BrokenPipeError):  # killed already; its exit code says so
                 os.write(go_ahead, b"+")
-            return Forked(int(reply), stdout, self._replies)
+            forked = Forked(int(reply), stdout, self._replies, own_code)
+            own_code = -1
+            return forked
         finally:
-            for descriptor in (their_output, their_barrier, go_ahead):
+            for descriptor in (their_output, their_barrier, go_ahead, own_code, their_code):
                 if descriptor >= 0:
                     os.close(descriptor)
 

@@ -1,6 +1,8 @@
 """Services that are forked from a process that has imported them."""
 
 import asyncio
+import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,9 @@ from sluice.cli import fork_server
 from sluice.config.schema import SecurityConfig
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK, free_ports
+from sluice.supervise.fork_server import ForkServer
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Outcome, Supervisor
+from sluice.supervise.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="services are forked on Linux only")
 
@@ -84,6 +88,24 @@ async def test_a_killed_service_is_forked_again_and_survives_its_fork_server(tmp
     assert told[0] == "ended with signal SIGKILL; restart 1 of 3 now"
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+async def test_how_a_service_ended_is_known_although_its_fork_server_was_killed_first(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    spec = weightsync(tmp_path)
+    watchdog = await Watchdog.start()
+    async with ForkServer(spec.fork_server, os.environ, watchdog, 60) as forks:
+        forked = await forks.fork()
+        assert forked is not None
+        await asyncio.wait_for(spec.wait_ready(), 60)
+        server, service = processes_of(spec)
+        server.kill()
+        wait_for(lambda: gone(server.pid))
+        service.send_signal(number)
+        assert await asyncio.wait_for(forked.wait(), 60) == code
+    await watchdog.stop()
+
+
 async def test_where_forking_is_not_safe_the_service_is_executed(tmp_path: Path) -> None:
     witness = Witness()
     cold = (sys.executable, "-S", "-c", SAYS_COLD)
@@ -125,6 +147,7 @@ def test_a_sigkill_of_the_supervisor_ends_the_fork_server_and_the_service(tmp_pa
     program = f"""
 import asyncio
 from pathlib import Path
+from sluice.supervise.fork_server import ForkServer
 from sluice.supervise.supervisor import ChildSpec, Supervisor
 class Nobody:
     def on_line(self, child, line): pass
@@ -144,10 +167,12 @@ asyncio.run(Supervisor([spec], Nobody()).run(asyncio.Event()))
 
 def test_an_open_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fork_server._driver_is_open()
-    monkeypatch.setattr(fork_server, "_DRIVER", "/dev/ze")
+    for device in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"):
+        with monkeypatch.context() as opened:
+            opened.setattr(Path, "readlink", lambda _, device=device: Path(device))
+            assert fork_server._driver_is_open(), device
     with Path("/dev/zero").open("rb"):
-        assert fork_server._driver_is_open()
-    assert not fork_server._driver_is_open()
+        assert not fork_server._driver_is_open()
 
 
 @pytest.mark.slow
