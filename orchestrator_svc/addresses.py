@@ -23,7 +23,7 @@ class AnnouncedAddresses:
     """Where replicas that announce themselves may be: the orchestrator connects to what others name.
 
     Attributes:
-        networks: Networks, such as ``10.0.0.0/8``, that such an address must lie in; none: all that a replica can have.
+        networks: Networks, such as ``10.0.0.0/8``, that such an address must lie in; empty: all networks.
     """
 
     networks: Sequence[str] = ()
@@ -42,8 +42,7 @@ class AnnouncedAddresses:
             if not from_here:
                 raise ValueError(f"{target!r} is a socket of the orchestrator's machine, and you call from another one")
             return
-        address = ipaddress.ip_address(target.rpartition(":")[0].strip("[]"))
-        address = getattr(address, "ipv4_mapped", None) or address
+        address = _literal(target.rpartition(":")[0])
         if address.is_loopback:
             if not from_here:
                 raise ValueError(
@@ -51,16 +50,21 @@ class AnnouncedAddresses:
                     " which the orchestrator reaches you (rollout.advertise)"
                 )
             return
-        if address.is_unspecified:  # a connection to it reaches this machine
-            raise ValueError(f"{target!r} is no address of a replica: it is unspecified")
-        if self.networks:
-            allowed = (ipaddress.ip_network(each) for each in self.networks)
-            if not any(address.version == each.version and address in each for each in allowed):
-                raise ValueError(
-                    f"{target!r} lies in none of the networks {', '.join(self.networks)} (orchestrator.replicas.networks)"
-                )
-        elif address.is_link_local or address.is_multicast:
-            raise ValueError(f"{target!r} is no address of a replica: it is link-local or multicast")
+        # A connection to an unspecified address reaches this machine. Only link-local addresses need a zone.
+        if (
+            address.is_unspecified
+            or address.is_link_local
+            or address.is_multicast
+            or getattr(address, "scope_id", None)
+        ):
+            raise ValueError(
+                f"{target!r} is no address of a replica: it is unspecified, link-local or multicast, or has a zone"
+            )
+        allowed = [ipaddress.ip_network(each) for each in self.networks]
+        if allowed and not any(address.version == each.version and address in each for each in allowed):
+            raise ValueError(
+                f"{target!r} lies in none of the networks {', '.join(self.networks)} (orchestrator.replicas.networks)"
+            )
 
 
 def check_address(address: str) -> None:
@@ -78,10 +82,27 @@ def check_address(address: str) -> None:
         raise ValueError(f"{address!r} is no address: give host:port or unix:PATH")
 
 
+def canonical(address: str) -> str:
+    """Return the one spelling of an address, so that two that are spelt differently compare equal.
+
+    Literal addresses are written as RFC 5952 has it, an IPv4 address inside IPv6 as IPv4, and names in lower case without ``dns:///``.
+
+    Args:
+        address: Has passed `check_address`.
+    """
+    if address.startswith(_UNIX):
+        return address.replace("unix://", _UNIX, 1)
+    host, _, port = address.removeprefix(_DNS).rpartition(":")
+    if not _is_literal(host):
+        return f"{host.lower()}:{int(port)}"
+    literal = _literal(host)
+    return f"[{literal}]:{int(port)}" if literal.version == 6 else f"{literal}:{int(port)}"
+
+
 async def resolve_targets(addresses: Iterable[str]) -> list[str]:
     """Return the targets behind some addresses, in order, each once.
 
-    ``unix:/path`` and literal addresses stand for themselves, names (with or without ``dns:///``) for every address that
+    ``unix:/path`` and literal addresses stand for themselves, in their canonical form, names (with or without ``dns:///``) for every address that
     they resolve to now. A name that does not resolve is left out: it may later. So is what cannot be an address.
     """
     found = await asyncio.gather(*map(_resolve, addresses))
@@ -94,27 +115,32 @@ def is_fixed(address: str) -> bool:
 
 
 async def _resolve(address: str) -> list[str]:
-    address = address.removeprefix(_DNS)
-    host, _, port = address.rpartition(":")
     try:
         check_address(address)
+        address = canonical(address)
         if is_fixed(address):
             return [address]
+        host, _, port = address.rpartition(":")
         async with asyncio.timeout(_LOOKUP_S):
             rows = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (ValueError, OSError, TimeoutError) as error:
         log.debug("replica address skipped", address=address, error=str(error))
         return []
     hosts = {f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else row[4][0] for row in rows}
-    return sorted(f"{each}:{port}" for each in hosts)
+    return sorted({canonical(f"{each}:{port}") for each in hosts})
 
 
 def _is_literal(host: str) -> bool:
     try:
-        ipaddress.ip_address(host.strip("[]"))
+        _literal(host)
     except ValueError:
         return False
     return True
+
+
+def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    address = ipaddress.ip_address(host.strip("[]"))
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _is_name(host: str) -> bool:

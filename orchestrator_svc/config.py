@@ -207,7 +207,7 @@ class ReplicasConfig(Section):
     most_announced: int = Field(1024, ge=1, description="Most replicas that are announced at a time.")
     networks: list[str] = Field(
         default_factory=list,
-        description="Networks that the addresses of announced replicas must lie in, such as 10.0.0.0/8. Empty: everything but link-local, multicast and unspecified addresses. A loopback address or a unix socket may be announced from the orchestrator's machine alone.",
+        description="Networks that the addresses of announced replicas must lie in, such as 10.0.0.0/8. Empty: all networks. Link-local, multicast and unspecified addresses are refused in any case. A loopback address or a unix socket may be announced from the orchestrator's machine alone.",
     )
 
     @field_validator("networks")

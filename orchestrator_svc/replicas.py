@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import structlog
 
-from orchestrator_svc.addresses import AnnouncedAddresses, check_address, is_fixed, resolve_targets
+from orchestrator_svc.addresses import AnnouncedAddresses, canonical, check_address, is_fixed, resolve_targets
 from orchestrator_svc.concurrency import ConcurrencyLimit
 from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
 from orchestrator_svc.placement import Homes, place
@@ -39,7 +39,7 @@ class Lease(NamedTuple):
     """What a replica that announces itself is granted: used at this address until then, and by whom it was announced.
 
     Attributes:
-        address: The address that it gave.
+        address: The address that it gave, in its canonical form.
         from_here: Whether a process of this machine announced it.
         targets: What it stands for: itself, or what the name last resolved to.
     """
@@ -144,7 +144,7 @@ class ReplicaPool:
         for (name, lease), found in zip(asked, announced, strict=True):
             present = self._leases.get(name)
             if present is not None and present.address == lease.address:  # it may have left or moved meanwhile
-                allowed = tuple(each for each in found if self._allowed(each, from_here=lease.from_here))
+                allowed = tuple(each for each in found if self._allowed(each, name, present))
                 self._leases[name] = present._replace(targets=allowed if found else present.targets)
         targets = dict.fromkeys(configured, "")
         for name, lease in self._leases.items():
@@ -169,13 +169,18 @@ class ReplicaPool:
             await replica.close()
             log.info("replica forgotten", replica=replica.name, target=target)
 
-    def _allowed(self, target: str, *, from_here: bool) -> bool:
+    def _allowed(self, target: str, name: str, lease: Lease) -> bool:
         """Return whether an announced replica may be at an address that its name stands for."""
         try:
-            self._announced.check(target, from_here=from_here)
+            self._announced.check(target, from_here=lease.from_here)
         except ValueError as error:
-            log.warning("an announced address is left out", reason=str(error))
+            log.warning("an announced address is left out", replica=name, reason=str(error))
             return False
+        for other, held in self._leases.items():
+            if target in held.targets and held.owner != lease.owner:
+                reason = f"{lease.address!r} stands for {target!r}, where {held.owner!r} announced replica {other!r}"
+                log.warning("an announced address is left out", replica=name, reason=reason)
+                return False
         return True
 
     def _join(self, target: str, announced_as: str) -> None:
@@ -284,6 +289,7 @@ class ReplicaPool:
                 are announced.
         """
         check_address(address)
+        address = canonical(address)
         if is_fixed(address):
             self._announced.check(address, from_here=from_here)
         before, expires = self._leases.get(name), self._clock.now + self.config.lease_s
@@ -315,7 +321,12 @@ class ReplicaPool:
                 " (rollout.replica)",
             )
         taken = next(
-            (other for other, lease in others.items() if lease.address == address and lease.owner != owner), None
+            (
+                other
+                for other, lease in others.items()
+                if address in (lease.address, *lease.targets) and lease.owner != owner
+            ),
+            None,
         )
         if taken is not None:
             raise SluiceError.already_exists(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import pytest
 from pydantic import ValidationError
 
-from orchestrator_svc.addresses import AnnouncedAddresses
+from orchestrator_svc.addresses import AnnouncedAddresses, canonical, is_fixed, resolve_targets
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import ConfigError, SecurityConfig
@@ -38,8 +41,19 @@ def test_addresses_that_no_replica_has_are_refused(target: str) -> None:
     assert not allowed(target, "10.0.0.0/8", from_here=True)
 
 
-@pytest.mark.parametrize("target", ["0.0.0.0:80", "[::]:80", "[::ffff:0.0.0.0]:80"])
-def test_no_network_allows_an_address_that_reaches_this_machine(target: str) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        "0.0.0.0:80",
+        "[::]:80",
+        "[::ffff:0.0.0.0]:80",
+        "169.254.169.254:80",
+        "[fe80::1]:80",
+        "224.0.0.1:80",
+        "[ff02::1]:80",
+    ],
+)
+def test_no_network_allows_an_address_that_no_replica_has(target: str) -> None:
     assert not allowed(target, "0.0.0.0/0", "::/0")
 
 
@@ -84,6 +98,59 @@ async def test_a_name_is_judged_by_what_it_stands_for() -> None:
     for name in ("localhost:7103", "2130706433:7103", "dns:///localhost:7103"):
         assert await resolved(name, from_here=False) == []
         assert any(each.startswith("127.0.0.1:") for each in await resolved(name, from_here=True))
+
+
+@pytest.mark.parametrize(
+    ("spelt", "form"),
+    [
+        ("[2001:DB8:0:0::1]:07103", "[2001:db8::1]:7103"),
+        ("[::ffff:10.0.0.1]:7103", "10.0.0.1:7103"),
+        ("dns:///10.0.0.1:7103", "10.0.0.1:7103"),
+        ("2001:db8::1:7103", "[2001:db8::1]:7103"),
+        ("dns:///Node-1.example:7103", "node-1.example:7103"),
+        ("unix:///run/r.sock", "unix:/run/r.sock"),
+        ("unix:r.sock", "unix:r.sock"),
+    ],
+)
+async def test_an_address_has_one_form(spelt: str, form: str) -> None:
+    assert canonical(spelt) == canonical(form) == form
+    if is_fixed(form):
+        assert await resolve_targets([spelt, form]) == [form]
+
+
+def test_another_principal_cannot_announce_an_address_that_is_spelt_differently() -> None:
+    pool = ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None)
+    pool.register("a", "[2001:db8::1]:7103", "one")
+    for spelt in ("[2001:DB8::0:1]:7103", "dns:///[2001:db8::1]:7103"):
+        with pytest.raises(SluiceError, match=r"ADDRESS_TAKEN.*'a'"):
+            pool.register("b", spelt, "two")
+    pool.register("b", "[2001:DB8::0:1]:7103", "one")
+    assert pool.owner("a") is None, "one process serves at an address"
+    with pytest.raises(ValueError, match="zone"):
+        pool.register("c", "[2001:db8::1%1]:7103", "two")
+
+
+async def test_a_name_takes_no_address_that_another_principal_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look_up(_: object, host: str, port: int, **__: object) -> list[object]:
+        found = {"theirs": "10.0.0.1", "own": "10.0.0.2"}[host]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, port))]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", look_up)
+    pool = ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None)
+    joined: dict[str, str] = {}
+    pool._join = joined.__setitem__  # type: ignore[method-assign]  # nothing is called
+    pool.register("b", "theirs:7103", "two")
+    pool.register("c", "own:7103", "two")
+    pool.register("a", "10.0.0.1:7103", "one")
+    joined.clear()
+    await pool._follow_names()
+    assert joined == {"10.0.0.1:7103": "a", "10.0.0.2:7103": "c"}
+    with pytest.raises(SluiceError, match=r"ADDRESS_TAKEN.*'c'"):
+        pool.register("d", "10.0.0.2:7103", "one")
+    pool.leave("a")
+    joined.clear()
+    await pool._follow_names()
+    assert joined == {"10.0.0.1:7103": "b", "10.0.0.2:7103": "c"}
 
 
 def test_no_more_replicas_are_announced_than_the_settings_allow() -> None:
