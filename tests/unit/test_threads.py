@@ -14,7 +14,7 @@ from sluice.threads import DeadlineThreads, SerialThread
 
 HANG_AND_LEAVE = """
 import asyncio, threading
-from sluice.threads import DeadlineThreads
+from sluice.threads import CallHungError, DeadlineThreads
 
 async def main():
     try:
