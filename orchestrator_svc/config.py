@@ -307,7 +307,9 @@ class DeadlinesConfig(Section):
 class JournalConfig(Section):
     """The journal of facts, in the run's directory."""
 
-    fsync_interval_ms: float = Field(5.0, ge=0, le=50, description="Milliseconds to gather records before one fsync.")
+    fsync_interval_ms: float = Field(
+        25.0, ge=0, le=50, description="Milliseconds to gather records before one fsync, unless a batch waits for it."
+    )
     segment_mb: int = Field(64, ge=1, description="Size at which a new segment file is begun, in MiB.")
     queue_records: int = Field(
         100_000, ge=1, description="Records that may wait for the disk; with more, it is too slow and the run fails."

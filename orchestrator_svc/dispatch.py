@@ -73,6 +73,7 @@ class Dispatcher:
         self._failed_in_a_row = 0
         self._lost_since: float | None = None
         self._counted: Counter[str] = Counter()
+        self._counted_at = self._ledger.batches_made
         groups = sorted(self._ledger.groups.values(), key=lambda each: each.number)
         self._unfinished = deque(each for each in groups if each.stage is Stage.RUNNING)
 
@@ -99,18 +100,21 @@ class Dispatcher:
             SluiceError: if groups fail one after the other, or no replica has been there for too long.
         """
         turn = Turn()
-        async with asyncio.TaskGroup() as groups:
-            while True:
-                while self._start_next(groups):
-                    await turn.give_way()
-                none_may_start = self.paused or not (self._unfinished or self._scheduler.wanted_version())
-                if self._lockstep is not None and none_may_start:
-                    self._lockstep.hand_over()
-                self._changed.clear()
-                waits_s = (self._curriculum.wait_s(time.monotonic()), self._paced_s or None, _LOOK_AGAIN_S)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(each for each in waits_s if each is not None)):
-                        await self._changed.wait()
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while True:
+                    while self._start_next(groups):
+                        await turn.give_way()
+                    none_may_start = self.paused or not (self._unfinished or self._scheduler.wanted_version())
+                    if self._lockstep is not None and none_may_start:
+                        self._lockstep.hand_over()
+                    self._changed.clear()
+                    waits_s = (self._curriculum.wait_s(time.monotonic()), self._paced_s or None, _LOOK_AGAIN_S)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(min(each for each in waits_s if each is not None)):
+                            await self._changed.wait()
+        finally:
+            self._note_counts({})  # the next process counts on from here
 
     def _start_next(self, groups: asyncio.TaskGroup) -> bool:
         """Start a group if one may start now: first those that an earlier process left unfinished."""
@@ -272,7 +276,7 @@ class Dispatcher:
             self._drop(group, reason, problem)
         else:
             self._end(group, scored)
-        self._note_counts(Counter({overlong_counter(group.environment, settings.overlong.policy): scored.overlong}))
+        self._note({overlong_counter(group.environment, settings.overlong.policy): scored.overlong})
         self._changed.set()
 
     def _end(self, group: Group, scored: ScoredGroup) -> None:
@@ -365,14 +369,20 @@ class Dispatcher:
         )
         self._journal.record(journal_pb2.Fact(task_quarantined=noted))
 
-    def _note_counts(self, more: Counter[str]) -> None:
-        """Record by how much counters grew, those of the engine and these, and where the tasks stand if that is due."""
-        counts = self._engine.counts.copy()
-        grown, self._counted = +(counts - self._counted + more), counts
-        if grown:
-            self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
+    def _note(self, overlong: Mapping[str, int]) -> None:
+        """Record what a group added to these counters at once, the other counters once a batch, and where the tasks stand if that is due."""
+        if any(overlong.values()) or self._ledger.batches_made > self._counted_at:
+            self._note_counts(overlong)
         if self._curriculum.note_is_due:
             self._journal.record(journal_pb2.Fact(curriculum_noted=self._curriculum.noted()))
+
+    def _note_counts(self, more: Mapping[str, int]) -> None:
+        """Record by how much counters grew, those of the engine and these."""
+        counts = self._engine.counts.copy()
+        grown, self._counted = counts - self._counted + Counter(more), counts
+        self._counted_at = self._ledger.batches_made
+        if grown:
+            self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
 
 
 def _ended_episodes(

@@ -335,7 +335,8 @@ class Recorder:
         def write() -> None:
             self._metrics().write(step, metrics)
             if self._write_text:
-                rows = [json.dumps(trajectory_row(each, lineage), ensure_ascii=False) + "\n" for each in records]
+                number_of = cache(lineage.number)  # many trajectories, few versions
+                rows = [json.dumps(trajectory_row(each, number_of), ensure_ascii=False) + "\n" for each in records]
                 path = self._run_dir / "trajectories" / f"step_{step:06d}.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, "".join(rows))
@@ -404,11 +405,14 @@ class Recorder:
                 self._waiting.popleft().result()
 
 
-def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) -> dict[str, Any]:
-    """Return a trajectory for people: text, reward, advantage, the versions that sampled it, its outcome."""
+def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, number_of: Callable[[Version], int]) -> dict[str, Any]:
+    """Return a trajectory for people: text, reward, advantage, the versions that sampled it, its outcome.
+
+    `number_of` returns the number that a version counts as, such as `Lineage.number`.
+    """
     trajectory = record.trajectory
     messages = record.conversation.messages
-    ages = [age for age, _ in _token_ages(trajectory, lineage.number, record.step - 1)] if record.step else []
+    ages = [age for age, _ in _token_ages(trajectory, number_of, record.step - 1)] if record.step else []
     return {
         "step": record.step,
         "trajectory_id": trajectory.trajectory_id,

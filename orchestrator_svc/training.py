@@ -79,6 +79,7 @@ class Training:
         self._trainer, self._pool, self._changed = trainer, pool, changed
         self._ledger = journal.ledger
         self._at_trainer: set[int] = set()
+        self._estimated: set[str] = set()  # ids of batches whose records hold their advantages
         self._submitting = False
         self._step_began: float | None = None  # when the trainer had to begin the step that is due; None if none is due
         self._reporting = False
@@ -210,6 +211,7 @@ class Training:
             if reason := await self._why_unfit(batch):
                 log.warning("a batch is made again", batch=batch.batch_id, reason=reason)
                 for each in reversed(to_send[place:]):  # the order of batches has no gaps
+                    self._estimated.discard(each.batch_id)
                     self._record(batch_unmade=journal_pb2.BatchUnmade(sequence_no=each.sequence_no, reason=reason))
                 break
         for group in list(self._ledger.groups.values()):
@@ -227,6 +229,7 @@ class Training:
         records = await self._with_advantages(found)
         if batch.digests and batch.digests != tuple(await _digests(records)):
             return "its trajectories are not the same bytes as when it was made: orchestrator.advantage was changed"
+        self._estimated.add(batch.batch_id)
         return ""
 
     async def _readable(self, group: Group) -> list[orchestrator_pb2.TrajectoryRecord] | None:
@@ -372,7 +375,9 @@ class Training:
                 learning_rate=None if learning_rate is None else float(learning_rate),
             )
         )
-        return self._ledger.batches[number], records
+        made = self._ledger.batches[number]
+        self._estimated.add(made.batch_id)
+        return made, records
 
     async def _with_advantages(
         self, groups: Sequence[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]]
@@ -508,7 +513,11 @@ class Training:
         past: bool,
     ) -> None:
         """Summarise an applied batch."""
-        records = await self._with_advantages(found)
+        if batch.batch_id in self._estimated:
+            self._estimated.remove(batch.batch_id)
+            records = [record for _, each in found for record in each]
+        else:
+            records = await self._with_advantages(found)
         bound = self._scheduler.bound_of(batch)
         summary = await summarise(step, applied, records, self._ledger.lineage, bound, past=past)
         if len(self._config.mix) > 1:

@@ -48,11 +48,23 @@ _EXTRA_S = 1.0
 _EXIT_S = 1.0
 """Seconds that idle processes get to end by themselves when the run ends."""
 
-_MEMORY_POLL_S = 0.25
-"""Seconds between two looks at the memory of the processes; a looping allocation takes about 0.5 GiB meanwhile."""
+_MEMORY_POLL_S = (0.25, 1.0)
+"""Least and most seconds between two looks at the memory of the processes."""
+
+_FASTEST_MIB_PER_S = 8192.0
+"""How fast four looping allocations take memory."""
 
 _MEMORY_SHARE = 0.1
 """Most of a core that these looks may take: they take longer for processes with much memory."""
+
+
+def memory_look_s(room_mib: float, took_s: float) -> float:
+    """Return the seconds until the next look at the memory of processes of which the largest may take `room_mib` more. Pure.
+
+    Until then a looping allocation passes the limit by 0.5 GiB at most, unless the last look was costly: it took `took_s`.
+    """
+    least, most = _MEMORY_POLL_S
+    return max(least, min(most, room_mib / _FASTEST_MIB_PER_S), took_s / _MEMORY_SHARE)
 
 
 class Restarts:
@@ -519,16 +531,20 @@ class EnvironmentProcesses:
     async def _watch_memory(self) -> None:
         """End processes that need too much memory."""
         most = self._config.memory_mib
-        took_s = 0.0
+        room_mib, took_s = float(most), 0.0
+
+        def look(workers: Sequence[Worker]) -> list[float]:
+            return [worker.memory_mib(most) for worker in workers]
+
         while most:
-            await asyncio.sleep(max(_MEMORY_POLL_S, took_s / _MEMORY_SHARE))
-            began = time.monotonic()
-            for worker in tuple(self._lives):
-                used = await asyncio.to_thread(worker.memory_mib, most)
-                if used > most:
-                    text = f"was killed: it had {used:.0f} MiB of memory, more than {most} ({_SECTION}.memory_mib)"
+            await asyncio.sleep(memory_look_s(room_mib, took_s))
+            began, workers = time.monotonic(), tuple(self._lives)
+            used = await asyncio.to_thread(look, workers)
+            for worker, mib in zip(workers, used, strict=True):
+                if mib > most:
+                    text = f"was killed: it had {mib:.0f} MiB of memory, more than {most} ({_SECTION}.memory_mib)"
                     worker.end_because(End(Reason.MEMORY, text))
-            took_s = time.monotonic() - began
+            room_mib, took_s = most - max(used, default=0.0), time.monotonic() - began
 
 
 _PINNED = {"step", "close", "tasks"}

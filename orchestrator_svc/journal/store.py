@@ -4,8 +4,8 @@
     journal/segment-*.bin     payloads (answers of replicas, trajectories) that facts name; deleted once a checkpoint covers them
 
 `Journal.record` applies a fact to the ledger and queues it; nothing else changes the ledger. Facts are gathered for a few
-milliseconds and made durable together: payloads first, then the facts in one transaction, so that no fact names what is not
-there. The next start folds all facts into its ledger.
+milliseconds, or until somebody waits for them, and made durable together: payloads first, then the facts in one transaction, so
+that no fact names what is not there. The next start folds all facts into its ledger.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ class JournalLimits:
     """When the journal writes, and how much may wait.
 
     Attributes:
-        fsync_interval_s: Seconds that facts are gathered before they are made durable.
+        fsync_interval_s: Seconds that facts are gathered before they are made durable, unless somebody waits for them.
         segment_bytes: Size at which a new segment is begun.
         queue_records: Facts that may wait; more are an error.
         queue_bytes: Size of the payloads that may wait; more is an error.
     """
 
-    fsync_interval_s: float = 0.005
+    fsync_interval_s: float = 0.025
     segment_bytes: int = 64 << 20
     queue_records: int = 100_000
     queue_bytes: int = 512 << 20
@@ -159,7 +159,8 @@ class Journal:
         self._run = self._connection.execute  # in the journal's thread only, but for this constructor
         self._limits = limits or JournalLimits()
         self._waiting = _Waiting()
-        self._durable_seq = 0
+        self._durable_seq = self._taken_seq = 0
+        self._awaited = asyncio.Event()  # somebody waits for facts that no write has taken
         self._flushing: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
         self._failure: JournalError | None = None
@@ -284,7 +285,7 @@ class Journal:
     # Waiting and reading.
 
     async def durable(self) -> int:
-        """Return when everything recorded before this call is on disk: the number of the last fact.
+        """Return when everything recorded before this call is on disk: the number of the last fact. It is written at once.
 
         Raises:
             JournalError: if it cannot be written, now or at any time before.
@@ -293,6 +294,8 @@ class Journal:
         try:
             async with asyncio.timeout(_DISK_S):
                 while self._durable_seq < wanted and self._failure is None:
+                    if self._taken_seq < wanted:
+                        self._awaited.set()
                     self._progress.clear()
                     await self._progress.wait()
         except TimeoutError as error:
@@ -360,8 +363,12 @@ class Journal:
         """Write until nothing waits; whatever arrives during one write travels in the next."""
         try:
             while self._waiting.facts:
-                await asyncio.sleep(self._limits.fsync_interval_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._limits.fsync_interval_s):
+                        await self._awaited.wait()
                 work = self._take_waiting(delete=self._waiting.deletes)
+                self._taken_seq = work.facts[-1][0]
+                self._awaited.clear()
                 await self._thread.submit(self._commit, work)
                 self._durable_seq = work.facts[-1][0]
                 self._progress.set()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import threading
+from collections import Counter
 
 import grpc
 import pytest
@@ -118,6 +119,16 @@ def trained(scene: Scene) -> list[str]:
     return [each.trajectory_id for batch in scene.trainer.history.values() for each in batch]
 
 
+async def test_counters_are_facts_once_a_batch_and_at_the_end(scene) -> None:
+    report = await scene.run()
+    facts = [fact for _, fact in read_facts(scene.run_dir)]
+    kinds = Counter(fact.WhichOneof("kind") for fact in facts)
+    assert kinds["group_accepted"] == 8
+    assert kinds["counts_noted"] <= kinds["batch_made"] + 1 == 5
+    generated = sum((Counter(dict(fact.counts_noted.generated)) for fact in facts), Counter())
+    assert (generated["tokens"], generated["requests"]) == (report["tokens_generated"], report["requests"])
+
+
 async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
     events = asyncio.create_task(scene.events())
     report = await scene.run()
@@ -132,6 +143,7 @@ async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
     ]
     assert len(rows) == 4
     assert {(row["completion"], row["reward"]) for row in rows} == {("ab", 0.5), ("aab", 2 / 3)}
+    assert {(row["completion"], row["advantage"] > 0) for row in rows} == {("ab", False), ("aab", True)}
     assert list((scene.run_dir / "tensorboard").iterdir())
     assert scene.trainer.checkpoints == [4]
     kinds = [event.WhichOneof("kind") for event in await events]

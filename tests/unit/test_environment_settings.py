@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.envs.processes import memory_look_s
 from sluice.config import ConfigError, check_tables_fit, dump_toml, load_run
 
 TWO = """
@@ -91,3 +92,10 @@ def test_the_example_fits_together() -> None:
         ("reverse_text", 3, ""),
         ("sums", 1, "sums"),
     ]
+
+
+def test_memory_is_looked_at_more_often_the_less_room_is_left() -> None:
+    assert memory_look_s(8192.0, 0.0) == memory_look_s(1e9, 0.0) == 1.0
+    assert memory_look_s(4096.0, 0.0) == 0.5
+    assert memory_look_s(100.0, 0.0) == memory_look_s(-1.0, 0.0) == 0.25
+    assert memory_look_s(8192.0, 0.2) == 2.0, "looks take a tenth of a core at most"

@@ -511,6 +511,19 @@ async def test_durable_does_not_wait_for_what_is_recorded_after_the_call(tmp_pat
     await journal.close()
 
 
+async def test_who_waits_for_records_ends_their_gathering(tmp_path) -> None:
+    journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0))
+    async with asyncio.timeout(30.0):
+        for number in range(1, 4):  # also what is recorded while a write is under way
+            journal.record(drawn(number))
+            waiting = asyncio.create_task(journal.durable())
+            await asyncio.sleep(0)
+            journal.record(drawn(100 + number))
+            await asyncio.gather(waiting, journal.durable())
+    assert folded(read_facts(tmp_path)) == journal.ledger
+    await journal.close()
+
+
 async def test_records_whose_write_was_cancelled_are_not_called_durable(tmp_path) -> None:
     journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0))
     journal.record(drawn(1))
