@@ -171,6 +171,12 @@ def test_a_batch_that_leaves_a_group_without_an_estimator_is_refused() -> None:
         consumed(sample("a"), sample("b", group="h"), together={"grpo": ["g"]})
 
 
+@pytest.mark.parametrize("together", [{"grpo": ["g"], "rloo": ["h", "g"]}, {"grpo": ["g", "h", "g"]}])
+def test_a_batch_that_names_a_group_in_two_places_is_refused(together: dict[str, list[str]]) -> None:
+    with pytest.raises(ValueError, match="names group 'g' twice: name it in one entry"):
+        consumed(sample("a"), sample("b", group="h"), together=together)
+
+
 def test_without_an_estimator_survivors_keep_what_they_were_given() -> None:
     values = advantages(consumed(sample("a", advantage=3.0), sample("stale", versions=[(0, 0)]), estimator=""))
     assert values == {"a": 3.0}

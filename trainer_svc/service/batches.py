@@ -490,10 +490,16 @@ def _estimators(header: trainer_pb2.BatchHeader, samples: Rows[Sample]) -> dict[
     """Return of each group the number of those that it is estimated with, and their estimator.
 
     Raises:
-        ValueError: if the header names some groups of the batch, and not all of them.
+        ValueError: if the header names some groups of the batch and not all of them, or one twice.
     """
-    together = enumerate(header.estimated_groups)
-    named = {group: (number, each.advantage_estimator) for number, each in together for group in each.group_ids}
+    named: dict[str, tuple[int, str]] = {}
+    for number, each in enumerate(header.estimated_groups):
+        for group in each.group_ids:
+            if group in named:
+                raise ValueError(
+                    f"estimated_groups names group {group!r} twice: name it in one entry, with those that it is estimated with"
+                )
+            named[group] = (number, each.advantage_estimator)
     groups = {each.sequence.group_id for each in samples}
     if header.estimated_groups and (unnamed := groups - named.keys()):
         raise ValueError(
