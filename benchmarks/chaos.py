@@ -36,6 +36,7 @@ from benchmarks import faults
 from benchmarks.children import log_tail
 from benchmarks.faults import Fault
 from orchestrator_svc.audit_command import audit_run
+from orchestrator_svc.journal.segments import JournalError
 from sluice.config import ConfigError
 
 REPLICAS = ("rollout-0", "rollout-1")
@@ -272,13 +273,23 @@ class _Job:
             report.failures.append(f"the run left no report: {error}")
             return
         rewards = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
-        report.step_s = statistics.median(after["time"] - before["time"] for before, after in pairwise(rows))
         report.steps = max((row["step"] for row in rows), default=0)
-        report.reward = statistics.fmean([rewards[step] for step in sorted(rewards)][-LAST_STEPS:])
+        if len(rows) < 2 or not rewards:
+            report.failures.append(
+                f"metrics.jsonl has {len(rows)} rows, {len(rewards)} of them with a reward: too few for the time of a step and"
+                " the mean reward; the end of the run's log says why it made no more steps"
+            )
+        else:
+            report.step_s = statistics.median(after["time"] - before["time"] for before, after in pairwise(rows))
+            report.reward = statistics.fmean([rewards[step] for step in sorted(rewards)][-LAST_STEPS:])
         report.tokens, report.tokens_lost = summary["tokens_generated"], summary["tokens_lost"]
         if report.steps != self.steps:
             report.failures.append(f"{report.steps} steps instead of {self.steps}")
-        result = audit_run(directory)
+        try:
+            result = audit_run(directory)
+        except (JournalError, OSError) as error:
+            report.failures.append(f"the run cannot be audited: {error}")
+            return
         report.audit = {"accepted": result.accepted, "trained": result.trained, "dropped": dict(result.dropped)}
         report.audit |= {"rolled back": result.rolled_back, "in flight": result.in_flight}
         report.failures += [f"audit: {each.problem}" for each in result.differences[:5]]
