@@ -32,6 +32,10 @@ CALLS = ("fsync", "fdatasync", "rename", "replace", "unlink", "rmdir", "truncate
 """What changes a directory, and what ends the writing of a file. A kill before a new directory is one before the file in it."""
 
 
+COMPLETE = "rename test/checkpoints/.step_N.partial"
+"""The call that gives a complete checkpoint its name."""
+
+
 @dataclass(frozen=True)
 class Kill:
     """A kill at one call.
@@ -142,6 +146,7 @@ def test_a_trainer_that_is_killed_at_any_write_continues_without_loss(tmp_path: 
         "unlink",
         "rmdir",
     }
+    assert any(kill.call == COMPLETE for kill in disk.kills.values())
     for kill in disk.kills.values():
         check_that_it_continues(model, kill)
 
@@ -153,6 +158,9 @@ def check_that_it_continues(model: Path, kill: Kill) -> None:
     restored = again.restore(epoch, "")
     assert restored.origin >= kill.saved, f"{call}: a checkpoint that was told of is gone"
     assert restored.origin <= kill.reported, call
+    assert call != COMPLETE or restored.origin == kill.reported, (
+        f"{call}: a checkpoint that only lacks its name is not used"
+    )
     held = [record.sequence_no for record in restored.held]
     assert held == list(range(1, restored.origin.number + 1)), f"{call}: the record lacks a batch of the weights"
     recorded = [

@@ -138,6 +138,17 @@ def test_a_directory_without_a_readable_manifest_is_not_a_checkpoint(model: Path
     assert not (directory / ".step_7.partial").exists(), "what an interrupted write left is swept"
 
 
+def test_a_complete_checkpoint_that_a_kill_left_without_its_name_is_used(model: Path, tmp_path: Path) -> None:
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    train(policy, 1)
+    policy.begin_save(0).result()
+    directory = tmp_path / "test" / "checkpoints"
+    (directory / "step_1").rename(directory / ".step_1.partial")
+    assert learner(model, tmp_path).restore(2, "").version == Version(2, 1)
+    assert [path.name for path in directory.iterdir()] == ["step_1"]
+
+
 def test_the_newest_are_kept_and_an_interrupted_write_leaves_them_alone(model: Path, tmp_path: Path) -> None:
     policy = learner(model, tmp_path)
     policy.restore(1, "")
