@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int:
             table.add_row(name, *(f"{summary[f'{name}_{part}']:.4g}" for part in ("first", "last", "mean")))
     plot = directory / PLOT_FILE
     plot_run(steps, plot, str(directory))
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(table)
     for each in environment_tables(directory):
@@ -74,6 +75,9 @@ def run(argv: list[str]) -> int:
     console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
     return 0
 
+
+FILE_WIDTH = 140
+"""Columns of the tables where they are not written to a terminal: no name is cut."""
 
 MEASURED = re.compile(r"^time|^load/|_s$|_ms$|seconds|per_s|idle|memory|flops_util")
 """Names of metrics that say how long something took or how much memory it needed, and differ between equal runs."""
