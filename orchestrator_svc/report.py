@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from sluice.tasks import Turn, discard_outcome
 from sluice.telemetry import MetricsWriter
 from sluice.threads import SerialThread
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import Lineage, Version, sampled_tokens
+from sluice.versions import ENDLESS, Lineage, Version, sampled_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +41,11 @@ _WAITING = 16
 
 _DISK_S = 300.0
 """Seconds that the disk may take for one of them; a disk that needs longer is gone."""
+
+_EPOCH = "policy/epoch"
+
+_ALWAYS = "completion/mean_tokens"
+"""A metric that each step has, and no evaluation."""
 
 _STALENESS_PREFIX = "staleness/tokens_at_"
 
@@ -94,7 +99,9 @@ async def summarise(
             if age <= max_staleness:
                 ages[age] += tokens
     metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
-    metrics["tokens/trained"] = float(sum(result.trained_tokens for result in step.results))
+    tokens = sum(result.trained_tokens for result in step.results)
+    if tokens or not applied.trained:  # otherwise the report was lost
+        metrics["tokens/trained"] = float(tokens)
     for name, value in step.metrics.items():  # `weights/` names are shared with the replicas
         metrics[name if name.startswith("weights/") else f"trainer/{name}"] = value
     dropped = {reason: len(each.trajectory_ids) for reason, each in applied.dropped.items()}
@@ -191,7 +198,7 @@ class RunReporter:
 
     async def step(self, step: AppliedStep) -> None:
         """Show and record an applied batch."""
-        version, metrics = step.version, dict(step.metrics)
+        version, metrics = step.version, {**step.metrics, _EPOCH: float(step.version.epoch)}
         if not step.past:
             metrics |= self._since_last_step() | self._engine.pool.update_metrics(version)
         turn = Turn()
@@ -225,6 +232,10 @@ class RunReporter:
             "load/rollout_idle": rollout_idle,
             "orchestrator/loop_lag_p99_ms": self._status.loop_lag.take_p99_s() * 1e3,
         }
+
+    async def steps(self) -> Mapping[int, int]:
+        """Return the last epoch in which each step was recorded, by this process and earlier ones."""
+        return await self._recorder.steps()
 
     async def evaluation(self, version: Version, environment: str, metrics: Mapping[str, float]) -> None:
         """Show and record an evaluation on one environment."""
@@ -347,6 +358,19 @@ class Recorder:
         """Record scalars of an evaluation."""
         await self._soon(lambda: self._metrics().write(step, metrics))
 
+    async def steps(self) -> Mapping[int, int]:
+        """Return the last epoch in which each step was recorded, by this process and earlier ones."""
+        path = self._run_dir / "metrics.jsonl"
+
+        def read() -> dict[int, int]:
+            if not path.exists():
+                return {}
+            with path.open(encoding="utf-8") as lines:  # earlier releases noted no epoch, and recorded each step
+                return {step: int(values.get(_EPOCH, ENDLESS)) for step, values in _rows(lines) if _ALWAYS in values}
+
+        await self._drain(0)
+        return await self._thread.submit(read)
+
     async def report(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write ``report.json`` from all steps recorded so far and some facts of the run; return it."""
 
@@ -448,18 +472,21 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Return metrics by step; for a step that was trained again after a rollback, those of the last time."""
     steps: dict[int, dict[str, float]] = {}
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the torn last line of a process that was killed
-            step = int(row.pop("step"))
-            values = {name: value for name, value in row.items() if value is not None}
+        for step, values in _rows(lines):
             if "reward/mean" in values:
                 steps[step] = {**_evaluations(steps.get(step, {})), **values}
             else:
                 steps.setdefault(step, {}).update(values)
     return steps
+
+
+def _rows(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, float]]]:
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the torn last line of a process that was killed
+        yield int(row.pop("step")), {name: value for name, value in row.items() if value is not None}
 
 
 def build_report(steps: Mapping[int, Mapping[str, float]], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class Run:
                     evaluating = self._evaluate(self._evaluations, step.version)
                     self._evaluating = beside.create_task(evaluating, name="evaluation")
 
-        await self._training.run(on_step)
+        await self._training.run(on_step, await self._reporter.steps())
         for each in helpers:
             each.cancel()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -83,6 +83,7 @@ class Training:
         self._submitting = False
         self._step_began: float | None = None  # when the trainer had to begin the step that is due; None if none is due
         self._reporting = False
+        self._shown: Mapping[int, int] | None = None  # until the steps that are missing were shown
 
     async def check_trainer(self) -> None:
         """Wait for the trainer, and check that it has the objectives, and that both sides agree on who estimates advantages.
@@ -136,13 +137,17 @@ class Training:
         self._scheduler.max_steps = min(self._scheduler.max_steps, self._ledger.next_batch - 1)
         self._changed.set()
 
-    async def run(self, on_step: OnStep) -> None:
+    async def run(self, on_step: OnStep, shown: Mapping[int, int]) -> None:
         """Open epochs and train until the last batch is applied; call `on_step` for each, in order.
+
+        Args:
+            on_step: Called for each batch that is applied, and for those that an earlier process applied and did not show.
+            shown: Last epoch in which each step was shown, of earlier processes.
 
         Raises:
             SluiceError: if the trainer is lost again and again, or refuses.
         """
-        lost = 0
+        lost, self._shown = 0, shown
         while True:
             before = self._ledger.applied
             try:
@@ -247,6 +252,7 @@ class Training:
 
     async def _account_for_past(self, on_step: OnStep) -> None:
         """Note the outcome of batches that the weights already hold although no process lived to note it."""
+        await self._show_missing(on_step)
         batches = self._ledger.unreported
         if not batches:
             return
@@ -259,14 +265,39 @@ class Training:
             log.warning("the trainer no longer knows the outcome of a batch that it applied", batch=batch.batch_id)
             lost = journal_pb2.DroppedTrajectories(trajectory_ids=batch.trajectory_ids)
             version = Version(self._ledger.epoch, batch.sequence_no).to_proto()
-            self._record(
-                batch_applied=journal_pb2.BatchApplied(
-                    sequence_no=batch.sequence_no,
-                    policy_version=version,
-                    dropped={Reason.REPORT_LOST: lost},
-                    elapsed_s=self._status.elapsed_s,
-                )
+            applied = journal_pb2.BatchApplied(
+                sequence_no=batch.sequence_no,
+                policy_version=version,
+                dropped={Reason.REPORT_LOST: lost},
+                elapsed_s=self._status.elapsed_s,
             )
+            self._record(batch_applied=applied)
+            await self._show(
+                batch, _report_of(applied), applied, await self._readable_groups(batch), on_step, past=True
+            )
+
+    async def _show_missing(self, on_step: OnStep) -> None:
+        """Show the applied batches that an earlier process noted, and was killed before it had shown them."""
+        # A batch that a checkpoint covered was shown long before.
+        batches, shown = dict(self._ledger.applied_batches), self._shown
+        if shown is None or not batches:
+            return
+        facts = await asyncio.to_thread(self._applied_facts, batches.keys())
+        missing = [number for number, fact in facts.items() if shown.get(number, 0) < fact.policy_version.epoch]
+        steps = await self._trainer.past_steps(missing[0], missing[-1]) if missing else {}
+        self._shown = None
+        for number in missing:
+            batch, applied, step = batches[number], facts[number], steps.get(number)
+            if step is None or step.policy_version != applied.policy_version:
+                step = _report_of(applied)
+            found = await self._readable_groups(batch)
+            await self._show(batch, step, applied, found, on_step, past=True)
+
+    def _applied_facts(self, numbers: Collection[int]) -> Mapping[int, journal_pb2.BatchApplied]:
+        """Return how some batches were applied the last time, by number, ascending."""
+        facts = (fact.batch_applied for fact in self._journal.recorded("batch_applied"))
+        found = {fact.sequence_no: fact for fact in facts if fact.sequence_no in numbers}
+        return dict(sorted(found.items()))
 
     # Out: batches.
 
@@ -499,7 +530,7 @@ class Training:
         self._record(batch_applied=applied)
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
-        # What is only shown is computed after the batch has made room for others. No later process does that again.
+        # What is only shown is computed after the batch has made room for others; `_show_missing` makes up for a kill before its end.
         await run_to_end(asyncio.create_task(self._show(batch, step, applied, found, on_step, past=past), name="show"))
 
     async def _show(
@@ -552,6 +583,18 @@ def _applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.Bat
             reason = result.reason if result is not None else Reason.NOT_REPORTED
             fact.dropped[reason].trajectory_ids.append(trajectory_id)
     return fact
+
+
+def _report_of(applied: journal_pb2.BatchApplied) -> trainer_pb2.StepReport:
+    """Return what the fact of an applied batch has of the trainer's report, which is gone: the outcomes, without numbers of tokens."""
+    trained, dropped = tokens_pb2.TRAJECTORY_OUTCOME_TRAINED, tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
+    step = trainer_pb2.StepReport(sequence_no=applied.sequence_no, policy_version=applied.policy_version)
+    for each in applied.trained:
+        step.results.add(trajectory_id=each, outcome=trained)
+    for reason, lost in applied.dropped.items():
+        for each in lost.trajectory_ids:
+            step.results.add(trajectory_id=each, outcome=dropped, reason=reason)
+    return step
 
 
 async def _digests(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> list[bytes]:

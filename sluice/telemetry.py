@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import structlog
 from prometheus_client import Histogram
@@ -139,7 +139,9 @@ class MetricsWriter:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - slow to import
 
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        path = run_dir / "metrics.jsonl"
+        _cut_torn_line(path)
+        self._lines = path.open("a", encoding="utf-8", buffering=1)
         self._events = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=10)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -167,3 +169,20 @@ class MetricsWriter:
         """Flush and close the files."""
         self._lines.close()
         self._events.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove the end of a file behind its last line, so that the next line is not written into what a kill left."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        while end and not _ends_line(file, end):
+            end -= 1
+        if end < size:
+            file.truncate(end)
+
+
+def _ends_line(file: BinaryIO, end: int) -> bool:
+    file.seek(end - 1)
+    return file.read(1) == b"\n"

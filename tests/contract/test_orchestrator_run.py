@@ -424,6 +424,46 @@ async def test_batches_that_a_checkpoint_holds_are_accounted_for_when_both_sides
         assert (report["trajectories_trained"], report["trajectories_dropped"]) == (12, {"REPORT_LOST": 4})
 
 
+@pytest.mark.parametrize("trainer_lives", [True, False])
+async def test_steps_that_were_killed_before_they_were_written_are_written_once_by_the_next_process(
+    scene, trainer_lives
+) -> None:
+    trainer, settings = scene.trainer, {"common": {"max_staleness": 3}}
+    trainer.automatic = False
+    first = scene.start(**settings)
+    await scene.until(lambda: len(trainer.waiting) == 2)
+    trainer.apply()
+    trainer.apply()
+    await scene.until(lambda: len(step_lines(scene)) == 2)
+    first.cancel()
+    await asyncio.wait({first})
+    path = scene.run_dir / "metrics.jsonl"
+    whole = step_lines(scene)
+    path.write_text(path.read_text().splitlines(keepends=True)[0] + '{"step": 2, "time": 17')  # what a SIGKILL left
+    if not trainer_lives:
+        trainer.checkpoint, trainer.keeps_record = trainer.version, False
+        trainer.crash()
+        trainer.reports.clear()
+    trainer.run_freely()
+    report = await restarted(scene, **settings)
+    assert (report["state"], report["steps"]) == ("succeeded", 4)
+    lines = step_lines(scene)
+    assert [(line["step"], line["policy/epoch"]) for line in lines] == [
+        *[(1, 1), (2, 1)],
+        *[(step, 1 if trainer_lives else 2) for step in (3, 4)],
+    ]
+    lost = {name for name in whole[1] if name.startswith(("reward/", "completion/", "groups/", "staleness/"))}
+    assert {name: lines[1][name] for name in lost} == {name: whole[1][name] for name in lost}
+    assert ("trainer/loss" in lines[1]) is trainer_lives
+    again = await restarted(scene, **settings)
+    assert (again["steps"], step_lines(scene)) == (4, lines), "nothing is written a second time"
+
+
+def step_lines(scene: Scene) -> list[dict[str, float]]:
+    path = scene.run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def damage(scene: Scene, group: int) -> None:
     """Flip a bit in the first trajectory of a group, as a bad disk does."""
     ledger = folded(read_facts(scene.run_dir))

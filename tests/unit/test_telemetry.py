@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import structlog
@@ -109,3 +110,12 @@ def test_curves_go_to_json_lines_and_tensorboard_and_are_continued(tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     assert all(math.isnan(event.value) for event in events.Scalars("loss"))
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 2, "ti', '{"step": 2}'])
+def test_a_line_that_a_kill_left_half_does_not_take_the_next_one_with_it(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + torn)
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
+        writer.write(3, {"loss": 1.0})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
