@@ -42,7 +42,7 @@ _COALESCE_S, _COALESCE_TOKENS = 0.02, 64
 """What a stream does unless its request says otherwise."""
 
 _ALIVE_S = 1.0
-"""Seconds after which a stream without tokens says that its request is alive."""
+"""Seconds after which a stream without tokens says that its request is alive; more if its tokens are sent less often."""
 
 _WATCH_AGAIN_S = 0.05
 
@@ -127,14 +127,16 @@ class SimulatedReplica:
         )
         yield rollout_pb2.GenerateStreamResponse(opening=opening).SerializeToString()
         latency_s = self._latency_s()
-        parts = _messages(request, latency_s, tokens)
+        every_s = request.coalesce.ToNanoseconds() / 1e9 if request.HasField("coalesce") else _COALESCE_S
+        quiet_s = max(_ALIVE_S, every_s)
+        parts = _messages(request, latency_s, tokens, every_s)
         self._under_way += n
         try:
             for part in range(parts):
                 left_s = latency_s / parts
-                while left_s > _ALIVE_S:
-                    await asyncio.sleep(_ALIVE_S)
-                    left_s -= _ALIVE_S
+                while left_s > 1.5 * quiet_s:  # a message that is due soon is a sign, too
+                    await asyncio.sleep(quiet_s)
+                    left_s -= quiet_s
                     yield self._progress()
                 await asyncio.sleep(left_s)
                 first, end = part * tokens // parts, (part + 1) * tokens // parts
@@ -185,9 +187,8 @@ class SimulatedReplica:
         return min(self._load.tokens, request.sampling.max_tokens or self._load.tokens)
 
 
-def _messages(request: rollout_pb2.GenerateStreamRequest, latency_s: float, tokens: int) -> int:
+def _messages(request: rollout_pb2.GenerateStreamRequest, latency_s: float, tokens: int, every_s: float) -> int:
     """Return in how many messages the tokens are sent: one per period, or when a sample has so many new ones."""
-    every_s = request.coalesce.seconds + request.coalesce.nanos / 1e9 if request.HasField("coalesce") else _COALESCE_S
     at_once = request.coalesce_tokens if request.HasField("coalesce_tokens") else _COALESCE_TOKENS
     by_time = int(latency_s / max(every_s, _ENGINE_STEP_S))
     return max(1, min(tokens, max(by_time, -(-tokens // at_once))))

@@ -193,7 +193,7 @@ class ReplicasConfig(Section):
     coalesce_s: float = Field(
         1.0,
         gt=0,
-        description="Seconds of new tokens that a replica sends in one message; what it has not sent is lost if it dies.",
+        description="Seconds of new tokens that a replica sends in one message; what it has not sent is lost if it dies. With more than 1,000 requests under way for each of these seconds it grows, up to half of `progress_s`.",
     )
     affinity_margin: float = Field(
         0.25,

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import grpc
 import structlog
 
+from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.generation import Generation, Part, bounded_id
 from orchestrator_svc.lockstep import Lockstep
 from orchestrator_svc.progress import Loss
@@ -45,6 +46,12 @@ _BUSY_RETRY_S = 0.5
 
 _MOST_UNSENT = 64
 """Tokens of one sample that a replica gathers at most before it sends them, as the contract says."""
+
+MOST_COALESCE_S = 60.0
+"""Most seconds of tokens in one message, as the contract says."""
+
+_MOST_MESSAGES_PER_S = 1000
+"""Messages a second that all streams together may bring because of the time; each costs the event loop about 0.14 ms."""
 
 _SHORTEST_S = 1e-3
 """Least seconds that a rate of tokens is measured over."""
@@ -188,8 +195,10 @@ class PolicyEngine:
         Raises:
             SluiceError: if it ends with an error, breaks, or is given up.
         """
+        # In lockstep the first message of each is waited for.
+        every_s = coalescing_s(self.pool.config, self.pool.calls if self.lockstep is None else 0)
         request = rollout_pb2.GenerateStreamRequest(request=part.request)
-        request.coalesce.FromMilliseconds(int(self.pool.config.coalesce_s * 1000))
+        request.coalesce.FromMilliseconds(int(every_s * 1000))
         call = replica.rollout.GenerateStream(request, timeout=self._deadline_s)
         began = heard = time.monotonic()
         samples, name = len(part.samples), part.request.request_id
@@ -204,7 +213,7 @@ class PolicyEngine:
         except SluiceError as error:
             if _is_lost(error):
                 rate = part.gained / samples / max(heard - began, _SHORTEST_S) if part.gained else self._sample_rate
-                unsent_s = min(time.monotonic() - heard, self.pool.config.coalesce_s)
+                unsent_s = min(time.monotonic() - heard, every_s)
                 waiting = sum(each.waiting for each in part.samples)
                 self.counts["tokens_lost"] += round(min(_MOST_UNSENT, rate * unsent_s) * waiting)
             raise
@@ -232,6 +241,16 @@ class PolicyEngine:
             replica.work_failed(error)
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
             await asyncio.sleep(error.retry_after_s or _BUSY_RETRY_S)
+
+
+def coalescing_s(config: ReplicasConfig, streams: int) -> float:
+    """Return the seconds of tokens that a replica is asked to send in one message while so many streams are under way. Pure.
+
+    It grows with them beyond `coalesce_s`, so that the messages of all do not keep the event loop from everything else. Silence for
+    `progress_s` must stay a sign that a stream is stuck: so it is at most half of that, and what the contract allows.
+    """
+    most_s = min(config.progress_s / 2, MOST_COALESCE_S)
+    return max(min(config.coalesce_s, MOST_COALESCE_S), min(most_s, streams / _MOST_MESSAGES_PER_S))
 
 
 def _is_lost(error: SluiceError) -> bool:

@@ -111,6 +111,11 @@ class ReplicaPool:
         """All known replicas."""
         return list(self._replicas.values())
 
+    @property
+    def calls(self) -> int:
+        """Calls that this process has under way at all replicas."""
+        return sum(len(each.works) for each in self._replicas.values())
+
     async def run(self) -> None:
         """Find, poll and watch replicas until cancelled, then close their channels.
 

@@ -9,7 +9,8 @@ from typing import Protocol
 from rollout_svc.engines.base import Pace, Progress, Sample, Stage
 
 ALIVE_S = 1.0
-"""Seconds without a message after which a stream gives one without tokens, so that its caller knows that the request lives."""
+"""Seconds without a message after which a stream gives one without tokens, so that its caller knows that the request lives; more if
+its tokens are given less often."""
 
 LEAST_S = 0.001
 """Minimum seconds between two messages of a stream; an engine step takes longer."""
@@ -86,7 +87,8 @@ async def paced(
     """
     clock = asyncio.get_running_loop().time
     period = max(pace.seconds, LEAST_S)
-    give_at, alive_at = clock() + period, clock() + ALIVE_S
+    quiet = max(period, ALIVE_S)
+    give_at, alive_at = clock() + period, clock() + quiet
     ended = False
     while not ended:
         await request.wait(max(0.0, min(give_at, alive_at) - clock()))
@@ -96,5 +98,5 @@ async def paced(
         if due:
             give_at = now + period
         if parts or now >= alive_at:
-            alive_at = now + ALIVE_S
+            alive_at = now + quiet
             yield Progress(parts, stage(), steps.count)

@@ -457,7 +457,7 @@ Global___StreamOpening: _TypeAlias = StreamOpening  # noqa: Y015
 @_typing.final
 class StreamChunk(_message.Message):
     """The tokens of all samples that follow those already sent. A chunk without tokens is sent when a second has passed without
-    any: it says that the request is alive.
+    any, or `coalesce` if that is longer: it says that the request is alive.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

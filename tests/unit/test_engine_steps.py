@@ -106,13 +106,24 @@ async def test_enough_tokens_end_the_period(monkeypatch):
     assert await stream.wake(0.0, end=True) == [0]
 
 
-async def test_a_sign_of_life_comes_after_a_second_and_leaves_the_tokens_to_their_period(monkeypatch):
-    stream = Stream(monkeypatch, Pace(seconds=2.5))
-    assert await stream.wake(ALIVE_S, tokens=2) == [0]
-    assert not stream.given[0].parts
-    assert await stream.wake(ALIVE_S) == [0]
-    assert await stream.wake(0.5) == [2]
+async def test_a_sign_of_life_comes_after_a_second(monkeypatch):
+    stream = Stream(monkeypatch, Pace(seconds=0.4))
+    assert await stream.wake(0.4) == []
     assert await stream.wake(0.5) == []
+    assert await stream.wake(0.1) == [0]
+    assert not stream.given[0].parts
+    assert await stream.wake(0.4, tokens=2) == [2]
+    assert await stream.wake(end=True) == [0]
+
+
+async def test_a_longer_period_brings_no_signs_of_life_in_between(monkeypatch):
+    stream = Stream(monkeypatch, Pace(seconds=2.5))
+    assert await stream.wake(ALIVE_S, tokens=2) == []
+    assert await stream.wake(ALIVE_S) == []
+    assert await stream.wake(0.5) == [2]
+    assert await stream.wake(2.0) == []
+    assert await stream.wake(0.5) == [0]
+    assert not stream.given[1].parts
     assert await stream.wake(end=True) == [0]
     assert stream.given[-1].parts[0].finish_reason is FinishReason.LENGTH
 
