@@ -64,6 +64,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument(
         "--rate", type=float, help="episodes/s to hold; default: 70%% of the peak, which is measured first"
     )
+    parser.add_argument("--peak", action="store_true", help="also measure how fast it goes if --rate says what to hold")
     parser.add_argument("--seconds", type=float, default=20.0, help="measured seconds of each level")
     parser.add_argument("--group", type=int, default=16, help="episodes per group")
     parser.add_argument("--batch", type=int, default=64, help="groups per batch")
@@ -139,13 +140,15 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
         return found
 
     rate = options.rate
-    if not rate:
-        rate = SHARE * (await measure(Level("peak", options.in_flight, FASTEST))).episodes_per_s
+    if options.peak or not rate:
+        peak = await measure(Level("peak", options.in_flight, FASTEST))
+        rate = rate or SHARE * peak.episodes_per_s
     held = await measure(Level("held", options.in_flight, rate))
     for in_flight in options.also:
         await measure(Level(f"{in_flight}-in-flight", in_flight, rate))
     if options.multi_turn:
         await measure(Level("multi-turn", options.multi_turn, FASTEST, turns=TURNS))
+    print(table(levels), flush=True)
     return {
         "ratios": {"episodes_per_s_over_1000": round(held.episodes_per_s / 1000, 3)},
         "options": {name: value for name, value in vars(options).items() if name != "keep"},
@@ -154,6 +157,24 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
         **{name: value for name, value in vars(held).items() if name != "busy"},
         "levels": {name: vars(level) for name, level in levels.items()},
     }
+
+
+def table(levels: Mapping[str, Measured]) -> str:
+    """Return the levels as the table of docs/throughput.md."""
+    names = ("level", "in flight", "episodes/s", "CPU ms an episode", "cores", "resident memory", "loop lag, 99%")
+    rows = [
+        (
+            name,
+            f"{each.in_flight:,}",
+            f"{each.episodes_per_s:,.0f}",
+            f"{each.cpu_ms_per_episode['orchestrator']:.2f}",
+            f"{each.busy['orchestrator']:.2f}",
+            f"{each.rss_mib:,.0f} MiB",
+            f"{each.lag_p99_ms:.0f} ms",
+        )
+        for name, each in levels.items()
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))
 
 
 def _multi_turn(level: Measured | None) -> Mapping[str, float]:

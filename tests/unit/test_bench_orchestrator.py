@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from benchmarks.orchestrator import Level, quantile
+from benchmarks.orchestrator import Level, Measured, quantile, table
 from sluice.telemetry import LoopLag
 
 
@@ -43,3 +43,10 @@ async def _lags_of_a_loop_that_stands_still_for(seconds: float) -> float:
     with contextlib.suppress(asyncio.CancelledError):
         await looking
     return lag.take_p99_s()
+
+
+def test_the_levels_are_printed_as_the_table_of_the_page() -> None:
+    held = Measured(1000.4, 10_990, 0.98, 296.2, 1.0, 3.0, 9.4, {"orchestrator": 0.331}, {"orchestrator": 0.5})
+    header, line, row = table({"held": held}).splitlines()
+    assert header.count("|") == line.count("|") == row.count("|") == 8
+    assert row == "| held | 10,990 | 1,000 | 0.33 | 0.50 | 296 MiB | 9 ms |"
