@@ -171,7 +171,8 @@ async def _built(
             curriculum.apply(fact)
             pace.apply(fact, time.monotonic())
 
-        journal = _journal(common, config, follow)
+        # Of an old run it reads a million facts: signals, and the environments' processes, are served meanwhile.
+        journal = await asyncio.to_thread(_journal, common, config, follow)
         settings = LiveSettings(common, config)
         settings.restore(journal.ledger.settings)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)

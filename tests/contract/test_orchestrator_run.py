@@ -459,6 +459,25 @@ async def test_steps_that_were_killed_before_they_were_written_are_written_once_
     assert (again["steps"], step_lines(scene)) == (4, lines), "nothing is written a second time"
 
 
+async def test_the_event_loop_is_free_while_the_journal_is_read(scene, monkeypatch) -> None:
+    reads, went_on, served = threading.Event(), threading.Event(), []
+    fold = Journal._fold
+
+    def slow(journal: Journal) -> object:
+        reads.set()
+        served.append(went_on.wait(10))
+        return fold(journal)
+
+    async def serve() -> None:
+        while not reads.is_set():  # noqa: ASYNC110 - set in a thread
+            await asyncio.sleep(0.01)
+        went_on.set()
+
+    monkeypatch.setattr(Journal, "_fold", slow)
+    await asyncio.gather(scene.run(), serve())
+    assert served == [True]
+
+
 def step_lines(scene: Scene) -> list[dict[str, float]]:
     path = scene.run_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
