@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice.config import ConfigError, Options
+from sluice.versions import Version
 
 Step = dict[str, float]
 """One line of ``metrics.jsonl``: ``step``, ``time`` (seconds since 1970) and scalars by name, without null values."""
@@ -55,7 +56,10 @@ def run(argv: list[str]) -> int:
     steps = read_steps(directory)
     if options.digest:
         print(f"metrics {metrics_digest(steps)}")
-        print("\n".join(f"weights {name} {digest}" for name, digest in weight_digests(directory).items()))
+        digests = weight_digests(directory)
+        if digests:  # how many older versions are still there depends on when they were last swept
+            newest = max(digests, key=lambda name: Version.parse(name.removeprefix("v")))
+            print(f"weights {newest} {digests[newest]}")
         return 0
     summary = summarise(steps)
     title = f"{directory}: {summary['steps']:.0f} steps in {summary['train_wall_s']:.1f} s"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
 from rollout_svc.engines.slots import build
+from sluice.cli import report
 from sluice.cli.report import metrics_digest, weight_digests
 from sluice.config import ConfigError, check_tables_fit, load_run
 from sluice.config.decide import decided
@@ -185,3 +188,12 @@ def test_digests_leave_out_what_was_measured_and_nothing_else(tmp_path: Path) ->
     weights.write_bytes(b"b")
     assert set(before) == {"v1.1"}
     assert weight_digests(tmp_path) != before
+
+
+def test_a_report_digests_the_newest_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1.0, "time": 5.0, "reward/mean": 0.25}) + "\n")
+    for name in ("v1.9", "v1.10"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+        (tmp_path / "weights" / name / "model.safetensors").write_bytes(name.encode())
+    assert report.run([str(tmp_path), "--digest"]) == 0
+    assert re.fullmatch(r"metrics [0-9a-f]{32}\nweights v1\.10 [0-9a-f]{32}\n", capsys.readouterr().out)
