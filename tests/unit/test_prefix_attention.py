@@ -72,11 +72,12 @@ def test_a_sample_that_is_the_beginning_of_the_others_adds_no_work():
         torch.testing.assert_close(shared, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_rows_behind_the_packed_tokens_are_left_out():
+def test_rows_of_padding_behind_the_packed_tokens_attend_to_nothing():
     plan = planned([np.r_[0:5], np.r_[0, 1, 5, 6]], 7)
     rows = [torch.randn(1, heads, 9, WIDTH, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    weights = torch.randn(1, 7, HEADS, WIDTH, dtype=torch.float64)
+    weights = torch.randn(1, 9, HEADS, WIDTH, dtype=torch.float64)
     whole = attend(replace(plan, prefixes=None), rows, weights)
+    assert not whole[0][:, 7:].any()
     for shared, expected in zip(attend(plan, rows, weights), whole, strict=True):
         torch.testing.assert_close(shared, expected, rtol=1e-10, atol=1e-10)
 

@@ -185,7 +185,7 @@ class TrainEngine:
         results = [torch.full((len(sequence),), torch.nan) for sequence in sequences]
         if columns:
             packed = [index for batch in batches for index in batch.order]
-            counts = [int(sequences[index].loss_mask.sum()) for index in packed]
+            counts = [sequences[index].loss_tokens for index in packed]
             # One copy from the device, for which the host waits, and not one per micro-batch.
             for index, part in zip(packed, torch.cat(columns).cpu().split(counts), strict=True):
                 results[index][sequences[index].loss_mask] = part

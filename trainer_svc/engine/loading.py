@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
 from trainer_svc.compute_config import ParallelConfig, check_heads
+from trainer_svc.engine.cpu_linear import onednn_is_faster, use_onednn
 from trainer_svc.engine.network import PACKED_ATTENTION, Head, Network, Packing, varlen_attention
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 from trainer_svc.parallel.context import Context
@@ -346,8 +347,13 @@ def choose_kernels(network: Network, attention: Attention, *, compiled: bool) ->
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     if compiled:
         compile_layers(network.model)
+    # Sharded weights are DTensors, which oneDNN's kernels do not take, and compiled layers have products of their own.
+    alone = network.root is None and network.context is None and not compiled
+    onednn = alone and network.device.type == "cpu" and network.compute_dtype == torch.float32 and onednn_is_faster()
+    if onednn:
+        use_onednn(network.model, leave_out=(network.model.get_output_embeddings(), network.value_head))
     varlen = uses_varlen(attention, network.device, network.compute_dtype, (heads, key_heads, head_dim))
-    return replace(network, varlen=varlen)
+    return replace(network, varlen=varlen, few_lengths=onednn)
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:

@@ -63,7 +63,7 @@ class StepMetrics:
         tokens: Tokens of the batch, prompts included.
         loss_tokens: Tokens that entered the loss.
         forward_tokens: Tokens that were forwarded; a shared prompt counts once.
-        padding_fraction: Share of the cells of attention's blocks without a token; nothing else is padded.
+        padding_fraction: Share of the cells of attention's blocks without a token; few other rows are padded (see `cpu_linear`).
         seconds: Wall-clock seconds per phase: pack, forward, backward, optimizer, total.
         sums: Sums of the loss function by name; ``max_...`` are maxima.
         measured: Metrics that the caller computes from the sums, by name.
@@ -131,7 +131,7 @@ class StepRecord:
         self._counts = {
             "sequences": len(sequences),
             "tokens": sum(map(len, sequences)),
-            "loss_tokens": sum(int(each.loss_mask.sum()) for each in sequences),
+            "loss_tokens": sum(each.loss_tokens for each in sequences),
         } | dict.fromkeys(("forward_tokens", "micro_batches", "cells", "real_cells", "pairs", "scored"), 0)
         self._totals: dict[str, float] | None = None
         self._grad_norm = 0.0

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from trainer_svc.batch.attention_plan import AttentionPlan, PrefixPlan, VarlenPlan
 from trainer_svc.batch.rows import MicroBatch, Outputs
 from trainer_svc.batch.shapes import Block, PackedHeads, PerToken, Scalar
+from trainer_svc.engine.cpu_linear import rounded
 from trainer_svc.engine.logprob import Entropy, logprobs_of_logits, logprobs_of_states
 from trainer_svc.engine.weight_files import WeightFiles
 from trainer_svc.parallel.context import Context
@@ -61,6 +62,7 @@ class Network:
         varlen: Whether attention uses the kernel for sequences of varying length.
         files: The files of weights that are still on the "meta" device; None once they are read.
         longest_row: Most tokens of a sequence (see `trainer_svc.engine.loading.fix_frequencies`); None means any number.
+        few_lengths: Whether rows are padded to one of few numbers of tokens, for `trainer_svc.engine.cpu_linear`.
     """
 
     model: PreTrainedModel
@@ -75,6 +77,7 @@ class Network:
     varlen: bool = False
     files: WeightFiles | None = None
     longest_row: int | None = None
+    few_lengths: bool = False
 
     @property
     def vocabulary(self) -> int:
@@ -130,6 +133,8 @@ class Network:
     def hidden(self, batch: MicroBatch, states: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the hidden states after the last layer, shape [packed, width]; of this process's slice if a row is shared.
 
+        Rows of padding may follow. They attend to nothing, and no token attends to them.
+
         `states` are the hidden states that the first layer of this process receives; None: it begins with the tokens' embeddings.
         """
         batch, _ = self._own_slice(batch)
@@ -173,7 +178,11 @@ class Network:
 
     def _forward(self, module: torch.nn.Module, batch: MicroBatch, **options: Any) -> Any:  # noqa: ANN401  transformers' output classes
         packing = Packing(batch.attention, self.context, varlen=self.varlen)
-        return module(position_ids=batch.position_ids, packing=packing, use_cache=False, **options)
+        positions = batch.position_ids
+        if self.few_lengths:
+            padding = (0, rounded(batch.packed_tokens) - batch.packed_tokens)
+            options["input_ids"], positions = pad(options["input_ids"], padding), pad(positions, padding)
+        return module(position_ids=positions, packing=packing, use_cache=False, **options)
 
 
 def _values(head: torch.nn.Module, states: torch.Tensor) -> PerToken:
@@ -256,6 +265,8 @@ def packed_attention(
         whole = _block_attention(*rows, plan, scaling=scaling, sliding_window=window)
     if context is not None:
         whole = context.scatter_tokens(whole, slice_tokens)
+    elif len(whole) < slice_tokens:
+        whole = pad(whole, (0, 0, 0, 0, 0, slice_tokens - len(whole)))
     return whole.unsqueeze(0), None
 
 

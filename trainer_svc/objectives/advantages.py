@@ -97,7 +97,7 @@ def _environment_rewards(sequence: Sequence) -> PerToken:
         raise ValueError(
             f"sequence {sequence.trajectory_id!r} has no reward, which is not 0: leave it out of the batch"
         )
-    rewards = torch.zeros(int(sequence.loss_mask.sum()), dtype=torch.float64)
+    rewards = torch.zeros(sequence.loss_tokens, dtype=torch.float64)
     rewards[-1:] = sequence.reward
     return rewards
 

@@ -253,7 +253,7 @@ def evaluate(case: Case) -> dict[str, Any]:
         "loss": loss.item(),
         "grad": [gradient.tolist() for gradient in gradients],
         "metrics": finish({name: float(value) for name, value in sums.items()})
-        | {"loss_tokens": float(sum(int(each.loss_mask.sum()) for each in kept)), "divisor": weight}
+        | {"loss_tokens": float(sum(each.loss_tokens for each in kept)), "divisor": weight}
         | {f"dropped_tokens/{cause}": float(count) for cause, count in dropped.items()},
     }
     if settings.needs_behaviour and not case.gives_advantages:
@@ -322,7 +322,7 @@ def _row(case: CaseSequence, index: int, objective: Objective) -> Sequence:
 def _estimated(case: Case, rows: list[Sequence], estimator: str) -> list[Sequence]:
     if any(each.reward is None for each in case.sequences):
         raise ValueError("give every sequence an advantage, or every one a reward to compute it from")
-    episodes = [Episode(row.episode_id, row.group_id, row.reward, int(row.loss_mask.sum())) for row in rows]
+    episodes = [Episode(row.episode_id, row.group_id, row.reward, row.loss_tokens) for row in rows]
     values = estimate(estimator, episodes)
     return [replace(row, advantages=torch.full_like(row.advantages, values[row.episode_id])) for row in rows]
 

@@ -70,7 +70,8 @@ class Objective:
 
     def contributes(self, sequence: Sequence) -> bool:
         """Return whether a sequence can have a gradient."""
-        return not self.resolved.vanishes_without_advantage or bool(sequence.advantages[sequence.loss_mask].any())
+        advantages, mask = sequence.advantages.numpy(), sequence.loss_mask.numpy()
+        return not self.resolved.vanishes_without_advantage or bool(advantages[mask].any())
 
     def weight(self, sequences: Rows[Sequence]) -> float:
         """Return these sequences' share of the divisor; a `LossWeight`."""
@@ -276,7 +277,7 @@ def with_group_tokens(sequences: Rows[Sequence]) -> list[Sequence]:
     """Return the rows with the number of loss tokens of their group, unless they have it. A row without a group is its own."""
     counts: Counter[str] = Counter()
     for sequence in sequences:
-        counts[sequence.group_id] += int(sequence.loss_mask.sum())
+        counts[sequence.group_id] += sequence.loss_tokens
     return [
         sequence
         if sequence.group_loss_tokens or not sequence.group_id

@@ -376,7 +376,7 @@ def divisor(aggregation: Aggregation, sequences: Rows[Sequence], max_tokens: int
     Raises:
         ValueError: if `constant` lacks `max_tokens`.
     """
-    counts = [int(sequence.loss_mask.sum()) for sequence in sequences]
+    counts = [sequence.loss_tokens for sequence in sequences]
     match aggregation:
         case "token":
             return float(sum(counts))

@@ -83,7 +83,7 @@ def mixed(objectives: Mapping[str, Objective], part: Rows[Sequence], ranks: Rank
 
 def _of(name: str, outputs: Outputs, batch: MicroBatch) -> tuple[Outputs, MicroBatch]:
     """Return the loss tokens of one objective's sequences, as a loss reads them."""
-    counts = np.array([int(each.loss_mask.sum()) for each in batch.sequences])
+    counts = np.array([each.loss_tokens for each in batch.sequences])
     members = np.array([each.objective == name for each in batch.sequences])
     device = outputs.main.device
     places = to_device(torch.from_numpy(np.flatnonzero(np.repeat(members, counts))), device)

@@ -343,7 +343,7 @@ def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column)
 
     Each rank forwards its share; all ranks get everything.
     """
-    counts = [sum(int(row.loss_mask.sum()) for row in examples.rows(index)) for index in range(len(examples))]
+    counts = [sum(row.loss_tokens for row in examples.rows(index)) for index in range(len(examples))]
     flat = torch.zeros(sum(counts))
     logprobs = list(flat.split(counts))
     ranks = engine.ranks
@@ -359,7 +359,7 @@ def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column)
 
     def rows_of(index: int) -> list[Sequence]:
         rows = examples.rows(index)
-        parts = logprobs[index].split([int(row.loss_mask.sum()) for row in rows])
+        parts = logprobs[index].split([row.loss_tokens for row in rows])
         columns = [torch.full((len(row),), torch.nan) for row in rows]
         for row, values, part in zip(rows, columns, parts, strict=True):
             values[row.loss_mask] = part

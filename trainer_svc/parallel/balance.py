@@ -130,7 +130,7 @@ def _weigh(
         for place in places:
             tokens = len(inputs[place])
             attention = cost.pair * tokens * (tokens + 1) / 2
-            head = cost.loss_token * int(rows[place].loss_mask.sum()) if tokens else 0.0
+            head = cost.loss_token * rows[place].loss_tokens if tokens else 0.0
             shared = cost.token * min(prefix, tokens)
             weighed[place] = _Row(number, shared, cost.token * tokens - shared + attention + head)
     return [weighed[place] for place in range(len(rows))], groups

@@ -471,11 +471,11 @@ def _judge(
         mask[row.loss_mask] = torch.from_numpy(fresh)
         row = replace(row, loss_mask=mask)
     (kept,), lost = keep_trainable([row], objective)
-    if not kept.loss_mask.any():
+    if not kept.loss_tokens:
         return _dropped(sample, NO_TRAINED_TOKENS if sample.trained_tokens else MASKED, oldest)
     if stale := len(ages) - int(fresh.sum()):
         lost |= {STALE: stale}
-    return Decision(sample, kept, "", oldest, ages[kept.loss_mask[sample.sequence.loss_mask].numpy()], lost)
+    return Decision(sample, kept, "", oldest, ages[kept.loss_mask.numpy()[sample.sequence.loss_mask.numpy()]], lost)
 
 
 def _dropped(sample: Sample, reason: str, oldest: int) -> Decision:

@@ -341,7 +341,7 @@ def _row_outcomes(rows: Rows[Sequence], parts: Iterable[Rows[int]], steps: Itera
     for part, step in zip(parts, steps, strict=True):
         for place in part:
             applied[place] += not step.skipped
-    tokens = [int(each.loss_mask.sum()) for each in rows]
+    tokens = [each.loss_tokens for each in rows]
     return torch.tensor([tokens, applied], dtype=torch.int64).T.contiguous()
 
 
@@ -413,7 +413,7 @@ def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: R
     """
     keys = [_key(each) for each in sequences]
     own = torch.tensor(
-        [[key, int(each.loss_mask.sum())] for key, each in zip(keys, sequences, strict=True)], dtype=torch.int64
+        [[key, each.loss_tokens] for key, each in zip(keys, sequences, strict=True)], dtype=torch.int64
     ).reshape(-1, 2)
     tokens: Counter[int] = Counter()
     for key, loss_tokens in ranks.gather(own).tolist():
