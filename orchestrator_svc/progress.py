@@ -83,8 +83,9 @@ class ReplicaProgress:
 
     def polled(self, status: rollout_pb2.GetStatusResponse, now: float) -> None:
         """Note the answer to a status request."""
-        has_work = status.state in _WORKING_STATES and status.running + status.queued > 0
-        switches = status.state == rollout_pb2.REPLICA_STATE_SWITCHING
+        state = status.engine_state or status.state
+        has_work = state in _WORKING_STATES and status.running + status.queued > 0
+        switches = state == rollout_pb2.REPLICA_STATE_SWITCHING
         self._note(status.engine_steps, now, has_work=has_work, switches=switches)
 
     def received(self, chunk: rollout_pb2.StreamChunk, now: float) -> None:

@@ -282,9 +282,10 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         """Report version, load and health."""
         del request, context
         status, weights = self._engine.current.status(), self._weights.status()
+        engine_state = self._engine_state(status)
         response = pb.GetStatusResponse(
             replica=self._replica,
-            state=self._state(status),
+            state=pb.REPLICA_STATE_DRAINING if self._drain.begun.is_set() else engine_state,
             policy_version=status.version.to_proto(),
             running=status.running,
             queued=status.queued,
@@ -302,6 +303,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             adapters=loaded_adapters(self._engine.current),
             engine_steps=status.steps,
             preemptions=status.preemptions,
+            engine_state=engine_state,
         )
         if self._drain.begun.is_set():
             response.drain_left.CopyFrom(_duration(self._drain.left_s))
@@ -311,9 +313,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             response.staged_version.CopyFrom(weights.staged_version.to_proto())
         return response
 
-    def _state(self, status: EngineStatus) -> pb.ReplicaState.ValueType:
-        if self._drain.begun.is_set():
-            return pb.REPLICA_STATE_DRAINING
+    def _engine_state(self, status: EngineStatus) -> pb.ReplicaState.ValueType:
         if self._engine.recovering or not status.healthy:
             return pb.REPLICA_STATE_RECOVERING
         if status.switching:

@@ -893,7 +893,9 @@ class LoadReport(_message.Message):
     trainer_idle: _builtins.float
     """Share of the time since the last report that the trainer waited for a batch, 0 to 1."""
     dispatch_blocked: _builtins.float
-    """Share of the time that dispatch was stopped by the staleness bound, 0 to 1."""
+    """Share of the time that dispatch was stopped by the staleness bound, by the pace, or by a version that no replica serves yet, 0
+    to 1.
+    """
     bottleneck: _builtins.str
     """As Run.bottleneck."""
     max_staleness: _builtins.int

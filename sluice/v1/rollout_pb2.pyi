@@ -1257,6 +1257,7 @@ class GetStatusResponse(_message.Message):
     ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRAIN_LEFT_FIELD_NUMBER: _builtins.int
+    ENGINE_STATE_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica, unique within the run."""
     state: Global___ReplicaState.ValueType
@@ -1287,6 +1288,8 @@ class GetStatusResponse(_message.Message):
     """Steps that the engine has made since it started. One that stands still while samples run says that the engine hangs."""
     preemptions: _builtins.int
     """Samples that lost their place in the KV cache since the start and were computed again."""
+    engine_state: Global___ReplicaState.ValueType
+    """What its engine does, also while `state` is DRAINING: SERVING, PAUSED, SWITCHING or RECOVERING. Unspecified: as `state`."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version that serves."""
@@ -1340,10 +1343,11 @@ class GetStatusResponse(_message.Message):
         engine_steps: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         drain_left: _duration_pb2.Duration | None = ...,
+        engine_state: Global___ReplicaState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain_left", b"drain_left", "last_pause", b"last_pause", "last_update", b"last_update", "policy_version", b"policy_version", "staged_version", b"staged_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "drain_left", b"drain_left", "engine_restarts", b"engine_restarts", "engine_steps", b"engine_steps", "generated_tokens", b"generated_tokens", "kv_cache_usage", b"kv_cache_usage", "last_error", b"last_error", "last_pause", b"last_pause", "last_update", b"last_update", "max_running", b"max_running", "policy_version", b"policy_version", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "replica", b"replica", "running", b"running", "staged_version", b"staged_version", "start_time", b"start_time", "state", b"state", "updates_applied", b"updates_applied", "weight_policy", b"weight_policy", "weight_policy_owner", b"weight_policy_owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "drain_left", b"drain_left", "engine_restarts", b"engine_restarts", "engine_state", b"engine_state", "engine_steps", b"engine_steps", "generated_tokens", b"generated_tokens", "kv_cache_usage", b"kv_cache_usage", "last_error", b"last_error", "last_pause", b"last_pause", "last_update", b"last_update", "max_running", b"max_running", "policy_version", b"policy_version", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "replica", b"replica", "running", b"running", "staged_version", b"staged_version", "start_time", b"start_time", "state", b"state", "updates_applied", b"updates_applied", "weight_policy", b"weight_policy", "weight_policy_owner", b"weight_policy_owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -629,6 +629,7 @@ class TestDrain:
                 assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
             status = await served.status()
             assert (status.state, status.drain_left.seconds) == (rollout_pb2.REPLICA_STATE_DRAINING, 59)
+            assert status.engine_state == rollout_pb2.REPLICA_STATE_PAUSED, "a drain does not hide what the engine does"
             finishing = asyncio.ensure_future(served.replica.servicer.finish())
         assert len((await waiting).samples) == 2
         await finishing

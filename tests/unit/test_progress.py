@@ -121,6 +121,18 @@ def test_a_switch_of_weights_has_its_own_limit() -> None:
         assert watched.after(float(second)) is (Loss.STALLED if second > 45 else None), "its steps count again"
 
 
+@pytest.mark.parametrize(("engine", "loss"), [(SWITCHING, Loss.SWITCHING), (PAUSED, None), (SERVING, Loss.STALLED)])
+def test_a_replica_that_drains_may_switch_or_pause_meanwhile(engine: int, loss: Loss | None) -> None:
+    watched = progress()
+    answer = status(100, state=rollout_pb2.REPLICA_STATE_DRAINING)
+    answer.engine_state = engine
+    for second in range(1, 40):
+        watched.polled(answer, float(second))
+        stalls = second > 6 and loss is Loss.STALLED
+        switches = second > 21 and loss is Loss.SWITCHING
+        assert watched.after(float(second)) is (loss if stalls or switches else None)
+
+
 def test_switches_with_steps_between_them_are_no_long_switch() -> None:
     watched = progress()
     for second in range(1, 100):

@@ -67,6 +67,20 @@ async def test_an_engine_whose_cache_cannot_be_cleaned_is_broken(failing: str) -
     assert llm.ended, "requests in progress end with an error"
 
 
+async def test_an_engine_that_cleans_its_cache_says_that_it_makes_no_steps() -> None:
+    llm = FailingLlm("")
+    engine, said = engine_with(llm), []
+
+    async def zero(*_: object) -> None:
+        said.append(engine.status().switching)
+
+    llm.collective_rpc = zero
+    assert not engine.status().switching
+    await engine._scrub()
+    assert said == [True]
+    assert not engine.status().switching
+
+
 async def test_an_engine_that_cannot_resume_is_broken() -> None:
     engine = engine_with(FailingLlm("resume"))
     await engine.pause(PauseMode.KEEP)

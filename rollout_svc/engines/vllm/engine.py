@@ -107,6 +107,7 @@ class VllmEngine(LoraEngine):
         self._seeds = True
         self._commands = asyncio.Lock()
         self._paused: PauseMode | None = None
+        self._scrubbing = False
         self._broken = ""
         self._numbers = itertools.count()
         self._active: dict[str, set[TrackedRequest]] = {}
@@ -251,7 +252,7 @@ class VllmEngine(LoraEngine):
 
     @property
     def _switching(self) -> bool:
-        return not all(gate.is_set() for gate in self._gates)
+        return self._scrubbing or not all(gate.is_set() for gate in self._gates)
 
     def _stage(self, tracked: TrackedRequest) -> Stage:
         """Return where a request stands. The scheduler admits requests in their order, unless it was given priorities."""
@@ -342,11 +343,15 @@ class VllmEngine(LoraEngine):
             log.error("sampled from NaN; cleaning the KV cache", version=str(self._weights.version))
             deadline_s = self._options.phase_deadline_s
             self._recorder.expect_recomputation()
-            pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-            await step(llm, "pausing", pause, deadline_s)
-            await step(llm, "cleaning the KV cache", llm.collective_rpc("sluice_zero_kv"), deadline_s)
-            if self._paused is None:
-                await step(llm, "resuming", llm.resume_generation(), deadline_s)
+            self._scrubbing = True  # its requests say that it switches: it makes no step, and does not hang
+            try:
+                pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+                await step(llm, "pausing", pause, deadline_s)
+                await step(llm, "cleaning the KV cache", llm.collective_rpc("sluice_zero_kv"), deadline_s)
+                if self._paused is None:
+                    await step(llm, "resuming", llm.resume_generation(), deadline_s)
+            finally:
+                self._scrubbing = False
 
     # --- pausing --------------------------------------------------------------------------------------------------
 
