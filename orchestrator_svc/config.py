@@ -168,7 +168,11 @@ class ReplicasConfig(Section):
     """How rollout replicas are found, watched and chosen."""
 
     poll_s: float = Field(0.5, gt=0, description="Seconds between two status requests to a replica.")
-    waiting_poll_s: float = Field(0.02, gt=0, description="Seconds between them while dispatch awaits a newer version.")
+    waiting_poll_s: float = Field(
+        0.02,
+        gt=0,
+        description="Least seconds between them while dispatch awaits a newer version: a replica that can answers when it has it.",
+    )
     progress_s: float = Field(
         5.0,
         gt=0,

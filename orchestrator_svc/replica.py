@@ -21,6 +21,9 @@ from sluice.versions import BASE, Version
 
 Call: TypeAlias = "grpc.aio.Call"
 
+_LONGEST_WAIT_S = 60.0
+"""Most seconds that a status request may wait for a version, as the contract says."""
+
 _FIRST_COOLDOWN_S = 0.2
 _LONGEST_COOLDOWN_S = 10.0
 """Seconds without work after a failed request, doubled with each further failure: a replica may answer polls and still fail."""
@@ -138,15 +141,22 @@ class Replica:
         """Whether it has been paused, or has switched to other weights, for longer than an update takes."""
         return self._paused_since is not None and self._clock.now - self._paused_since > self._config.progress_s
 
-    async def poll(self) -> bool:
+    async def poll(self, awaited: Version | None = None) -> bool:
         """Ask for its status. Return whether another process answers now.
+
+        Args:
+            awaited: Let it answer when it serves this version, or after `poll_s`; None: at once.
 
         Raises:
             SluiceError: if it does not answer.
         """
         deadline_s = self._config.progress_s
         try:
-            status = await self.admin.GetStatus(rollout_pb2.GetStatusRequest(), timeout=deadline_s)
+            request = rollout_pb2.GetStatusRequest()
+            if awaited is not None:
+                request.awaited_version.CopyFrom(awaited.to_proto())
+                request.wait.FromMilliseconds(int(min(self._config.poll_s, _LONGEST_WAIT_S) * 1000))
+            status = await self.admin.GetStatus(request, timeout=deadline_s)
             is_another = self.seen and (status.start_time, status.replica) != (
                 self.status.start_time,
                 self.status.replica,

@@ -199,8 +199,9 @@ class ReplicaPool:
 
     async def _poll(self, replica: Replica) -> None:
         while True:
+            awaited, began = self._awaited_of(replica), time.monotonic()
             try:
-                if await replica.poll():
+                if await replica.poll(awaited):
                     log.info(
                         "another process serves at a replica's address", replica=replica.name, target=replica.target
                     )
@@ -215,7 +216,7 @@ class ReplicaPool:
             self._tell_changes(replica)
             if replica.leaving and not replica.works:
                 self._search.set()
-            await self._pause(replica)
+            await self._pause(replica, 0.0 if awaited is None else time.monotonic() - began)
 
     def _tell_changes(self, replica: Replica) -> None:
         now = (replica.version, replica.why_not())
@@ -225,11 +226,19 @@ class ReplicaPool:
             self._on_change(replica)
             self._changed.set()
 
-    async def _pause(self, replica: Replica) -> None:
-        """Wait for the next poll: briefly while dispatch waits for a version that this replica does not serve yet."""
+    def _awaited_of(self, replica: Replica) -> Version | None:
+        """Return the version that dispatch waits for if this replica is fit and does not serve it yet."""
         wanted = self._wanted
-        if wanted is not None and not replica.why_not() and replica.version < wanted:
-            await asyncio.sleep(self.config.waiting_poll_s)
+        return wanted if wanted is not None and not replica.why_not() and replica.version < wanted else None
+
+    async def _pause(self, replica: Replica, waited_s: float) -> None:
+        """Wait for the next poll: no longer than it takes if dispatch waits for a version that this replica does not serve yet.
+
+        The replica answers such a poll when it has the version. One that answers before, after `waited_s`, is asked again soon.
+        """
+        if self._awaited_of(replica) is not None:
+            if waited_s:
+                await asyncio.sleep(max(0.0, self.config.waiting_poll_s - waited_s))
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.poll_s):

@@ -37,6 +37,9 @@ PAUSE_MODES = {
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
+MAX_WAIT_S = 60.0
+"""Most seconds that a status request waits for a version."""
+
 MAX_TTL_S = 3600.0
 """Maximum time to live of a pause, in seconds: a forgotten one must not stop a run for ever."""
 
@@ -279,8 +282,13 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         return pb.DrainResponse(samples_left=self._requests.samples, grace_left=_duration(self._drain.left_s))
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Report version, load and health."""
-        del request, context
+        """Report version, load and health, at once or when an awaited version serves."""
+        del context
+        wait_s = request.wait.ToNanoseconds() / 1e9
+        if not 0 <= wait_s <= MAX_WAIT_S:
+            raise SluiceError.invalid_argument("wait", f"between 0 and {MAX_WAIT_S:.0f} s, not {wait_s:g} s")
+        if request.HasField("awaited_version") and wait_s:
+            await self._engine.until_serving(Version.from_proto(request.awaited_version), wait_s)
         status, weights = self._engine.current.status(), self._weights.status()
         engine_state = self._engine_state(status)
         response = pb.GetStatusResponse(

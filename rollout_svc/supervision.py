@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import structlog
 
@@ -40,6 +40,7 @@ class EngineSupervisor:
         self._allowed = restarts
         self._on_change = on_change
         self._recovering = False
+        self._applied = asyncio.Event()  # set, and replaced, when another version serves
 
     @property
     def recovering(self) -> bool:
@@ -89,7 +90,7 @@ class EngineSupervisor:
             ApplyError: if it does not serve.
         """
         with _apply_errors(staged.version):
-            return await self.ready.apply(staged)
+            return await self._tell(self.ready.apply(staged))
 
     async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
         """Let new requests run on an adapter.
@@ -98,7 +99,21 @@ class EngineSupervisor:
             ApplyError: if it does not serve.
         """
         with _apply_errors(staged.version):
-            return await self.lora.apply_adapter(staged)
+            return await self._tell(self.lora.apply_adapter(staged))
+
+    async def _tell(self, applying: Awaitable[ApplyReport]) -> ApplyReport:
+        try:
+            return await applying
+        finally:
+            self._applied.set()
+            self._applied = asyncio.Event()
+
+    async def until_serving(self, version: Version, most_s: float) -> None:
+        """Wait until the engine serves this version or a newer one, or so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                while self.current.status().version < version:
+                    await self._applied.wait()
 
     # --- restarts -------------------------------------------------------------------------------------------------
 

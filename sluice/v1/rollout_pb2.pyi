@@ -1218,12 +1218,25 @@ class GetStatusRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    AWAITED_VERSION_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def awaited_version(self) -> _common_pb2.PolicyVersion:
+        """Answer when this version serves, or a newer one, instead of at once."""
+
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """Answer after this time even so; at most 60 s. Unset: at once."""
+
     def __init__(
         self,
+        *,
+        awaited_version: _common_pb2.PolicyVersion | None = ...,
+        wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["awaited_version", b"awaited_version", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited_version", b"awaited_version", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

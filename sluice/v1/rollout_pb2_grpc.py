@@ -403,7 +403,8 @@ class RolloutAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Reports version, load and health. No side effects; meant to be polled about once a second.
+        """Reports version, load and health, at once or when it serves an awaited version. No side effects; meant to be polled about
+        once a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

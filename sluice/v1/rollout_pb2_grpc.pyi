@@ -188,7 +188,9 @@ class RolloutAdminServiceStub:
     once; GetStatus says how much is left. Idempotent: a further call may shorten the grace.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]
-    """Reports version, load and health. No side effects; meant to be polled about once a second."""
+    """Reports version, load and health, at once or when it serves an awaited version. No side effects; meant to be polled about
+    once a second.
+    """
 
 @_typing.type_check_only
 class RolloutAdminServiceAsyncStub(RolloutAdminServiceStub):
@@ -238,7 +240,9 @@ class RolloutAdminServiceAsyncStub(RolloutAdminServiceStub):
     once; GetStatus says how much is left. Idempotent: a further call may shorten the grace.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Reports version, load and health. No side effects; meant to be polled about once a second."""
+    """Reports version, load and health, at once or when it serves an awaited version. No side effects; meant to be polled about
+    once a second.
+    """
 
 class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Operates one replica. Called by the orchestrator and by operators; needs the admin role. Commands are
@@ -351,6 +355,8 @@ class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.GetStatusResponse, _abc.Awaitable[_rollout_pb2.GetStatusResponse]]:
-        """Reports version, load and health. No side effects; meant to be polled about once a second."""
+        """Reports version, load and health, at once or when it serves an awaited version. No side effects; meant to be polled about
+        once a second.
+        """
 
 def add_RolloutAdminServiceServicer_to_server(servicer: RolloutAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

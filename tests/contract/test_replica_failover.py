@@ -497,6 +497,30 @@ async def test_versions_that_are_wanted_one_after_the_other_are_each_seen_at_onc
             scene.pool.wait_for(None)
 
 
+class Patient(ScriptedReplica):
+    """Answers a status request when it serves the awaited version, and counts them."""
+
+    asked = 0
+
+    async def GetStatus(self, request, context):  # noqa: N802 - gRPC's name
+        self.asked += 1
+        if request.HasField("awaited_version"):
+            await until(lambda: self.version >= Version.from_proto(request.awaited_version))
+        return await super().GetStatus(request, context)
+
+
+async def test_a_version_that_dispatch_waits_for_is_asked_for_once() -> None:
+    replica = Patient("only", version=Version(1, 0))
+    async with fleet(replica, poll_s=3600.0, progress_s=7200.0, waiting_poll_s=0.001) as scene:
+        asked, wanted = replica.asked, Version(1, 1)
+        scene.pool.wait_for(wanted)
+        await until(lambda: replica.asked > asked)
+        await asyncio.sleep(0.05)
+        assert replica.asked == asked + 1
+        replica.version = wanted
+        await until(lambda: scene.pool.pick(wanted))
+
+
 async def test_prompt_log_probabilities_are_refused_with_the_remedy() -> None:
     engine = PolicyEngine(ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None), "test", 1.0)
     with pytest.raises(SluiceError, match="call Generate"):

@@ -198,6 +198,29 @@ async def test_an_update_is_answered_when_it_serves(following):
     assert again.pause.ToNanoseconds() == 0
 
 
+async def test_a_status_request_that_awaits_a_version_is_answered_when_it_serves(following):
+    awaited = Version(1, 1).to_proto()
+    request = rollout_pb2.GetStatusRequest(awaited_version=awaited, wait=Duration(seconds=60))
+    waiting = asyncio.ensure_future(following.admin.GetStatus(request, timeout=TIMEOUT_S))
+    assert (await following.status()).policy_version.number == 0, "others are answered at once"
+    assert not waiting.done()
+    await following.publish(1)
+    assert (await waiting).policy_version == awaited
+    assert (await following.admin.GetStatus(request, timeout=TIMEOUT_S)).policy_version == awaited
+
+
+async def test_a_status_request_waits_no_longer_than_it_says(following):
+    request = rollout_pb2.GetStatusRequest(awaited_version=Version(9, 9).to_proto(), wait=Duration(nanos=1_000_000))
+    answer = await following.admin.GetStatus(request, timeout=TIMEOUT_S)
+    assert Version.from_proto(answer.policy_version) < Version(9, 9)
+    for seconds in (-1, 61):
+        request.wait.seconds = seconds
+        request.wait.nanos = 0
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await following.admin.GetStatus(request, timeout=TIMEOUT_S)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_an_unknown_version_is_not_found_and_the_old_one_serves(following):
     await following.until_serves(await following.publish(1))
     update = rollout_pb2.UpdateWeightsRequest(version=Version(1, 77).to_proto())
