@@ -280,9 +280,9 @@ class Training:
         """Show the applied batches that an earlier process noted, and was killed before it had shown them."""
         # A batch that a checkpoint covered was shown long before.
         batches, shown = dict(self._ledger.applied_batches), self._shown
-        if shown is None or not batches:
+        if shown is None:
             return
-        facts = await asyncio.to_thread(self._applied_facts, batches.keys())
+        facts = await asyncio.to_thread(self._applied_facts, batches.keys()) if batches else {}
         missing = [number for number, fact in facts.items() if shown.get(number, 0) < fact.policy_version.epoch]
         steps = await self._trainer.past_steps(missing[0], missing[-1]) if missing else {}
         self._shown = None
