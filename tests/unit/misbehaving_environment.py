@@ -202,7 +202,7 @@ class Letters:
 
 
 class Coroutines:
-    """Both kinds at once, as coroutines: `score` waits until two calls are under way, or for ever."""
+    """Both kinds at once, as coroutines: `score` waits until two calls are under way, `messages` for ever."""
 
     name = "coroutines"
 
@@ -214,13 +214,11 @@ class Coroutines:
         return [Task("t")]
 
     async def messages(self, task):
-        return [{"role": "user", "content": await asyncio.to_thread(str, os.getpid())}]
+        if task.data["do"] == "loop":
+            act("loop")
+        await asyncio.Event().wait()
 
     async def score(self, task, completion):
-        if completion == "hang":
-            await asyncio.Event().wait()
-        if completion == "loop":
-            act("loop")
         if self.both is None:
             self.both = asyncio.Event()
         self.waiting += 1
@@ -231,15 +229,15 @@ class Coroutines:
 
 
 class HalfPlain:
-    """Only the messages are a coroutine."""
+    """Only the list of tasks is a coroutine."""
 
     name = "half plain"
 
-    def tasks(self, split, seed):
+    async def tasks(self, split, seed):
         return [Task("t")]
 
-    async def messages(self, task):
-        return []
+    def messages(self, task):
+        return [{"role": "user", "content": f"{act(task.data['do'])}"}]
 
     def score(self, task, completion):
         return act(completion)

@@ -30,10 +30,10 @@ LONG_S = 60.0
 """A limit that no call reaches unless it hangs."""
 
 SHORT_S = 1.0
-"""A limit that calls reach which hang, where others beside them must not."""
+"""A limit that a call reaches which hangs, after it has started processes."""
 
 VERY_SHORT_S = 0.25
-"""The same where no call under this limit is to end well."""
+"""A limit under which no call is to end well: those that must have `LONG_S`, for the other kind of call."""
 
 MEMORY_MIB = 150
 
@@ -141,11 +141,13 @@ async def test_memory_that_processes_share_counts_once(hasty) -> None:
 
 
 async def test_calls_that_hang_cost_their_own_process_whether_they_hold_the_gil_or_not() -> None:
-    async with pool("Single", count=4, score_s=SHORT_S, score_retries=0) as environment:
-        hanging = ["loop", "regex", "hold the GIL", "sleep"]
-        rewards = await asyncio.gather(*(environment.score(TASK, [each]) for each in [*hanging, "a"]))
-        assert rewards == [[None], [None], [None], [None], [1.0]]
-        assert environment.failures == {Reason.HUNG: 4, "missing": 4}
+    async with pool("Single", count=4, call_s=VERY_SHORT_S) as environment:
+        hanging = [Task("t", {"do": word}) for word in ("loop", "regex", "hold the GIL", "sleep")]
+        calls = [*map(environment.messages, hanging), environment.score(TASK, ["a"])]
+        *hung, rewards = await asyncio.gather(*calls, return_exceptions=True)
+        assert [each.reason for each in hung] == [Reason.HUNG] * 4
+        assert rewards == [1.0]
+        assert environment.failures == {Reason.HUNG: 4}
 
 
 async def test_the_loop_goes_on_while_a_process_hangs_and_its_end_prints_where(hasty) -> None:
@@ -229,13 +231,13 @@ async def test_tasks_that_cannot_be_listed_are_a_wrong_setting(single, split, me
         pytest.param(
             "HogsAtStart", rf"more than {MEMORY_MIB} .*memory_mib.* while the environment was", marks=linux_only
         ),
-        ("HangsAtStart", "was not imported and constructed within 1 s"),
+        ("HangsAtStart", "was not imported and constructed within 0.25 s"),
         ("Nothing", "has no 'Nothing'; it defines"),
     ],
 )
 async def test_an_environment_that_cannot_start_is_a_wrong_setting(name, message) -> None:
     arguments = {"key": "sk-do-not-print"} if name == "RaisesAtStart" else {}
-    start_s = SHORT_S if name == "HangsAtStart" else LONG_S
+    start_s = VERY_SHORT_S if name == "HangsAtStart" else LONG_S
     with pytest.raises(ConfigError, match=message):
         async with pool(name, arguments=arguments, start_s=start_s, memory_mib=MEMORY_MIB):
             pass
@@ -404,22 +406,24 @@ async def test_a_reward_that_is_no_number_is_an_error_of_the_step(several) -> No
 
 
 async def test_coroutines_run_side_by_side_and_one_that_is_late_is_cancelled_alone() -> None:
-    async with pool("Coroutines", count=1, score_s=SHORT_S, score_retries=0) as environment:
-        (process,) = [message["content"] for message in await environment.messages(TASK)]
-        together = await asyncio.gather(environment.score(TASK, ["a"]), environment.score(TASK, ["b"]))
-        assert together == [[float(process)], [float(process)]]
-        assert await environment.score(TASK, ["hang"]) == [None]
-        assert await environment.score(TASK, ["c"]) == [float(process)], "it was not killed for that"
-        assert await environment.score(TASK, ["loop"]) == [None]
-        assert environment.failures == {Reason.HUNG: 2, "missing": 2}
+    async with pool("Coroutines", count=1, call_s=VERY_SHORT_S) as environment:
+        (one,), (other,) = await asyncio.gather(environment.score(TASK, ["a"]), environment.score(TASK, ["b"]))
+        assert one == other, "one process"
+        with pytest.raises(EnvironmentFailedError, match="did not end"):
+            await environment.messages(Task("t", {"do": "hang"}))
+        assert await environment.score(TASK, ["c"]) == [one], "it was not killed for that"
+        with pytest.raises(EnvironmentFailedError, match="did not end"):
+            await environment.messages(Task("t", {"do": "loop"}))
+        assert environment.failures == {Reason.HUNG: 2}
 
 
 async def test_a_plain_method_beside_coroutines_runs_in_a_thread_and_costs_its_process_when_it_hangs() -> None:
-    async with pool("HalfPlain", count=1, score_s=SHORT_S, score_retries=0) as environment:
+    async with pool("HalfPlain", count=1, call_s=VERY_SHORT_S) as environment:
         assert await environment.score(TASK, ["a", "thread"]) == [1.0, 0.0]
         (process,) = await environment.score(TASK, ["pid"])
-        assert await environment.score(TASK, ["sleep"]) == [None]
-        assert environment.failures == {Reason.HUNG: 1, "missing": 1}
+        with pytest.raises(EnvironmentFailedError, match="did not end"):
+            await environment.messages(Task("t", {"do": "sleep"}))
+        assert environment.failures == {Reason.HUNG: 1}
         assert await environment.score(TASK, ["pid"]) != [process]
 
 
