@@ -459,6 +459,22 @@ async def test_steps_that_were_killed_before_they_were_written_are_written_once_
     assert (again["steps"], step_lines(scene)) == (4, lines), "nothing is written a second time"
 
 
+async def test_a_trainer_that_loses_the_first_epoch_of_a_process_makes_no_step_appear_twice(scene) -> None:
+    trainer = scene.trainer
+    trainer.automatic = False
+    task = scene.start(common={"max_staleness": 3})
+    await scene.until(lambda: len(trainer.waiting) == 2)
+    trainer.apply()
+    trainer.apply()
+    await scene.until(lambda: len(step_lines(scene)) == 2)
+    trainer.checkpoint = trainer.version
+    trainer.crash()
+    trainer.run_freely()
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+    assert [(line["step"], line["policy/epoch"]) for line in step_lines(scene)] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+
+
 async def test_the_event_loop_is_free_while_the_journal_is_read(scene, monkeypatch) -> None:
     reads, went_on, served = threading.Event(), threading.Event(), []
     fold = Journal._fold
