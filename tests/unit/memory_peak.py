@@ -1,4 +1,7 @@
-"""Prints as JSON the most bytes that PyTorch's allocator held during a training step on a CPU. Run in a process of its own."""
+"""The most bytes that PyTorch's allocator held during a training step on a CPU; run in a process of its own.
+
+Arguments: directory for the model, its shape and the engine's settings as JSON, file for what was measured.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,16 @@ def peak_of_a_step(directory: Path, shape: dict[str, object], settings: dict[str
     vocabulary = engine.network.vocabulary
     rows = [row(seed, vocabulary) for seed in range(2 * engine.config.token_budget // ROW_TOKENS)]
 
-    def step() -> None:
-        engine.train_batch(rows, lambda outputs, _: (-outputs.logprobs.sum(), {}), count_loss_tokens)
+    def step(trained: list[Sequence]) -> None:
+        engine.train_batch(trained, lambda outputs, _: (-outputs.logprobs.sum(), {}), count_loss_tokens)
 
-    step()
+    step(rows[:1])  # makes the moments
     parameters = list(engine.network.model.parameters())
     held = [*parameters, *(each.grad for each in parameters if each.grad is not None)]
     held += [each for name, each in engine.state_tensors().items() if name.startswith("optimizer.")]
     resident = sum(each.nbytes for each in held)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
+        step(rows)
     changes = [
         (event.start_ns(), event.nbytes())
         for event in profiled.profiler.kineto_results.events()
@@ -57,5 +60,7 @@ def peak_of_a_step(directory: Path, shape: dict[str, object], settings: dict[str
     }
 
 
-given = json.loads(sys.argv[2])
-print(json.dumps(peak_of_a_step(Path(sys.argv[1]), given["shape"], given["settings"])))
+def main() -> None:
+    directory, told, results = sys.argv[1:]
+    given = json.loads(told)
+    Path(results).write_text(json.dumps(peak_of_a_step(Path(directory), given["shape"], given["settings"])))

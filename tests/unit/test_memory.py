@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_programs import RankPrograms
 
 from sluice.cli.main import run_service
 from sluice.config import CommonConfig, ConfigError
@@ -17,6 +16,7 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.memory import Decoder, estimate
 
 ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
 
 CHARACTERS = "".join(chr(0x4E00 + number) for number in range(4000))
 SHAPES = {
@@ -74,16 +74,21 @@ def table_config(settings: dict) -> ComputeConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_estimate_is_within_15_percent_of_the_allocators_peak(tmp_path, name, recompute):
+def test_the_estimate_is_within_15_percent_of_the_allocators_peak(
+    rank_programs: RankPrograms, tmp_path: Path, name: str, recompute: bool
+) -> None:
     shape = {**SHAPES[name], "vocabulary_characters": CHARACTERS, "max_positions": 1024}
     settings = {"token_budget": 2048, "logit_cells": 1 << 21, "gradient_checkpointing": recompute, "dtype": "float32"}
-    script = Path(__file__).with_name("memory_peak.py")
     told = json.dumps({"shape": shape, "settings": settings})
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "model", told], capture_output=True, text=True, check=False, cwd=ROOT
+    log, results = tmp_path / "log", tmp_path / "measured.json"
+    program = rank_programs.start(
+        "memory_peak", str(tmp_path / "model"), told, str(results), environment={}, output=log
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    measured = json.loads(done.stdout.splitlines()[-1])
+    try:
+        assert program.wait(DEADLINE_S) == 0, log.read_text()[-2000:]
+    finally:
+        program.kill()
+    measured = json.loads(results.read_text())
     sizes = Decoder.of(measured["model"])
     assert sizes is not None
     held = estimate(sizes, ComputeConfig(**settings), device="cpu")
