@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from sluice.cli import fork_server
+from sluice.cli.init_model import ModelShape, init_model
 from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "model"
-    subprocess.run([*SLUICE, "init-model", str(directory), "--layers", "1"], check=True, capture_output=True, cwd=ROOT)
+    init_model(directory, ModelShape(layers=1))
     return directory
 
 
