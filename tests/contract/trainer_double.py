@@ -65,16 +65,17 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def WatchSteps(self, request, context) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
         self._note(context)
-        for number in range(request.from_number):
-            yield trainer_pb2.WatchStepsResponse(step=trainer_pb2.StepReport(sequence_no=number))
-        if request.run == "fail":
-            raise SluiceError.not_found("TOO_OLD", "no longer kept")
-        if request.run == "wait":
-            self.entered.set()
-            try:
+        try:
+            for number in range(request.from_number):
+                yield trainer_pb2.WatchStepsResponse(step=trainer_pb2.StepReport(sequence_no=number))
+            if request.run == "fail":
+                raise SluiceError.not_found("TOO_OLD", "no longer kept")
+            if request.run == "wait":
+                self.entered.set()
                 await self.release.wait()
-            finally:
-                self.cancelled.set()
+        except (asyncio.CancelledError, GeneratorExit):  # it waits, or a message is being written
+            self.cancelled.set()
+            raise
 
 
 async def start_double(
