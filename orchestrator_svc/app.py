@@ -46,7 +46,6 @@ from sluice.v1 import orchestrator_pb2 as pb
 log = structlog.get_logger(__name__)
 
 SERVICE_NAME = "sluice.v1.OrchestratorService"
-EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 
 _NAME_CHARACTERS = 255
 
@@ -137,10 +136,6 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicer: Orchestr
     )
     add = orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server
     server.add(add, servicer, SERVICE_NAME)
-    # External agents come later: the contract is there, each of its methods answers UNIMPLEMENTED.
-    add_episodes = orchestrator_pb2_grpc.add_EpisodeServiceServicer_to_server
-    episodes = orchestrator_pb2_grpc.EpisodeServiceServicer()  # type: ignore[abstract]
-    server.add(add_episodes, episodes, EPISODE_SERVICE_NAME)
     return server
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -281,7 +280,10 @@ class Dispatcher:
 
     def _end(self, group: Group, scored: ScoredGroup) -> None:
         """Record what the episodes of a group brought, and accept it unless they brought nothing to train."""
-        self._status.group_scored(group.name, group.task_id, scored.rewards)
+        rewards = {
+            each.trajectory.episode_id: reward for each, reward in zip(scored.everyone, scored.rewards, strict=True)
+        }
+        self._status.group_scored(group.name, group.task_id, rewards)
         replaced = scored.without_signal and (
             self._config.on_max_refills == "fail" or self._curriculum.refills < self._config.max_refills
         )
@@ -401,7 +403,7 @@ def _ended_episodes(
             (trajectory.episode_id, reason),
             journal_pb2.EndedEpisode(episode=_episode_number(group, trajectory.episode_id, len(ended)), reason=reason),
         )
-        if not math.isnan(reward):
+        if reward is not None:
             episode.reward = reward
         if reason:
             episode.untrainable.append(trajectory.trajectory_id)

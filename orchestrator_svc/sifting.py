@@ -13,7 +13,6 @@ Its environment's `overlong.policy` says what becomes of it:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +28,7 @@ class ScoredGroup:
 
     Attributes:
         everyone: All records, in order.
-        rewards: Their rewards as the environment gave them; NaN marks a missing one.
+        rewards: Their rewards as the environment gave them; None for a missing one.
         records: Those that may be trained; empty if none may.
         untrainable: Reason of each that may not, by trajectory.
         overlong: Trajectories that the rule for long episodes changed or left out.
@@ -37,7 +36,7 @@ class ScoredGroup:
     """
 
     everyone: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
     records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
     untrainable: dict[str, str] = field(default_factory=dict)
     overlong: int = 0
@@ -60,7 +59,7 @@ def sift(
         most_tokens: Limit of one turn in tokens.
     """
     group = ScoredGroup(
-        list(records), [each.trajectory.reward if each.trajectory.HasField("reward") else math.nan for each in records]
+        list(records), [each.trajectory.reward if each.trajectory.HasField("reward") else None for each in records]
     )
     policy = settings.overlong.policy
     for record in records:

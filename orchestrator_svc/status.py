@@ -102,9 +102,10 @@ class RunStatus:
         changed = orchestrator_pb2.RunStateChanged(state=state, message=message)
         self.events.append(orchestrator_pb2.RunEvent(state_changed=changed))
 
-    def group_scored(self, group_id: str, task_id: str, rewards: list[float]) -> None:
-        """Report a scored group."""
-        scored = orchestrator_pb2.GroupScored(group_id=group_id, task_id=task_id, rewards=rewards)
+    def group_scored(self, group_id: str, task_id: str, rewards: Mapping[str, float | None]) -> None:
+        """Report a scored group with the rewards of its episodes, None for a missing one."""
+        episodes = [orchestrator_pb2.ScoredEpisode(episode_id=name, reward=reward) for name, reward in rewards.items()]
+        scored = orchestrator_pb2.GroupScored(group_id=group_id, task_id=task_id, episodes=episodes)
         self.events.append(orchestrator_pb2.RunEvent(group_scored=scored))
 
     def step_finished(self, version: Version, metrics: Mapping[str, float]) -> None:

@@ -31,6 +31,7 @@ ACCESS: Mapping[str, frozenset[Role]] = {
     reflection.SERVICE_NAME: _EVERY_ROLE,
     "sluice.v1.RolloutService": frozenset({"agent", "gateway", "dispatcher"}),
     "sluice.v1.EpisodeService": frozenset({"agent", "gateway"}),
+    "sluice.v1.SessionService": frozenset({"gateway"}),
     "sluice.v1.EnvironmentService": frozenset({"agent", "gateway"}),
     "sluice.v1.RolloutAdminService": frozenset(),
     "sluice.v1.RolloutAdminService/SetWeightPolicy": frozenset({"dispatcher"}),

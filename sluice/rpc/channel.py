@@ -95,8 +95,16 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "Heartbeat",
         "ListTrajectories",
     ),
-    "sluice.v1.EpisodeService": ("LeaseTasks", "OpenEpisode", "SubmitTrajectory", "AbandonEpisode"),
-    "sluice.v1.EnvironmentService": ("Describe", "ListTasks", "Reset", "Step", "Close"),
+    "sluice.v1.EpisodeService": (
+        "LeaseTasks",
+        "RenewLease",
+        "OpenEpisode",
+        "RecordReward",
+        "SubmitTrajectory",
+        "AbandonEpisode",
+    ),
+    "sluice.v1.SessionService": ("FindSession", "BeginGeneration", "RecordGeneration", "ReleaseGeneration"),
+    "sluice.v1.EnvironmentService": ("Describe", "ListTasks", "Reset", "Step", "Score", "CloseEpisode"),
 }
 """The calls that may be sent twice, by fully qualified service: a channel retries only these, and only if the server was unavailable.
 

@@ -224,18 +224,24 @@ class ResetResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.ChatMessage]:
         """Messages to begin with."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.Tool]:
+        """Tools of this episode, beside those of DescribeResponse."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[_tokens_pb2.ChatMessage] | None = ...,
+        tools: _abc.Iterable[_tokens_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,24 +354,24 @@ class ScoreRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TASK_FIELD_NUMBER: _builtins.int
-    MESSAGES_FIELD_NUMBER: _builtins.int
+    CONVERSATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def task(self) -> Global___EnvironmentTask:
         """The task."""
 
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.ChatMessage]:
-        """The conversation, assistant turns included."""
+    def conversations(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.Conversation]:
+        """Conversations to score, assistant turns included; at most 256."""
 
     def __init__(
         self,
         *,
         task: Global___EnvironmentTask | None = ...,
-        messages: _abc.Iterable[_tokens_pb2.ChatMessage] | None = ...,
+        conversations: _abc.Iterable[_tokens_pb2.Conversation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,7 +379,31 @@ Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
 @_typing.final
 class ScoreResponse(_message.Message):
-    """Score of a conversation."""
+    """Scores of conversations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___Score]:
+        """One per conversation, in order."""
+
+    def __init__(
+        self,
+        *,
+        scores: _abc.Iterable[Global___Score] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class Score(_message.Message):
+    """Score of one conversation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -400,7 +430,7 @@ class ScoreResponse(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
-    """The reward."""
+    """The reward. Unset: missing, such as when the answer could not be checked; that is not zero."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Measures to log, by name."""
@@ -408,20 +438,22 @@ class ScoreResponse(_message.Message):
     def __init__(
         self,
         *,
-        reward: _builtins.float = ...,
+        reward: _builtins.float | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "metrics", b"metrics", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
-Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+Global___Score: _TypeAlias = Score  # noqa: Y015
 
 @_typing.final
-class CloseRequest(_message.Message):
-    """Request of EnvironmentService.Close."""
+class CloseEpisodeRequest(_message.Message):
+    """Request of EnvironmentService.CloseEpisode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -439,10 +471,10 @@ class CloseRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseRequest: _TypeAlias = CloseRequest  # noqa: Y015
+Global___CloseEpisodeRequest: _TypeAlias = CloseEpisodeRequest  # noqa: Y015
 
 @_typing.final
-class CloseResponse(_message.Message):
+class CloseEpisodeResponse(_message.Message):
     """Outcome of closing an episode."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -456,4 +488,4 @@ class CloseResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseResponse: _TypeAlias = CloseResponse  # noqa: Y015
+Global___CloseEpisodeResponse: _TypeAlias = CloseEpisodeResponse  # noqa: Y015

@@ -61,10 +61,10 @@ class EnvironmentServiceStub:
                 request_serializer=sluice_dot_v1_dot_environment__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_environment__pb2.ScoreResponse.FromString,
                 _registered_method=True)
-        self.Close = channel.unary_unary(
-                '/sluice.v1.EnvironmentService/Close',
-                request_serializer=sluice_dot_v1_dot_environment__pb2.CloseRequest.SerializeToString,
-                response_deserializer=sluice_dot_v1_dot_environment__pb2.CloseResponse.FromString,
+        self.CloseEpisode = channel.unary_unary(
+                '/sluice.v1.EnvironmentService/CloseEpisode',
+                request_serializer=sluice_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_environment__pb2.CloseEpisodeResponse.FromString,
                 _registered_method=True)
 
 
@@ -104,13 +104,13 @@ class EnvironmentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Scores a finished conversation without an episode, for single-turn tasks. No side effects.
+        """Scores finished conversations without episodes. No side effects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Close(self, request, context):
+    def CloseEpisode(self, request, context):
         """Ends an episode and frees what it holds. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -145,10 +145,10 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     request_deserializer=sluice_dot_v1_dot_environment__pb2.ScoreRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_environment__pb2.ScoreResponse.SerializeToString,
             ),
-            'Close': grpc.unary_unary_rpc_method_handler(
-                    servicer.Close,
-                    request_deserializer=sluice_dot_v1_dot_environment__pb2.CloseRequest.FromString,
-                    response_serializer=sluice_dot_v1_dot_environment__pb2.CloseResponse.SerializeToString,
+            'CloseEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseEpisode,
+                    request_deserializer=sluice_dot_v1_dot_environment__pb2.CloseEpisodeRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_environment__pb2.CloseEpisodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -299,7 +299,7 @@ class EnvironmentService:
             _registered_method=True)
 
     @staticmethod
-    def Close(request,
+    def CloseEpisode(request,
             target,
             options=(),
             channel_credentials=None,
@@ -312,9 +312,9 @@ class EnvironmentService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/sluice.v1.EnvironmentService/Close',
-            sluice_dot_v1_dot_environment__pb2.CloseRequest.SerializeToString,
-            sluice_dot_v1_dot_environment__pb2.CloseResponse.FromString,
+            '/sluice.v1.EnvironmentService/CloseEpisode',
+            sluice_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
+            sluice_dot_v1_dot_environment__pb2.CloseEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

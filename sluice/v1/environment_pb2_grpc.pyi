@@ -48,8 +48,8 @@ class EnvironmentServiceStub:
     Errors: NOT_FOUND (episode), FAILED_PRECONDITION (episode has ended, or another turn is due).
     """
     Score: _grpc.UnaryUnaryMultiCallable[_environment_pb2.ScoreRequest, _environment_pb2.ScoreResponse]
-    """Scores a finished conversation without an episode, for single-turn tasks. No side effects."""
-    Close: _grpc.UnaryUnaryMultiCallable[_environment_pb2.CloseRequest, _environment_pb2.CloseResponse]
+    """Scores finished conversations without episodes. No side effects."""
+    CloseEpisode: _grpc.UnaryUnaryMultiCallable[_environment_pb2.CloseEpisodeRequest, _environment_pb2.CloseEpisodeResponse]
     """Ends an episode and frees what it holds. Idempotent."""
 
 @_typing.type_check_only
@@ -72,8 +72,8 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     Errors: NOT_FOUND (episode), FAILED_PRECONDITION (episode has ended, or another turn is due).
     """
     Score: _aio.UnaryUnaryMultiCallable[_environment_pb2.ScoreRequest, _environment_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Scores a finished conversation without an episode, for single-turn tasks. No side effects."""
-    Close: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseRequest, _environment_pb2.CloseResponse]  # type: ignore[assignment]
+    """Scores finished conversations without episodes. No side effects."""
+    CloseEpisode: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseEpisodeRequest, _environment_pb2.CloseEpisodeResponse]  # type: ignore[assignment]
     """Ends an episode and frees what it holds. Idempotent."""
 
 class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -123,14 +123,14 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_pb2.ScoreResponse, _abc.Awaitable[_environment_pb2.ScoreResponse]]:
-        """Scores a finished conversation without an episode, for single-turn tasks. No side effects."""
+        """Scores finished conversations without episodes. No side effects."""
 
     @_abc_1.abstractmethod
-    def Close(
+    def CloseEpisode(
         self,
-        request: _environment_pb2.CloseRequest,
+        request: _environment_pb2.CloseEpisodeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_environment_pb2.CloseResponse, _abc.Awaitable[_environment_pb2.CloseResponse]]:
+    ) -> _typing.Union[_environment_pb2.CloseEpisodeResponse, _abc.Awaitable[_environment_pb2.CloseEpisodeResponse]]:
         """Ends an episode and frees what it holds. Idempotent."""
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -172,6 +172,8 @@ class GenerateRequest(_message.Message):
     RETURN_TEXT_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CONTINUED_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    RETURN_MESSAGE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run that the caller belongs to, as `runs/{run}`. Empty: not checked."""
     request_id: _builtins.str
@@ -197,6 +199,8 @@ class GenerateRequest(_message.Message):
     then begins with theirs: all of them are decoded together, since a character may be spread over several tokens and the
     first token of a text may lose its space. A stop string may begin in them. At most the length of the prompt. Unset: 0.
     """
+    return_message: _builtins.bool
+    """Return what each sample says as a message: text, tool calls and reasoning apart."""
     @_builtins.property
     def token_ids(self) -> _tokens_pb2.TokenIds:
         """Token ids, taken as they are."""
@@ -212,6 +216,12 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def min_policy_version(self) -> _common_pb2.PolicyVersion:
         """Refuse with FAILED_PRECONDITION if the replica's version is older."""
+
+    @_builtins.property
+    def continues(self) -> Global___Continuation:
+        """Ids that the conversation continues. They are kept as they are, and the messages after them are appended, if the template can
+        do that; if it cannot, the whole conversation is rendered. GenerateResponse.continued says which. With `conversation` alone.
+        """
 
     def __init__(
         self,
@@ -230,10 +240,12 @@ class GenerateRequest(_message.Message):
         return_text: _builtins.bool = ...,
         return_prompt_logprobs: _builtins.bool = ...,
         continued_tokens: _builtins.int = ...,
+        continues: Global___Continuation | None = ...,
+        return_message: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "continued_tokens", b"continued_tokens", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_logprobs", b"return_prompt_logprobs", "return_text", b"return_text", "run", b"run", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "continued_tokens", b"continued_tokens", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_message", b"return_message", "return_prompt_logprobs", b"return_prompt_logprobs", "return_text", b"return_text", "run", b"run", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -247,6 +259,40 @@ class GenerateRequest(_message.Message):
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
+class Continuation(_message.Message):
+    """Token ids of the first messages of a conversation, as they were sampled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    ONLY_AS_RENDERED_FIELD_NUMBER: _builtins.int
+    messages: _builtins.int
+    """How many messages of the conversation they stand for; at least one message follows."""
+    only_as_rendered: _builtins.bool
+    """Continue only if the template renders those messages to the same ids again; a template that leaves out earlier reasoning
+    does not.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids; they end with a message of the assistant."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        messages: _builtins.int = ...,
+        only_as_rendered: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "only_as_rendered", b"only_as_rendered", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
+
+@_typing.final
 class GenerateResponse(_message.Message):
     """All samples of one request."""
 
@@ -258,12 +304,15 @@ class GenerateResponse(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's identifier."""
     tokenizer_digest: _builtins.str
     """Digest of tokenizer and template."""
     cached_prompt_tokens: _builtins.int
     """Number of prompt tokens whose keys and values came from the prefix cache."""
+    continued: _builtins.bool
+    """Whether the prompt begins with the ids of GenerateRequest.continues."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt as it was sampled from."""
@@ -285,10 +334,11 @@ class GenerateResponse(_message.Message):
         tokenizer_digest: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        continued: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "samples", b"samples", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "continued", b"continued", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "samples", b"samples", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -308,6 +358,7 @@ class GeneratedSample(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index of the sample in the request, from 0."""
     finish_reason: _tokens_pb2.FinishReason.ValueType
@@ -332,6 +383,12 @@ class GeneratedSample(_message.Message):
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.TopLogprobs]:
         """Alternatives per position; empty unless asked for."""
 
+    @_builtins.property
+    def message(self) -> _tokens_pb2.ChatMessage:
+        """What the sample says; unset unless asked for. A stream has it in the last delta of the sample. What cannot be parsed, such as
+        a malformed tool call, stays in the content.
+        """
+
     def __init__(
         self,
         *,
@@ -343,10 +400,11 @@ class GeneratedSample(_message.Message):
         stop_string: _builtins.str = ...,
         text: _builtins.str = ...,
         top_logprobs: _abc.Iterable[_tokens_pb2.TopLogprobs] | None = ...,
+        message: _tokens_pb2.ChatMessage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,10 +489,13 @@ class StreamOpening(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's identifier."""
     tokenizer_digest: _builtins.str
     """Digest of tokenizer and template."""
+    continued: _builtins.bool
+    """As GenerateResponse.continued."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt."""
@@ -445,10 +506,11 @@ class StreamOpening(_message.Message):
         request_id: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tokenizer_digest: _builtins.str = ...,
+        continued: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -565,7 +565,9 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Behaviour log-probabilities, after temperature, one per trained token in order. NaN marks a missing one."""
+        """Behaviour log-probabilities, after temperature, one per trained token in order. Empty: none is known, so that only an objective
+        that needs none can train it.
+        """
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:

@@ -21,18 +21,41 @@ from sluice.rpc.principals import add_token
 from sluice.v1 import (
     common_pb2,
     environment_pb2,
+    episode_pb2,
     orchestrator_pb2,
     rollout_pb2,
+    session_pb2,
     trainer_pb2,
     trainer_pb2_grpc,
+    weightsync_pb2,
+)
+
+CONTRACTS = (
+    common_pb2,
+    environment_pb2,
+    episode_pb2,
+    orchestrator_pb2,
+    rollout_pb2,
+    session_pb2,
+    trainer_pb2,
     weightsync_pb2,
 )
 
 READ_OR_TOO_MANY = {
     "RolloutService": {"Generate", "GenerateStream", "GetModel", "Tokenize"},
     "RolloutAdminService": {"GetStatus", "VerifyWeights"},
-    "EpisodeService": {"LeaseTasks", "OpenEpisode", "RecordReward", "SubmitTrajectory", "AbandonEpisode"},
-    "EnvironmentService": {"Describe", "ListTasks", "Reset", "Step", "Score", "Close"},
+    "EpisodeService": {
+        "LeaseTasks",
+        "RenewLease",
+        "OpenEpisode",
+        "Generate",
+        "GenerateStream",
+        "RecordReward",
+        "SubmitTrajectory",
+        "AbandonEpisode",
+    },
+    "SessionService": {"FindSession", "BeginGeneration", "RecordGeneration", "ReleaseGeneration"},
+    "EnvironmentService": {"Describe", "ListTasks", "Reset", "Step", "Score", "CloseEpisode"},
     "TrainerService": {"SubmitBatch", "GetTrainerState", "WatchSteps", "ListCheckpoints"},
     "OrchestratorService": {"GetRun", "WatchRun", "Heartbeat", "ListTrajectories"},
     "WeightSyncService": {"PushWeights", "ListVersions", "GetManifest"},
@@ -47,8 +70,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_of_every_method_it_was_decided_whether_it_is_logged():
-    contracts = (common_pb2, environment_pb2, orchestrator_pb2, rollout_pb2, trainer_pb2, weightsync_pb2)
-    services = [each for module in contracts for each in module.DESCRIPTOR.services_by_name.values()]
+    services = [each for module in CONTRACTS for each in module.DESCRIPTOR.services_by_name.values()]
     for service, methods in [(each.full_name, set(each.methods_by_name)) for each in services]:
         logged = {name.partition("/")[2] for name in LOGGED if name.startswith(f"{service}/")}
         unlogged = READ_OR_TOO_MANY[service.removeprefix("sluice.v1.")]

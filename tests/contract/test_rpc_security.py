@@ -24,8 +24,10 @@ from sluice.v1 import (
     common_pb2,
     common_pb2_grpc,
     environment_pb2,
+    episode_pb2,
     orchestrator_pb2,
     rollout_pb2,
+    session_pb2,
     trainer_pb2,
     trainer_pb2_grpc,
     weightsync_pb2,
@@ -97,7 +99,16 @@ async def test_of_two_tokens_that_of_the_agent_is_sent_only_for_what_an_agent_ma
 def test_every_method_of_every_contract_has_a_rule():
     contracts = {
         f"{service.full_name}"
-        for module in (common_pb2, environment_pb2, orchestrator_pb2, rollout_pb2, trainer_pb2, weightsync_pb2)
+        for module in (
+            common_pb2,
+            environment_pb2,
+            episode_pb2,
+            orchestrator_pb2,
+            rollout_pb2,
+            session_pb2,
+            trainer_pb2,
+            weightsync_pb2,
+        )
         for service in module.DESCRIPTOR.services_by_name.values()
     }
     listed = {name.partition("/")[0] for name in ACCESS} - {reflection.SERVICE_NAME}

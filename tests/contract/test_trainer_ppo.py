@@ -115,7 +115,7 @@ async def test_a_teacher_needs_no_rewards_no_advantages_and_no_log_probabilities
     async with stack(model, tmp_path, **options) as running:
         await running.client.begin_epoch(RUN, 1)
         rows = gae_batch(1)
-        rows[0].logprobs[:] = [float("nan")] * len(rows[0].logprobs)
+        rows[0].ClearField("logprobs")
         await running.submit(1, rows, advantage_estimator="")
         report = await running.report(1)
     assert [each.reason for each in report.results] == [""] * 8

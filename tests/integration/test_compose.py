@@ -84,8 +84,8 @@ async def test_rewards_arrive(port: int, admin: SecurityConfig) -> None:
         async for response in client.watch("reverse_text", timeout_s=FIRST_REWARD_S):
             event = response.event
             if event.WhichOneof("kind") == "group_scored":
-                assert len(event.group_scored.rewards) == 8
-                assert all(0 <= reward <= 1 for reward in event.group_scored.rewards)
+                assert len(event.group_scored.episodes) == 8
+                assert all(0 <= reward <= 1 for reward in (each.reward for each in event.group_scored.episodes))
                 return
     pytest.fail("the run ended without a scored group")
 

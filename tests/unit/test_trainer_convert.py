@@ -67,10 +67,10 @@ def test_a_missing_reward_is_not_zero() -> None:
     assert (missing.sequence.reward, zero.sequence.reward) == (None, 0.0)
 
 
-def test_a_missing_logprob_is_kept_as_missing() -> None:
-    (sample,), wrong = convert([trajectory(logprobs=[-0.1, float("nan"), -0.3, -0.4, -0.5])], EXPECTED)
+def test_logprobs_that_nobody_knows_are_kept_as_missing() -> None:
+    (sample,), wrong = convert([trajectory(logprobs=[])], EXPECTED)
     assert not wrong
-    assert sample.sequence.behaviour_logprobs.isnan().sum() == 4
+    assert sample.sequence.behaviour_logprobs.isnan().all()
 
 
 def test_a_truncated_episode_is_known_by_its_finish_reason() -> None:
@@ -113,7 +113,8 @@ def test_rewards_stand_where_they_were_earned(changes: dict[str, Any], expected:
         ("mask_runs", {"mask_runs": [2**32 - 1, 2**32 - 1]}),
         ("mask_runs", {"mask_runs": [0, 5, 3]}),
         ("logprobs", {"logprobs": [-0.1]}),
-        ("logprobs", {"logprobs": [-0.1, 0.5, -0.3, float("nan"), -0.5]}),
+        ("logprobs", {"logprobs": [-0.1, 0.5, -0.3, -0.4, -0.5]}),
+        ("logprobs", {"logprobs": [-0.1, float("nan"), -0.3, -0.4, -0.5]}),
         ("version_spans", {"version_spans": []}),
         ("version_spans", {"version_spans": spans((1, Version(1, 4)))}),
         ("version_spans", {"version_spans": spans((0, Version(1, 4)), (5, Version(1, 5)))}),

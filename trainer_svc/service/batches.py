@@ -239,7 +239,7 @@ def _faulty_tokens(trajectory: tokens_pb2.Trajectory, mask: Mask, vocabulary: in
 
 def _faulty_lengths(trajectory: tokens_pb2.Trajectory, trained: int) -> Iterator[tuple[str, str]]:
     allowed = {
-        "logprobs": (trained,),
+        "logprobs": (0, trained),
         "advantages": (0, 1, trained),
         "token_rewards": (0, trained),
         "ref_logprobs": (0, trained),
@@ -274,7 +274,10 @@ def _faulty_values(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str
     if not all(math.isfinite(each.reward) for each in trajectory.turn_rewards):
         yield "turn_rewards", "hold a value that is not finite"
     for name in ("logprobs", "ref_logprobs", "teacher_logprobs"):
-        if (np.array(getattr(trajectory, name), dtype=np.float32) > LOGPROB_ROUNDING).any():
+        values = np.array(getattr(trajectory, name), dtype=np.float32)
+        if not np.isfinite(values).all():
+            yield name, "hold a value that is not finite; leave them empty where none is known"
+        elif (values > LOGPROB_ROUNDING).any():
             yield name, "hold a value above 0; give natural logarithms of probabilities"
 
 
