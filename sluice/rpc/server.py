@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 import signal
 import socket
 import time
@@ -73,21 +74,48 @@ Message: TypeAlias = Any
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Body: TypeAlias = Callable[[Message, Context], Awaitable[Message]]
 
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
+"""Below it are ports that well-known programs listen on."""
+
+_TAKEN_AT_MOST = 1000
+"""Candidates that may be taken before the kernel chooses."""
+
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 
 log = structlog.get_logger(__name__)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return TCP ports on loopback that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Return TCP ports on loopback that were free a moment ago, all different.
+
+    They lie outside the range that the kernel takes ports of outgoing connections from: a service that is started again finds its
+    port free.
+    """
+    lasting = _lasting_ports()
+    sockets: list[socket.socket] = []
+    candidates = random.SystemRandom().sample(lasting, min(len(lasting), count + _TAKEN_AT_MOST))
     try:
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
+        while len(sockets) < count:
+            each = socket.socket()
+            sockets.append(each)
+            try:
+                each.bind((LOOPBACK, candidates.pop() if candidates else 0))
+            except OSError:
+                sockets.pop().close()
         return [int(each.getsockname()[1]) for each in sockets]
     finally:
         for each in sockets:
             each.close()
+
+
+def _lasting_ports() -> range:
+    """Return the ports below those of outgoing connections; empty if the system does not say, or has too few."""
+    try:
+        lowest = int(_OUTGOING_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return range(0)
+    return range(_FIRST_PORT, max(_FIRST_PORT, lowest))
 
 
 def advertised_address(configured: str | None, target: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EXIT_CONFIG = 2
-"""Exit code of a child whose settings are wrong: a restart would read the same settings."""
+"""Exit code of a child whose settings are wrong: a restart would read the same settings. Once they have served, something else is
+wrong that may pass, such as a port that another program took while the child was dead."""
 
 EXIT_FOR_GOOD = 3
 """Exit code of a child that gave up: a restart would fail the same way."""
@@ -61,7 +62,7 @@ def after_exit(
         was_ready: Whether it, or an earlier process of this child, ever served.
         fruitless: Processes of this child in a row, up to the one that ended, that did not serve for `SETTLED_S`.
     """
-    if code == EXIT_CONFIG:
+    if code == EXIT_CONFIG and not was_ready:
         return GiveUp("its settings are wrong")
     if code == EXIT_FOR_GOOD:
         return GiveUp("it gave up")

@@ -16,6 +16,8 @@ from trainer_double import SERVICE, start_double
 
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.rpc import MAX_MESSAGE_BYTES, RpcServer, SluiceError, connect
+from sluice.rpc import server as rpc_server
+from sluice.rpc.server import free_ports
 from sluice.v1 import common_pb2, common_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 pytestmark = pytest.mark.slow
@@ -210,3 +212,14 @@ async def test_a_second_signal_does_not_wait_for_the_drain():
             await work
     await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0
+
+
+def test_free_ports_are_none_that_an_outgoing_connection_may_take(monkeypatch, tmp_path):
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert max(ports) < lowest
+    for broken in ("", "1024 65535\n"):  # unknown, or none left below
+        (tmp_path / "range").write_text(broken)
+        monkeypatch.setattr(rpc_server, "_OUTGOING_PORTS", tmp_path / "range")
+        assert len(set(free_ports(50))) == 50

@@ -34,7 +34,13 @@ def test_restarts_outside_the_window_do_not_count() -> None:
 
 
 def test_a_child_with_wrong_settings_is_not_restarted() -> None:
-    assert after_exit(2, 0.0, [], 3, was_ready=True) == GiveUp("its settings are wrong")
+    assert after_exit(2, 0.0, [], 3, was_ready=False) == GiveUp("its settings are wrong")
+
+
+def test_settings_that_served_before_are_not_what_is_wrong() -> None:
+    # Such as a port that another program took while the child was dead.
+    assert isinstance(after_exit(2, 0.0, [], 3, was_ready=True), StartAgain)
+    assert isinstance(after_exit(2, 9.0, [0.0, 1.0, 3.0], 3, was_ready=True), GiveUp)
 
 
 def test_a_child_that_gave_up_is_not_restarted() -> None:
