@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import Report, _Job
+from benchmarks.chaos import Report, _Job, unlike
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 1, "time": 1.0, "reward/mean": 0.5}], [{"step": 1}, {"step": 2}]])
@@ -22,3 +22,26 @@ def test_a_run_with_too_few_rows_fails_with_the_reason(rows: list[dict[str, floa
     assert steps == f"{len(rows)} steps instead of 9"
     assert audit.startswith("the run cannot be audited: ")
     assert "reward nan" in str(report)
+
+
+CALM = [0.90, 0.91, 0.92]
+"""Mean 0.91, standard deviation 0.01."""
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "unlike_ones"),
+    [
+        ({1: 0.895}, 0),
+        ({1: 0.885}, 1),
+        ({1: float("nan")}, 1),
+        ({1: 0.885, 2: 0.935, 3: 0.91}, 0),  # of several, one lies so far out by chance
+        ({1: 0.865, 2: 0.955}, 2),
+        ({1: 0.885, 2: 0.885}, 1),  # not by chance
+        ({}, 0),
+    ],
+)
+def test_rewards_are_unlike_undisturbed_ones_where_chance_does_not_explain_it(
+    disturbed: dict[int, float], unlike_ones: int
+) -> None:
+    assert len(unlike(CALM, disturbed)) == unlike_ones
+    assert unlike(CALM[:1], disturbed) == []
