@@ -24,11 +24,7 @@ from orchestrator_svc.evaluation import Evaluated, Evaluations
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.live_settings import LiveSettings
-from orchestrator_svc.lockstep import Lockstep
 from orchestrator_svc.pacing import Pace
-from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
@@ -40,6 +36,10 @@ from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller, is_local_peer
+from sluice.sampling.lockstep import Lockstep
+from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.replica import Replica
 from sluice.v1 import journal_pb2, orchestrator_pb2_grpc
 from sluice.v1 import orchestrator_pb2 as pb
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from ipaddress import ip_network
 from typing import Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import CommonConfig, Section, ServerConfig
 from sluice.config.schema import Value, deep_merge
+from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 
 NO_ADVANTAGE = "none"
 """Value of `advantage` with which batches bring no advantages and name no estimator."""
@@ -162,103 +162,6 @@ class PoolsConfig(Section):
         if not any(self.shares.model_dump().values()):
             raise ValueError("every weight of shares is 0, so that no task could be drawn: raise one")
         return self
-
-
-class ReplicasConfig(Section):
-    """How rollout replicas are found, watched and chosen."""
-
-    poll_s: float = Field(0.5, gt=0, description="Seconds between two status requests to a replica.")
-    waiting_poll_s: float = Field(
-        0.02,
-        gt=0,
-        description="Least seconds between them while dispatch awaits a newer version: a replica that can answers when it has it.",
-    )
-    progress_s: float = Field(
-        5.0,
-        gt=0,
-        description="Seconds without a message from a replica, or without a step of its engine while it has work, after which it hangs: it gets no work, and its requests continue at another replica.",
-    )
-    paused_s: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds that a request waits at a paused replica before it continues at one that is not paused.",
-    )
-    switch_s: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds that a replica may take to switch to other weights, without a step of its engine, before it hangs.",
-    )
-    longest_step_s: float = Field(
-        60.0,
-        gt=0,
-        description="Most seconds that one step of an engine may take: a request whose engine made no step for `progress_s` gets twice the time at the next replica, up to this, so that a long prompt ends somewhere.",
-    )
-    most_per_principal: int = Field(256, ge=1, description="Most replicas that one principal may announce at a time.")
-    coalesce_s: float = Field(
-        1.0,
-        gt=0,
-        description="Seconds of new tokens that a replica sends in one message; what it has not sent is lost if it dies. With more than 1,000 requests under way for each of these seconds it grows, up to half of `progress_s`.",
-    )
-    affinity_margin: float = Field(
-        0.25,
-        ge=0,
-        description="How much busier than the least busy replica, as a share of the samples it is given at a time, the one that has a request's prefix may be and still get it.",
-    )
-    resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
-    lease_s: float = Field(
-        30.0, gt=0, description="Seconds that an announced replica is used after its last heartbeat."
-    )
-    most_announced: int = Field(1024, ge=1, description="Most replicas that are announced at a time.")
-    networks: list[str] = Field(
-        default_factory=list,
-        description="Networks that the addresses of announced replicas must lie in, such as 10.0.0.0/8. Empty: all networks. Link-local, multicast and unspecified addresses are refused in any case. A loopback address or a unix socket may be announced from the orchestrator's machine alone.",
-    )
-
-    @field_validator("networks")
-    @classmethod
-    def _are_networks(cls, networks: list[str]) -> list[str]:
-        for each in networks:
-            ip_network(each)  # raises a ValueError that says what is wrong
-        return networks
-
-    @model_validator(mode="after")
-    def _in_time(self) -> Self:
-        for name in ("poll_s", "coalesce_s"):
-            if getattr(self, name) > self.progress_s / 2:
-                raise ValueError(
-                    f"progress_s ({self.progress_s:g}) must be at least twice {name} ({getattr(self, name):g}): a replica that"
-                    " works would be taken for one that hangs"
-                )
-        return self
-
-
-class ConcurrencyConfig(Section):
-    """How many samples a replica is given at a time."""
-
-    adapt: bool = Field(
-        True,
-        description="Give a replica more samples while it has room, and fewer when they queue there or its KV cache is too small; false leaves `max_running` as the only limit.",
-    )
-    initial_samples: int = Field(
-        1024,
-        ge=1,
-        description="Samples in flight at a replica at first if it does not say how many it generates at a time; else twice that number and a reserve.",
-    )
-    most_samples: int = Field(65536, ge=1, description="Most samples in flight at a replica.")
-    kv_high: float = Field(
-        0.9, gt=0, le=1, description="Share of the KV cache in use above which a replica is given no more samples."
-    )
-    queue_share: float = Field(
-        0.5,
-        ge=0,
-        description="Samples that may wait for a place at a replica all the time, as a share of those it generates at a time; at least two groups.",
-    )
-    shrink: float = Field(
-        0.75, gt=0, lt=1, description="Part of the samples in flight that is left after a preemption."
-    )
-    settle_s: float = Field(
-        2.0, gt=0, description="Seconds over which a queue must stand to count, and between two reductions."
-    )
 
 
 class PacingConfig(Section):

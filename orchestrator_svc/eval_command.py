@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
-from orchestrator_svc.config import AttemptsConfig, OrchestratorConfig, ReplicasConfig
+from orchestrator_svc.config import AttemptsConfig, OrchestratorConfig
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.loading import check_there, locate
 from sluice.config import Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName
 from sluice.models import check_files, check_model
+from sluice.sampling.config import ReplicasConfig
 from sluice.tasks import settle
 from sluice.telemetry import LEVEL_VARIABLE, configure_logging
 from sluice.versions import BASE
 
 if TYPE_CHECKING:
-    from orchestrator_svc.replicas import ReplicaPool
+    from sluice.sampling.pool import ReplicaPool
 
 _LABELS = {
     "reward_mean": "reward, sampled",
@@ -162,10 +163,10 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     # What follows brings gRPC and process pools: not for `--help`.
     from orchestrator_svc.envs.processes import EnvironmentProcesses  # noqa: PLC0415
     from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
-    from orchestrator_svc.policy import PolicyEngine  # noqa: PLC0415
-    from orchestrator_svc.replicas import ReplicaPool  # noqa: PLC0415
     from orchestrator_svc.workflows import GroupRunner, Sampling, choose_workflow  # noqa: PLC0415
     from sluice.rpc.channel import token_file  # noqa: PLC0415
+    from sluice.sampling.policy import PolicyEngine  # noqa: PLC0415
+    from sluice.sampling.pool import ReplicaPool  # noqa: PLC0415
 
     settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)
     async with contextlib.AsyncExitStack() as stack:

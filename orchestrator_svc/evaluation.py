@@ -19,11 +19,11 @@ import structlog
 from orchestrator_svc.config import AttemptsConfig, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.store import Journal
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import RunReporter
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.rpc import SluiceError
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.replica import Replica
 from sluice.tasks import discard_outcome
 from sluice.v1 import journal_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version

@@ -23,11 +23,11 @@ import structlog
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
-from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replicas import evictions
 from orchestrator_svc.status import RunStatus
 from sluice.config import CommonConfig
 from sluice.host_files import write_whole
+from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.pool import evictions
 from sluice.tasks import Turn, discard_outcome
 from sluice.telemetry import MetricsWriter
 from sluice.threads import SerialThread

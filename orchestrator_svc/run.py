@@ -21,11 +21,11 @@ from orchestrator_svc.evaluation import Evaluations, Standing, release_left
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
-from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import AppliedStep, RunReporter
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.training import Training
 from sluice.rpc import SluiceError
+from sluice.sampling.pool import ReplicaPool
 from sluice.v1 import journal_pb2, orchestrator_pb2
 from sluice.versions import BASE, Version
 

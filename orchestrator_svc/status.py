@@ -13,10 +13,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Stage
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.scheduler import Scheduler
 from sluice.rpc import SluiceError
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.replica import Replica
 from sluice.telemetry import LoopLag
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version

@@ -23,7 +23,6 @@ from orchestrator_svc.journal.ledger import Batch, Group, LedgerError, Reason, S
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.live_settings import LEARNING_RATE
-from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import AppliedStep, reward_by_environment, summarise
 from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.status import RunStatus
@@ -32,6 +31,7 @@ from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate
 from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
+from sluice.sampling.pool import ReplicaPool
 from sluice.tasks import Turn, run_to_end
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens

@@ -23,11 +23,11 @@ from orchestrator_svc.envs.episode import OpenEpisode, ReplayDiffersError
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
-from orchestrator_svc.generation import derived_seed
 from orchestrator_svc.journal.segments import JournalError
-from orchestrator_svc.policy import PolicyEngine
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
+from sluice.sampling.generation import derived_seed
+from sluice.sampling.policy import PolicyEngine
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version, append_spans
 

@@ -974,7 +974,7 @@ async def test_a_search_for_replicas_that_breaks_ends_the_run_with_its_reason(sc
     async def broken(addresses):
         raise RuntimeError("the search broke")
 
-    monkeypatch.setattr("orchestrator_svc.replicas.resolve_targets", broken)
+    monkeypatch.setattr("sluice.sampling.pool.resolve_targets", broken)
     with pytest.raises(RuntimeError, match="the search broke"):
         await scene.run()
     report = scene.report()

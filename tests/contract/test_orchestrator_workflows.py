@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 
-from orchestrator_svc import replicas
-from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
@@ -20,11 +18,13 @@ from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
+from sluice.sampling import pool as pool_module
+from sluice.sampling.config import ReplicasConfig
+from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.pool import ReplicaPool
 from sluice.v1 import journal_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
@@ -316,7 +316,7 @@ async def test_a_replica_that_left_the_name_service_finishes_its_requests_before
         searches += 1
         return targets[1:] if leaving.state == rollout_pb2.REPLICA_STATE_DRAINING else targets
 
-    monkeypatch.setattr(replicas, "resolve_targets", only_the_other)
+    monkeypatch.setattr(pool_module, "resolve_targets", only_the_other)
     async with engine_over(leaving, other, resolve_s=0.05) as (engine, pool), asyncio.timeout(30):
         call = ask(engine, "r")
         while not leaving.calls:  # noqa: ASYNC110 - it waits at the gate

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import pytest
 from scripted_replica import LENGTH, PROMPT, Cable, ScriptedReplica, connected, sampled
 
-from orchestrator_svc import replica as one_replica
-from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
-from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
+from sluice.sampling import replica as one_replica
+from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
+from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.replica import Replica
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
 

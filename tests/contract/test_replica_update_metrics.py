@@ -6,12 +6,12 @@ from datetime import timedelta
 
 import pytest
 
-from orchestrator_svc.concurrency import ConcurrencyLimit
-from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
-from orchestrator_svc.progress import ListeningClock
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import SecurityConfig
+from sluice.sampling.concurrency import ConcurrencyLimit
+from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.progress import ListeningClock
+from sluice.sampling.replica import Replica
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 

@@ -15,11 +15,11 @@ from small_adapters import recompute_adapted, save_adapter
 from small_models import CONTEXT, recompute, save_model
 
 from benchmarks.children import free_port, service
-from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
+from sluice.sampling.config import ReplicasConfig
+from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.pool import ReplicaPool
 from sluice.v1 import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version
 from weightsync.publisher import AdapterPublisher

@@ -13,13 +13,13 @@ import torch
 from small_models import greedy, recompute, save_model, text_of
 from test_rollout_process import DEADLINE_S, listening, started
 
-from orchestrator_svc import generation
-from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.generation import Part
-from orchestrator_svc.policy import PolicyEngine
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import SecurityConfig
+from sluice.sampling import generation
+from sluice.sampling.config import ReplicasConfig
+from sluice.sampling.generation import Part
+from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.replica import Replica
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 pytestmark = pytest.mark.slow

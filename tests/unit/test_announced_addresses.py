@@ -8,12 +8,12 @@ import socket
 import pytest
 from pydantic import ValidationError
 
-from orchestrator_svc.addresses import AnnouncedAddresses, canonical, is_fixed, resolve_targets
-from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.replicas import ReplicaPool
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.rpc.access import is_local_peer
+from sluice.sampling.addresses import AnnouncedAddresses, canonical, is_fixed, resolve_targets
+from sluice.sampling.config import ReplicasConfig
+from sluice.sampling.pool import ReplicaPool
 
 
 def allowed(target: str, *networks: str, from_here: bool = False) -> bool:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,16 @@ def test_the_openai_dialect_needs_no_model() -> None:
         if name.startswith(heavy)
     ]
     assert not wrong, "a gateway serves it without a tokenizer"
+
+
+def test_sampling_through_replicas_loads_no_model_library() -> None:
+    modules = ", ".join(
+        f"sluice.sampling.{path.stem}" for path in sources("sluice/sampling") if path.stem != "__init__"
+    )
+    code = f"import sys, {modules}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    heavy = {*HEAVY, "tokenizers", "numpy", "orchestrator_svc"} & set(loaded.stdout.split())
+    assert not heavy, "a gateway samples through replicas, and starts in a second"
 
 
 def test_every_engine_that_can_be_set_is_a_package() -> None:

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.policy import MOST_COALESCE_S, coalescing_s
 from rollout_svc.servicer import MAX_COALESCE_S
+from sluice.sampling.config import ReplicasConfig
+from sluice.sampling.policy import MOST_COALESCE_S, coalescing_s
 
 SECONDS = st.floats(0.01, 1000.0)
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc.concurrency import ConcurrencyLimit, EngineLoad
-from orchestrator_svc.config import ConcurrencyConfig
-from orchestrator_svc.placement import Load, place
+from sluice.sampling.concurrency import ConcurrencyLimit, EngineLoad
+from sluice.sampling.config import ConcurrencyConfig
+from sluice.sampling.placement import Load, place
 
 STEP_S = 0.05
 POLL_S = 0.5

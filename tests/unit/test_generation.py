@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc.generation import MAX_REQUEST_ID, Generation, Part, bounded_id
 from sluice.rpc import SluiceError
+from sluice.sampling.generation import MAX_REQUEST_ID, Generation, Part, bounded_id
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 

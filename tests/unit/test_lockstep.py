@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator_svc.lockstep import Lockstep
+from sluice.sampling.lockstep import Lockstep
 
 
 class Admin:

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc.placement import Homes, Load, place
+from sluice.sampling.placement import Homes, Load, place
 
 LOADS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 64)), min_size=1, max_size=8).map(
     lambda rows: [Load(f"r{number}", samples, places) for number, (samples, places) in enumerate(rows)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator_svc.progress import ListeningClock, Loss, Patience, ReplicaProgress, StreamProgress
+from sluice.sampling.progress import ListeningClock, Loss, Patience, ReplicaProgress, StreamProgress
 from sluice.v1 import rollout_pb2
 
 SERVING, PAUSED = rollout_pb2.REPLICA_STATE_SERVING, rollout_pb2.REPLICA_STATE_PAUSED

@@ -5,13 +5,13 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from orchestrator_svc import replica as replica_module
-from orchestrator_svc.concurrency import ConcurrencyLimit
-from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
-from orchestrator_svc.progress import ListeningClock
-from orchestrator_svc.replica import Replica
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
+from sluice.sampling import replica as replica_module
+from sluice.sampling.concurrency import ConcurrencyLimit
+from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
+from sluice.sampling.progress import ListeningClock
+from sluice.sampling.replica import Replica
 from sluice.versions import BASE
 
 FAILURE = SluiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", "the engine restarts")

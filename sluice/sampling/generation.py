@@ -8,10 +8,10 @@ together. Only tokens with a version span count; the others are sampled again.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-import numpy as np
 import xxhash
 
 from sluice.rpc import SluiceError
@@ -283,7 +283,7 @@ class Generation:
         """Ask for the rest of one sample."""
         done, sample, request = growing.tokens, growing.sample, self.request
         # Another process may have asked for another continuation under the same name, which a replica would refuse.
-        digest = xxhash.xxh3_64_hexdigest(np.array(sample.token_ids, np.uint32).tobytes())[:8]
+        digest = xxhash.xxh3_64_hexdigest(array("I", sample.token_ids).tobytes())[:8]
         more = self._copy(f"{sample.index}+{done}.{digest}", tries)
         more.n = 1
         more.token_ids.ids.MergeFrom(self.response.prompt_token_ids)

@@ -18,8 +18,8 @@ import grpc
 import structlog
 from google.protobuf.duration_pb2 import Duration
 
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.replica import Replica
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE
 

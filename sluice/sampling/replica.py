@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 import grpc
 
-from orchestrator_svc.concurrency import ConcurrencyLimit, EngineLoad
-from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.placement import Load
-from orchestrator_svc.progress import ListeningClock, Loss, Patience, ReplicaProgress, StreamProgress
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
+from sluice.sampling.concurrency import ConcurrencyLimit, EngineLoad
+from sluice.sampling.config import ReplicasConfig
+from sluice.sampling.placement import Load
+from sluice.sampling.progress import ListeningClock, Loss, Patience, ReplicaProgress, StreamProgress
 from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc
 from sluice.versions import BASE, Version
 

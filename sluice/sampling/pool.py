@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import structlog
 
-from orchestrator_svc.addresses import AnnouncedAddresses, canonical, check_address, is_fixed, resolve_targets
-from orchestrator_svc.concurrency import ConcurrencyLimit
-from orchestrator_svc.config import ConcurrencyConfig, ReplicasConfig
-from orchestrator_svc.placement import Homes, place
-from orchestrator_svc.progress import ListeningClock, Loss
-from orchestrator_svc.replica import Replica, is_broken
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.rpc.channel import token_file
+from sluice.sampling.addresses import AnnouncedAddresses, canonical, check_address, is_fixed, resolve_targets
+from sluice.sampling.concurrency import ConcurrencyLimit
+from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
+from sluice.sampling.placement import Homes, place
+from sluice.sampling.progress import ListeningClock, Loss
+from sluice.sampling.replica import Replica, is_broken
 from sluice.versions import Version
 
 log = structlog.get_logger(__name__)

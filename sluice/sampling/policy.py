@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 import grpc
 import structlog
 
-from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.generation import Generation, Part, bounded_id
-from orchestrator_svc.lockstep import Lockstep
-from orchestrator_svc.progress import Loss
-from orchestrator_svc.replica import REPLICA_LOST, REPLICA_STALLED, Replica, is_broken
-from orchestrator_svc.replicas import ReplicaPool
 from sluice.rpc import SluiceError
+from sluice.sampling.config import ReplicasConfig
+from sluice.sampling.generation import Generation, Part, bounded_id
+from sluice.sampling.lockstep import Lockstep
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.progress import Loss
+from sluice.sampling.replica import REPLICA_LOST, REPLICA_STALLED, Replica, is_broken
 from sluice.tasks import discard_outcome
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version

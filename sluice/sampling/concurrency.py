@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 
-from orchestrator_svc.config import ConcurrencyConfig
+from sluice.sampling.config import ConcurrencyConfig
 
 _GROWTH = 1 / 16
 """Part of the limit by which it grows at a time, at least one group: it doubles in 12 times."""
