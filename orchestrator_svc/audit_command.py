@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator_svc.audit import CHECKPOINT, JOURNAL, PAYLOADS, RECORD, REPORT, AuditResult, Difference, audit
-from orchestrator_svc.journal.ledger import Ledger, LedgerError, Place, folded
+from orchestrator_svc.journal.facts import LedgerError, Place
+from orchestrator_svc.journal.ledger import Ledger, folded
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload, segment_numbers
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.batch_record import RecordFile, read_record_file, record_directory, record_paths

@@ -22,7 +22,8 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from orchestrator_svc.audit_command import find_run
-from orchestrator_svc.journal.ledger import Group, Ledger, LedgerError, Place, Stage, folded
+from orchestrator_svc.journal.facts import LedgerError, Place
+from orchestrator_svc.journal.ledger import Group, Ledger, Stage, folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import DATABASE, INSERT_FACT, fact_row, read_facts
 from sluice.batch_record import record_directory, record_paths
@@ -228,7 +229,7 @@ def _link_segments(old: Path, ledger: Ledger, building: Path) -> set[int]:
 
 def _places(group: Group) -> Iterator[Place]:
     yield from (each.place for each in group.trajectories)
-    yield from (each.place for each in group.generations)
+    yield from group.sampled
 
 
 def _beginning(

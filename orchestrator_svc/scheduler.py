@@ -132,7 +132,7 @@ class Scheduler:
         Otherwise its version has become too old meanwhile, and it begins again as its next attempt. What was sampled of it is
         used in any case. A journal of format 1 did not keep how many episodes were wanted.
         """
-        return bool(group.generations) or (group.floor >= self._oldest_usable_for(group) and group.episodes > 0)
+        return bool(group.sampled) or (group.floor >= self._oldest_usable_for(group) and group.episodes > 0)
 
     def _oldest_usable_for(self, group: Group) -> Version:
         # Never a version to come: a bound that was lowered leaves more groups than it allows, and the batch that would bring

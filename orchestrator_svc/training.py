@@ -19,7 +19,8 @@ import structlog
 
 from orchestrator_svc.config import NO_ADVANTAGE, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
-from orchestrator_svc.journal.ledger import Batch, Group, LedgerError, Reason, Stage
+from orchestrator_svc.journal.facts import LedgerError
+from orchestrator_svc.journal.ledger import Batch, Group, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.live_settings import LEARNING_RATE

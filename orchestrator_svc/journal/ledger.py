@@ -17,9 +17,12 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
+from orchestrator_svc.journal.external import EndedSession, ExternalEpisodes
+from orchestrator_svc.journal.facts import LedgerError, Place
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import orchestrator_pb2, rollout_pb2
 from sluice.versions import Lineage, Version
@@ -30,9 +33,8 @@ KEPT_CHECKPOINTS = 2
 KEPT_SETTING_CHANGES = 100
 """Changes of settings that the ledger keeps, as Run.changed_settings says."""
 
-
-class LedgerError(Exception):
-    """A fact does not follow from those before it, or the ledger cannot go back as far as asked."""
+KEPT_SESSIONS = 16_384
+"""Ended sessions that the ledger keeps, the last ones: an agent that repeats a call gets the answer that it got before."""
 
 
 class Reason:
@@ -59,23 +61,6 @@ class Stage(enum.Enum):
     RUNNING = "running"
     READY = "ready"
     BATCHED = "batched"
-
-
-class Place(NamedTuple):
-    """Where a payload lies: number of the segment, offset of its record in bytes, xxh3-128 (16 bytes; empty: not known)."""
-
-    segment: int
-    offset: int
-    digest: bytes
-
-    @classmethod
-    def from_proto(cls, message: pb.PayloadPlace) -> Place:
-        """Read the form that facts have."""
-        return cls(message.segment, message.offset, message.digest)
-
-    def to_proto(self) -> pb.PayloadPlace:
-        """Write the form that facts have."""
-        return pb.PayloadPlace(segment=self.segment, offset=self.offset, digest=self.digest)
 
 
 class Accepted(NamedTuple):
@@ -118,6 +103,7 @@ class Group:
         size: Trajectories that may be trained.
         generations: Answers of replicas, while it runs.
         turns: Answers of the environment by episode, attempt and turn, while it runs.
+        external: What external agents do with its episodes, while it runs; None if none has anything of it.
         passed: Younger groups that were batched while it was running.
         redrawn: Whether its task has to be, or was, drawn again.
     """
@@ -137,6 +123,7 @@ class Group:
     size: int = 0
     generations: list[Generation] = field(default_factory=list)
     turns: dict[tuple[int, int, int], EndedTurn] = field(default_factory=dict)
+    external: ExternalEpisodes | None = None
     passed: int = 0
     redrawn: bool = False
 
@@ -157,10 +144,16 @@ class Group:
         ]
 
     @property
+    def sampled(self) -> list[Place]:
+        """Where answers of replicas lie that it needs, in no order: none once it is accepted."""
+        sessions = () if self.external is None else self.external.requests
+        return [*(each.place for each in self.generations), *(each.place for each in sessions)]
+
+    @property
     def first_segment(self) -> int | None:
         """The first segment that holds a payload of it; None if none does."""
-        if self.generations:
-            return self.generations[0].place.segment
+        if sampled := self.sampled:
+            return min(each.segment for each in sampled)
         places = (
             each.place.segment for fact in self.ended for episode in fact.episodes for each in episode.trajectories
         )
@@ -244,6 +237,7 @@ class Ledger:
         last_segment: Number of the last segment that a fact names.
         setting_changes: How they came about, oldest first; the last ones.
         weight_policies: Replicas that were told to stay at a version and not yet to follow the trainer again, by name.
+        ended_sessions: Sessions of external agents that ended, by name; the last ones.
         changed: Groups that changed since the scheduler looked last; it takes them away.
     """
 
@@ -272,6 +266,7 @@ class Ledger:
     setting_changes: list[orchestrator_pb2.ChangedSetting] = field(default_factory=list)
     weight_policies: dict[str, pb.WeightPolicyNoted] = field(default_factory=dict)
     last_segment: int = 0
+    ended_sessions: dict[str, EndedSession] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set, compare=False)
     # Of the batches that a rollback can still reach, and the last one that none can.
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -286,7 +281,10 @@ class Ledger:
         """Find the method of each kind of fact."""
         # Bound once: a start applies a million facts.
         self._kinds: dict[str, Callable[[Any], None]] = {
-            each.name: getattr(self, f"_{each.name}") for each in pb.Fact.DESCRIPTOR.oneofs_by_name["kind"].fields
+            each.name: partial(self._external, each.name)
+            if hasattr(ExternalEpisodes, each.name)
+            else getattr(self, f"_{each.name}")
+            for each in pb.Fact.DESCRIPTOR.oneofs_by_name["kind"].fields
         }
 
     # What others read.
@@ -377,7 +375,7 @@ class Ledger:
         if before is not None:
             if before.stage is not Stage.RUNNING or fact.attempt <= before.attempt:
                 raise LedgerError(f"group {fact.group} is drawn twice")
-            group.passed = before.passed
+            group.passed, group.external = before.passed, before.external
             self._remove(before)
         else:
             self.next_group = max(self.next_group, fact.group + 1)
@@ -411,6 +409,27 @@ class Ledger:
         turns = self._running(fact.group).turns
         turns[fact.episode, fact.attempt, fact.turn] = EndedTurn(reward, fact.messages_digest)
 
+    def _external(self, kind: str, fact: Any) -> None:  # noqa: ANN401 - one of the kinds of a fact
+        """Take a fact of an episode that an external agent runs."""
+        group = self._running(fact.group)
+        external = group.external or ExternalEpisodes.of(group.number, group.episodes)
+        ended = getattr(external, kind)(fact)
+        group.external = external
+        if isinstance(fact, pb.SessionGenerationRecorded):
+            self.last_segment = max(self.last_segment, fact.place.segment)
+        self._keep_sessions(ended or {})
+
+    def _keep_sessions(self, ended: Mapping[str, EndedSession]) -> None:
+        self.ended_sessions |= ended
+        while len(self.ended_sessions) > KEPT_SESSIONS:
+            del self.ended_sessions[next(iter(self.ended_sessions))]
+
+    def _forget_external(self, group: Group) -> None:
+        """Keep the end of the sessions of a group that does not run any more, and nothing else of them."""
+        if group.external is not None:
+            self._keep_sessions(group.external.retired())
+            group.external = None
+
     def _episodes_ended(self, fact: pb.EpisodesEnded) -> None:
         group = self._running(fact.group)
         group.ended.append(fact)
@@ -431,6 +450,7 @@ class Ledger:
         group.versions = tuple(sorted({Version.from_proto(each) for each in fact.policy_versions})) or group.versions
         group.oldest = self._oldest(group)
         group.generations, group.turns = [], {}
+        self._forget_external(group)
         self._move(group, Stage.READY)
 
     def _group_dropped(self, fact: pb.GroupDropped) -> None:
@@ -441,6 +461,7 @@ class Ledger:
             self.failed_groups[fact.reason] += 1
         if group.size:
             self._dropped[fact.reason] += group.size
+        self._forget_external(group)
         self._remove(group)
         if fact.redraw:
             self._draw_again(group, fact.reason)

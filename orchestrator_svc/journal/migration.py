@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 from google.protobuf.message import DecodeError
 
-from orchestrator_svc.journal.ledger import Place
+from orchestrator_svc.journal.facts import Place
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import orchestrator_pb2

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import google_crc32c
 import xxhash
 
-from orchestrator_svc.journal.ledger import Place
+from orchestrator_svc.journal.facts import Place
 
 MAGIC = b"SLUICEJ1"
 _HEADER = struct.Struct("<II")

@@ -22,7 +22,8 @@ from typing import TypeVar
 import structlog
 from google.protobuf.message import DecodeError, Message
 
-from orchestrator_svc.journal.ledger import Group, Ledger, LedgerError, Place
+from orchestrator_svc.journal.facts import LedgerError, Place
+from orchestrator_svc.journal.ledger import Group, Ledger
 from orchestrator_svc.journal.migration import FORMAT, migrate
 from orchestrator_svc.journal.segments import Disk, JournalError, SegmentError, SegmentWriter, read_payload
 from sluice.tasks import discard_outcome

@@ -13,10 +13,12 @@ attempt. A group number stands for the first three: `TaskDrawn` binds them.
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from sluice.v1 import common_pb2 as _common_pb2
+from sluice.v1 import episode_pb2 as _episode_pb2
 from sluice.v1 import orchestrator_pb2 as _orchestrator_pb2
 from sluice.v1 import rollout_pb2 as _rollout_pb2
 import builtins as _builtins
@@ -59,6 +61,13 @@ class Fact(_message.Message):
     COUNTS_NOTED_FIELD_NUMBER: _builtins.int
     HISTORY_IMPORTED_FIELD_NUMBER: _builtins.int
     REDRAW_DROPPED_FIELD_NUMBER: _builtins.int
+    LEASE_GRANTED_FIELD_NUMBER: _builtins.int
+    LEASE_ENDED_FIELD_NUMBER: _builtins.int
+    EPISODE_OPENED_FIELD_NUMBER: _builtins.int
+    SESSION_GENERATION_RECORDED_FIELD_NUMBER: _builtins.int
+    REWARD_RECORDED_FIELD_NUMBER: _builtins.int
+    EPISODE_SUBMITTED_FIELD_NUMBER: _builtins.int
+    EPISODE_GIVEN_UP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was recorded; for people to read. Order comes from `seq`."""
@@ -151,6 +160,34 @@ class Fact(_message.Message):
     def redraw_dropped(self) -> Global___RedrawDropped:
         """A task that had to be drawn again will not be."""
 
+    @_builtins.property
+    def lease_granted(self) -> Global___LeaseGranted:
+        """Episodes were lent to an external agent."""
+
+    @_builtins.property
+    def lease_ended(self) -> Global___LeaseEnded:
+        """A lease is over."""
+
+    @_builtins.property
+    def episode_opened(self) -> Global___EpisodeOpened:
+        """An external agent began an episode."""
+
+    @_builtins.property
+    def session_generation_recorded(self) -> Global___SessionGenerationRecorded:
+        """What was sampled for an external agent was kept."""
+
+    @_builtins.property
+    def reward_recorded(self) -> Global___RewardRecorded:
+        """An external agent gave a reward."""
+
+    @_builtins.property
+    def episode_submitted(self) -> Global___EpisodeSubmitted:
+        """An external agent submitted an episode."""
+
+    @_builtins.property
+    def episode_given_up(self) -> Global___EpisodeGivenUp:
+        """An episode of an external agent ended without a submission."""
+
     def __init__(
         self,
         *,
@@ -177,12 +214,19 @@ class Fact(_message.Message):
         counts_noted: Global___CountsNoted | None = ...,
         history_imported: Global___HistoryImported | None = ...,
         redraw_dropped: Global___RedrawDropped | None = ...,
+        lease_granted: Global___LeaseGranted | None = ...,
+        lease_ended: Global___LeaseEnded | None = ...,
+        episode_opened: Global___EpisodeOpened | None = ...,
+        session_generation_recorded: Global___SessionGenerationRecorded | None = ...,
+        reward_recorded: Global___RewardRecorded | None = ...,
+        episode_submitted: Global___EpisodeSubmitted | None = ...,
+        episode_given_up: Global___EpisodeGivenUp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped", "lease_granted", "lease_ended", "episode_opened", "session_generation_recorded", "reward_recorded", "episode_submitted", "episode_given_up"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1196,6 +1240,346 @@ class RedrawDropped(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RedrawDropped: _TypeAlias = RedrawDropped  # noqa: Y015
+
+@_typing.final
+class LeaseGranted(_message.Message):
+    """Episodes of one group were lent to a principal, whose agents run them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EPISODES_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    lease_id: _builtins.str
+    """Name of the lease, unique within the run."""
+    principal: _builtins.str
+    """Principal that has it."""
+    request_id: _builtins.str
+    """Request that it answers."""
+    @_builtins.property
+    def episodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The episodes."""
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """Time after which it ends, unless it is renewed. It begins anew when a process starts."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        lease_id: _builtins.str = ...,
+        principal: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        episodes: _abc.Iterable[_builtins.int] | None = ...,
+        lease: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "group", b"group", "lease", b"lease", "lease_id", b"lease_id", "principal", b"principal", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseGranted: _TypeAlias = LeaseGranted  # noqa: Y015
+
+@_typing.final
+class LeaseEnded(_message.Message):
+    """A lease is over: those of its episodes that nobody opened are on offer again, and a submitted one waits for no reward any more.
+    What was opened and not submitted is given up before.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    lease_id: _builtins.str
+    """The lease."""
+    reason: _builtins.str
+    """Why, such as "EXPIRED"."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        lease_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "lease_id", b"lease_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseEnded: _TypeAlias = LeaseEnded  # noqa: Y015
+
+@_typing.final
+class EpisodeOpened(_message.Message):
+    """An external agent began an episode, which is a session of its lease's principal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    episode: _builtins.int
+    """The episode within the group, from 0."""
+    attempt: _builtins.int
+    """How often it was given up before."""
+    lease_id: _builtins.str
+    """The lease."""
+    request_id: _builtins.str
+    """Request that it answers."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        episode: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        lease_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "group", b"group", "lease_id", b"lease_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeOpened: _TypeAlias = EpisodeOpened  # noqa: Y015
+
+@_typing.final
+class SessionGenerationRecorded(_message.Message):
+    """What was sampled for one request of an external agent was kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    BODY_DIGEST_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    episode: _builtins.int
+    """The episode within the group."""
+    attempt: _builtins.int
+    """Its attempt."""
+    request_id: _builtins.str
+    """The request; its samples are named `{request_id}/{index}`."""
+    parent: _builtins.str
+    """Sample whose tokens the prompt continues; empty if it continues none."""
+    body_digest: _builtins.bytes
+    """Digest of the request, as RecordedGeneration.body_digest."""
+    payload_bytes: _builtins.int
+    """Size of the payload in bytes."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionSample]:
+        """By sample."""
+
+    @_builtins.property
+    def place(self) -> Global___PayloadPlace:
+        """Payload: a serialized RecordedGeneration."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        episode: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        parent: _builtins.str = ...,
+        body_digest: _builtins.bytes = ...,
+        samples: _abc.Iterable[Global___SessionSample] | None = ...,
+        place: Global___PayloadPlace | None = ...,
+        payload_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "body_digest", b"body_digest", "episode", b"episode", "group", b"group", "parent", b"parent", "payload_bytes", b"payload_bytes", "place", b"place", "request_id", b"request_id", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionGenerationRecorded: _TypeAlias = SessionGenerationRecorded  # noqa: Y015
+
+@_typing.final
+class SessionSample(_message.Message):
+    """One sample of an external agent: what finds it again without its payload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    IDS_DIGEST_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """Key of the conversation with its message, as in RecordedGeneration.keys."""
+    tokens: _builtins.int
+    """Tokens of prompt and reply together."""
+    ids_digest: _builtins.bytes
+    """xxh3-128 of their ids, 32 bits each, little-endian; 16 bytes."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        tokens: _builtins.int = ...,
+        ids_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids_digest", b"ids_digest", "key", b"key", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionSample: _TypeAlias = SessionSample  # noqa: Y015
+
+@_typing.final
+class RewardRecorded(_message.Message):
+    """An external agent gave a reward."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    GENERATION_ID_FIELD_NUMBER: _builtins.int
+    BRANCH_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    episode: _builtins.int
+    """The episode within the group."""
+    attempt: _builtins.int
+    """Its attempt."""
+    reward: _builtins.float
+    """The reward."""
+    generation_id: _builtins.str
+    """One sample, as the reward of its turn."""
+    branch: _builtins.str
+    """The branch that ends with this sample."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        episode: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        reward: _builtins.float = ...,
+        generation_id: _builtins.str = ...,
+        branch: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "generation_id", b"generation_id", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch", b"branch", "episode", b"episode", "generation_id", b"generation_id", "group", b"group", "reward", b"reward", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["generation_id", "branch"]  # noqa: Y015
+    _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_target) -> _WhichOneofReturnType_target | None: ...
+
+Global___RewardRecorded: _TypeAlias = RewardRecorded  # noqa: Y015
+
+@_typing.final
+class EpisodeSubmitted(_message.Message):
+    """An external agent submitted an episode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    REWARD_FOLLOWS_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    episode: _builtins.int
+    """The episode within the group."""
+    attempt: _builtins.int
+    """Its attempt."""
+    reward: _builtins.float
+    """Reward of the episode. Unset: as RewardRecorded says."""
+    truncated: _builtins.bool
+    """Whether the agent's own limits cut it off."""
+    reward_follows: _builtins.bool
+    """Whether the episode waits for a reward."""
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[_episode_pb2.Branch]:
+        """Branches to train; empty: every path to a sample that none continues."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        episode: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        branches: _abc.Iterable[_episode_pb2.Branch] | None = ...,
+        reward: _builtins.float | None = ...,
+        truncated: _builtins.bool = ...,
+        reward_follows: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "attempt", b"attempt", "branches", b"branches", "episode", b"episode", "group", b"group", "reward", b"reward", "reward_follows", b"reward_follows", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___EpisodeSubmitted: _TypeAlias = EpisodeSubmitted  # noqa: Y015
+
+@_typing.final
+class EpisodeGivenUp(_message.Message):
+    """An episode of an external agent ended without a submission."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    REQUEUE_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    episode: _builtins.int
+    """The episode within the group."""
+    attempt: _builtins.int
+    """Its attempt."""
+    reason: _builtins.str
+    """Why: "ABANDONED" by the agent, "IDLE" or "LEASE_ENDED"."""
+    detail: _builtins.str
+    """What the agent said, for people to read."""
+    requeue: _builtins.bool
+    """Whether it is on offer again, as its next attempt."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        episode: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        requeue: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "episode", b"episode", "group", b"group", "reason", b"reason", "requeue", b"requeue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeGivenUp: _TypeAlias = EpisodeGivenUp  # noqa: Y015
 
 @_typing.final
 class CountsNoted(_message.Message):

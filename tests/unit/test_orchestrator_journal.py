@@ -17,7 +17,8 @@ from run_facts import accept, applied, begin_epoch, covered, drawn, dropped, gen
 
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
-from orchestrator_svc.journal.ledger import Batch, Ledger, LedgerError, Place, Reason, Redraw, Stage, folded
+from orchestrator_svc.journal.facts import LedgerError, Place
+from orchestrator_svc.journal.ledger import Batch, Ledger, Reason, Redraw, Stage, folded
 from orchestrator_svc.journal.segments import (
     Disk,
     JournalError,
