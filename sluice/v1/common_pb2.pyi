@@ -4,7 +4,7 @@ isort:skip_file
 What every Sluice contract shares: who answers, policy versions, and paging.
 
 Errors. Every RPC of this package fails with a google.rpc.Status whose details hold an ErrorInfo
-{reason: UPPER_SNAKE_CASE, domain: "sluice"}. The codes mean the same everywhere:
+{reason: UPPER_SNAKE_CASE, domain: "sluice"}; ErrorReason lists the reasons. The codes mean the same everywhere:
   INVALID_ARGUMENT     the request can never succeed; BadRequest names each field at fault
   UNAUTHENTICATED      no or a wrong bearer token in the `authorization` metadata
   PERMISSION_DENIED    the token is valid, but its role (agent, admin) may not call this
