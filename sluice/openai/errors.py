@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -77,13 +77,9 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        faults = error.errors()
-        parameters = [fault.get("ctx", {}).get("parameter") or _path(fault["loc"]) for fault in faults]
-        texts = [
-            f"{parameter or 'body'}: {_sentence(fault)}" for parameter, fault in zip(parameters, faults, strict=True)
-        ]
-        message = "; ".join(dict.fromkeys(texts[:8]))
-        return JSONResponse(_body(message, BAD_REQUEST, parameters[0] or None, "INVALID_REQUEST"), 400)
+        # FastAPI puts "body" before each location.
+        parameter, message = describe_faults([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()])
+        return JSONResponse(_body(message, BAD_REQUEST, parameter, "INVALID_REQUEST"), 400)
 
     @app.exception_handler(UnicodeEncodeError)
     async def not_text(_request: Request, error: UnicodeEncodeError) -> JSONResponse:
@@ -96,6 +92,13 @@ def answer_errors(app: FastAPI) -> None:
         known = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED", 413: "BODY_TOO_LARGE"}
         code = known.get(error.status_code, "INVALID_REQUEST")
         return JSONResponse(_body(str(error.detail), BAD_REQUEST, None, code), error.status_code, error.headers)
+
+
+def describe_faults(faults: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
+    """Return the first parameter at fault and a message with the first eight faults, each of pydantic's form."""
+    parameters = [fault.get("ctx", {}).get("parameter") or _path(fault["loc"]) for fault in faults]
+    texts = [f"{parameter or 'body'}: {_sentence(fault)}" for parameter, fault in zip(parameters, faults, strict=True)]
+    return parameters[0] or None, "; ".join(dict.fromkeys(texts[:8]))
 
 
 def _body(message: str, kind: str, parameter: str | None, code: str) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def _parameter(error: SluiceError) -> str | None:
 def _path(location: tuple[int | str, ...]) -> str:
     """Return the path of a field, without pydantic's names of union members."""
     path = ""
-    for part in location[1:]:
+    for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in {"str", "int"}:

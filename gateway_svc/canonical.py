@@ -1,0 +1,116 @@
+"""Keys of conversations: two histories that mean the same have the same key, however a client has rewritten them.
+
+A key is a chained hash. The root covers the template arguments and the tools, each message adds its canonical form. A history that
+extends another one therefore has all of its keys, and one pass over a request gives the key of every prefix.
+
+The canonical form of a message leaves out what clients change while they send a history back:
+
+* text in parts is joined, content that is missing, null or empty is the same;
+* arguments of tool calls are parsed, so that spaces, the order of keys, escapes and 1 or 1.0 make no difference. Arguments that are
+  not JSON count as text;
+* tool calls are compared by id, in any order;
+* content of the assistant that is only white space is empty;
+* the assistant's reasoning is left out. Most clients do not send it back, and the exact ids hold it anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import xxhash
+
+from sluice.v1 import tokens_pb2
+
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKey:
+    """Key of the first messages of a conversation.
+
+    Attributes:
+        messages: How many messages it covers.
+        key: xxh3-128, 16 bytes.
+    """
+
+    messages: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationKeys:
+    """Keys of one conversation.
+
+    Attributes:
+        whole: Key of all messages, 16 bytes.
+        prefixes: Keys of the prefixes that end with a message of the assistant and that a message follows, longest first.
+    """
+
+    whole: bytes
+    prefixes: tuple[PrefixKey, ...]
+
+
+def conversation_keys(conversation: tokens_pb2.Conversation) -> ConversationKeys:
+    """Return the keys of a conversation."""
+    root = tokens_pb2.Conversation(tools=conversation.tools, template_arguments=conversation.template_arguments)
+    key = xxhash.xxh3_128_digest(root.SerializeToString(deterministic=True))
+    prefixes = []
+    last = len(conversation.messages) - 1
+    for index, message in enumerate(conversation.messages):
+        key = extended_key(key, message)
+        if message.role == ASSISTANT and index < last:
+            prefixes.append(PrefixKey(index + 1, key))
+    return ConversationKeys(key, tuple(reversed(prefixes)))
+
+
+def extended_key(key: bytes, message: tokens_pb2.ChatMessage) -> bytes:
+    """Return the key of a conversation to which a message is added, such as a sampled reply.
+
+    Args:
+        key: Key of the conversation before it.
+        message: The message.
+    """
+    # Escaped as ASCII: a tool call may hold half of a surrogate pair, which UTF-8 cannot encode.
+    canonical = json.dumps(canonical_message(message), separators=(",", ":"))
+    return xxhash.xxh3_128_digest(key + canonical.encode("ascii"))
+
+
+def canonical_message(message: tokens_pb2.ChatMessage) -> list[Any]:
+    """Return a list of JSON values that is equal for messages that mean the same."""
+    text, images = message.content, []
+    if message.parts:
+        text = "".join(part.text for part in message.parts)
+        images = [xxhash.xxh3_128_hexdigest(part.image) for part in message.parts if part.WhichOneof("part") == "image"]
+    if message.role == ASSISTANT and not text.strip():
+        text = ""
+    calls = [(call.id, call.name, *canonical_arguments(call.arguments)) for call in message.tool_calls]
+    calls.sort(key=operator.itemgetter(0))
+    return [message.role, text, images, calls, message.tool_call_id, message.name]
+
+
+def canonical_arguments(text: str) -> tuple[str, str]:
+    """Return the arguments of a tool call in a form that is equal for equal arguments.
+
+    Numbers are doubles, which is all that clients in JavaScript keep of them.
+
+    Returns:
+        ``("json", canonical JSON)``, or ``("text", text)`` where the text is not JSON.
+    """
+    if not text.strip():
+        return "json", "{}"
+    try:
+        value = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_refuse)
+        return "json", json.dumps(value, sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return "text", text
+
+
+def _number(text: str) -> float:
+    return float(text) + 0.0  # JavaScript writes -0 as 0
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")

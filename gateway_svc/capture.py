@@ -1,0 +1,211 @@
+"""What a captured request is, whatever its dialect: what to sample, and what of it was not done as the client wrote it.
+
+A captured endpoint serves clients that nobody can change. What cannot change the tokens is ignored, what the engine does not enforce is
+not enforced, and what would make the log-probabilities those of another distribution follows `capture.on_unsupported`. Each of these
+is a notice. Notices are counted, and none is an error unless the settings say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from sluice.openai.errors import describe_faults
+from sluice.rpc import SluiceError
+from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
+
+NoticeKind: TypeAlias = Literal["ignored", "left_out", "not_enforced", "overridden", "not_trained"]
+
+Unsupported: TypeAlias = Literal["override", "reject", "not_trained", "allow"]
+"""What happens to sampling that may not be trained. `allow` is for sessions of an evaluation: nothing of them is trained."""
+
+
+class Notice(NamedTuple):
+    """A part of a request that was not done as the client wrote it.
+
+    Attributes:
+        kind: `ignored`: it cannot change the tokens. `left_out`: it is not in the prompt. `not_enforced`: the model is asked, not
+            forced. `overridden`: the sampling of the session holds. `not_trained`: it was done, and its tokens are not trained.
+        what: Name of the field, with its value where that is one of few.
+    """
+
+    kind: NoticeKind
+    what: str
+
+
+@dataclass(slots=True)
+class CapturedRequest:
+    """A request of any dialect.
+
+    Attributes:
+        dialect: Dialect and route, such as ``openai.responses``.
+        model: Name of the model as the client wrote it; the response repeats it.
+        generate: What to sample. Sampling fields that are not set are those of the session.
+        stream: Whether the client wants a stream.
+        notices: What was not done as written.
+        not_trained: Why it may not be trained, such as ``TOP_P``; empty if it may.
+    """
+
+    dialect: str
+    model: str
+    generate: rollout_pb2.GenerateRequest
+    stream: bool = False
+    notices: list[Notice] = field(default_factory=list)
+    not_trained: str = ""
+
+    def note(self, kind: NoticeKind, what: str) -> None:
+        """Add a notice, once."""
+        notice = Notice(kind, what)
+        if notice not in self.notices:
+            self.notices.append(notice)
+
+
+class Begun(NamedTuple):
+    """A request that was accepted, before its first token.
+
+    Attributes:
+        request_id: Its name; generations are named ``{request_id}/{index}``.
+        prompt_tokens: Tokens of the prompt; 0 if they are not known yet.
+    """
+
+    request_id: str
+    prompt_tokens: int
+
+    @property
+    def response_id(self) -> str:
+        """Return the name of the first generation, which is the id of the response."""
+        return f"{self.request_id}/0"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text of a sample that follows the text already sent. What is sent is a prefix of the message in the result.
+
+    Attributes:
+        index: Index of the sample, from 0.
+        content: More of its content.
+        reasoning: More of its reasoning, all of which precedes the content.
+    """
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+
+
+Result: TypeAlias = episode_pb2.EpisodeServiceGenerateResponse
+"""What was sampled and recorded, with each message as `visible_message` returns it. Of a prompt that is no conversation, the content of the
+message is the text."""
+
+
+def visible_message(sample: tokens_pb2.ChatMessage, stop_string: str) -> tokens_pb2.ChatMessage:
+    """Return a sampled message as the client gets it: without the stop string that ended it."""
+    if not stop_string or stop_string not in sample.content:
+        return sample
+    shown = tokens_pb2.ChatMessage()
+    shown.CopyFrom(sample)
+    shown.content = sample.content.rpartition(stop_string)[0]
+    return shown
+
+
+class Unshown:
+    """What of each message of a result a stream has not sent yet."""
+
+    def __init__(self) -> None:
+        self._content: dict[int, int] = {}
+        self._reasoning: dict[int, int] = {}
+
+    def sent(self, delta: Delta) -> None:
+        """Account for text that is sent."""
+        self._content[delta.index] = self._content.get(delta.index, 0) + len(delta.content)
+        self._reasoning[delta.index] = self._reasoning.get(delta.index, 0) + len(delta.reasoning)
+
+    def rest(self, index: int, message: tokens_pb2.ChatMessage) -> Delta:
+        """Return what is left of a whole message."""
+        content, reasoning = self._content.get(index, 0), self._reasoning.get(index, 0)
+        return Delta(index, message.content[content:], message.reasoning[reasoning:])
+
+
+class Lenient(BaseModel):
+    """An object in which unknown keys are kept apart: they are ignored and counted."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def note_unknown(self, request: CapturedRequest, *known: str) -> None:
+        """Add a notice for each key that this server does not read, unless it is null."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in known:
+                request.note("ignored", name[:64])
+
+
+class Inner(BaseModel):
+    """An object within a body. What it holds besides its fields is ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def read_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """Parse the JSON of a request.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT with the path of each fault.
+    """
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        parameter, message = describe_faults(error.errors(include_url=False, include_input=False))
+        raise SluiceError.invalid_argument(parameter or "body", message) from error
+
+
+def fault(parameter: str, message: str) -> SluiceError:
+    """Return the error for a field that cannot be served."""
+    return SluiceError.invalid_argument(parameter, message)
+
+
+NEUTRAL: Mapping[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+}
+"""Sampling with which the log-probabilities of the engine are those of the policy, for each field that a trained request may not set."""
+
+
+def settle_sampling(request: CapturedRequest, unsupported: Unsupported) -> None:
+    """Remove the sampling that may not be trained, refuse it, or mark the request as not trained; see `capture.on_unsupported`.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT if the settings say `reject`.
+    """
+    sampling = request.generate.sampling
+    for name, neutral in NEUTRAL.items():
+        if getattr(sampling, name) == neutral:
+            sampling.ClearField(name)  # type: ignore[arg-type]  # a name of a field
+    present = {each.name for each, _ in sampling.ListFields()}
+    changing = [name for name in (*NEUTRAL, "logit_bias") if name in present]
+    if "temperature" in present and sampling.temperature == 0:
+        changing.append("temperature")
+    if unsupported == "allow":
+        return
+    for name in changing:
+        if unsupported == "reject":
+            raise fault(
+                name,
+                "changes the distribution that tokens are sampled from, so that they could not be trained: leave it out, or let"
+                " capture.on_unsupported be override or not_trained",
+            )
+        if unsupported == "override":
+            request.note("overridden", name)
+            sampling.ClearField(name)  # type: ignore[arg-type]
+        else:
+            request.note("not_trained", name)
+            request.not_trained = request.not_trained or name.upper()

@@ -1,0 +1,72 @@
+"""Settings of a gateway. Imports neither torch nor vLLM, so that `--help` is fast."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from sluice.config import Section, ServerConfig
+from sluice.rpc import MAX_MESSAGE_BYTES
+
+
+class CaptureDeadlines(Section):
+    """How long a captured request waits."""
+
+    request_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds for a request, the wait for a replica included; then it fails with 504. Clients have limits of their own, of ten minutes and less.",
+    )
+    keepalive_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds without an event after which a stream gets a comment. The first comment begins the response, so that a later error is an event of the stream.",
+    )
+
+
+class CaptureLimits(Section):
+    """How much a gateway holds."""
+
+    max_requests: int = Field(
+        4096,
+        ge=1,
+        description="Maximum number of HTTP requests in progress, those that wait for a replica included; further ones get 429.",
+    )
+    max_body_bytes: int = Field(
+        MAX_MESSAGE_BYTES,
+        ge=1024,
+        le=MAX_MESSAGE_BYTES,
+        description="Maximum size of the body of a request; a larger one gets 413. At most the size of a message of the contract.",
+    )
+
+
+class CaptureConfig(Section):
+    """How requests of agents become recorded generations."""
+
+    history: Literal["append", "template"] = Field(
+        "append",
+        description="append: keep the exact tokens of earlier turns, with the reasoning of the assistant. template: fork where the chat template renders earlier turns differently.",
+    )
+    on_unsupported: Literal["override", "reject", "not_trained"] = Field(
+        "override",
+        description="What happens to sampling that may not be trained, such as top_p: use that of the session instead, answer 400, or do it and train nothing of the reply.",
+    )
+    deadlines: CaptureDeadlines = Field(
+        default_factory=CaptureDeadlines, description="How long a captured request waits."
+    )
+    limits: CaptureLimits = Field(default_factory=CaptureLimits, description="How much a gateway holds.")
+
+
+class GatewayConfig(Section):
+    """The table `[gateway]`."""
+
+    capture: CaptureConfig = Field(
+        default_factory=CaptureConfig, description="How requests of agents become recorded generations."
+    )
+    server: ServerConfig = Field(
+        default_factory=lambda: ServerConfig(port=7105, http_port=7115), description="Where the gateway listens."
+    )
+
+
+CONFIG = GatewayConfig

@@ -1,0 +1,1 @@
+"""The dialects: each file parses the requests of one API and writes its responses."""
