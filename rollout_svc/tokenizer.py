@@ -82,11 +82,19 @@ class ModelTokenizer:
         """Return the token ids of a request's prompt.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT if there is no prompt or the template refuses it; FAILED_PRECONDITION if the
+            SluiceError: INVALID_ARGUMENT if there is no prompt, there are two, or the template refuses it; FAILED_PRECONDITION if the
                 caller expects another tokenizer.
         """
         self.check_digest(request.tokenizer_digest)
-        match request.WhichOneof("prompt"):
+        prompt = request.WhichOneof("prompt")
+        if request.HasField("rendered"):
+            if prompt != "conversation" or request.HasField("continues"):
+                raise SluiceError.invalid_argument(
+                    "rendered",
+                    "are the token ids of a conversation: set conversation too, and neither another prompt nor continues",
+                )
+            return list(request.rendered.ids)
+        match prompt:
             case "token_ids":
                 return list(request.token_ids.ids)
             case "text":

@@ -3,6 +3,9 @@
 A `Part` is what one replica is asked for: at first the whole request. When its stream has ended or broken, `Generation.rest` says
 what is left to ask: each sample that has tokens continues from them by a request of its own, those that have none are sampled again
 together. Only tokens with a version span count; the others are sampled again.
+
+`Generation.final_deltas` gives tokens and text away while they grow: what may still be dropped is held back, and what was given away
+is never dropped.
 """
 
 from __future__ import annotations
@@ -45,6 +48,12 @@ class Growing:
         self._usable = True
         self._stopped = False
         self._text: list[str] = []
+        self._given = self._given_characters = 0
+        self._given_text: list[str] = []
+        self._given_end = False
+        self._new_text: list[str] = []
+        self._skip = 0
+        """Characters of the present stream's text that are still to come and were given away already."""
 
     @property
     def tokens(self) -> int:
@@ -75,6 +84,8 @@ class Growing:
         self._begun, self._received = self.tokens, 0
         self._usable, self._stopped = True, False
         self._text.clear()  # the text of a continuation begins with that of the tokens before
+        self._new_text.clear()
+        self._skip = self._given_characters
 
     def receive(self, delta: rollout_pb2.SampleDelta) -> int:
         """Append the next tokens of the stream; return how many of them are unusable.
@@ -104,10 +115,15 @@ class Growing:
             if tokens.top_logprobs:
                 sample.top_logprobs.MergeFrom(tokens.top_logprobs)
             self._text.append(tokens.text)
+            if tokens.finish_reason not in _INTERRUPTED:  # else the text may end with an incomplete character
+                self._new_text.append(tokens.text[self._skip :])
+                self._skip -= min(self._skip, len(tokens.text))
         if tokens.finish_reason:
             self._stopped = True
             if self._usable and tokens.finish_reason not in _INTERRUPTED:
                 self._end(tokens.finish_reason, tokens.stop_string)
+                if tokens.HasField("message"):
+                    sample.message.CopyFrom(tokens.message)
         return 0 if self._usable else count
 
     def keep(self, tokens: int) -> int:
@@ -125,30 +141,74 @@ class Growing:
 
         A replica sends the last token together with its reason. Of one that does not, an end token ends the sample, with the text
         that came. A sample of full length samples its last token again, so that its replica decodes the whole text and says why
-        it ended.
+        it ended; so does one whose message only a replica can tell.
         """
-        sampling = request.sampling
-        last = self.sample.token_ids[-1] if self.tokens else None
-        ends = last in sampling.stop_token_ids or (last in model.eos_token_ids and not sampling.ignore_eos)
-        if last is not None and ends and self.tokens >= sampling.min_tokens:
+        ends = self._ends(request, model)
+        if ends and not request.return_message:
             self._end(tokens_pb2.FINISH_REASON_STOP, "")
             return 0
-        most = sampling.max_tokens if sampling.HasField("max_tokens") else self.tokens + 1
-        if model.max_model_len:
-            most = min(most, model.max_model_len - prompt)
-        return self.keep(max(0, most - 1))
+        most = self._most(request, model, prompt)
+        return self.keep(max(self._given, min(self.tokens - ends, most - 1)))
+
+    def final_delta(
+        self, request: rollout_pb2.GenerateRequest, model: rollout_pb2.GetModelResponse, prompt: int
+    ) -> rollout_pb2.SampleDelta | None:
+        """Return what became final since the last call; None if nothing did.
+
+        Tokens that `settle` might drop, or end, if the stream broke now are held back with all that came with them.
+        """
+        held = self._ends(request, model) or self.tokens >= self._most(request, model, prompt)
+        if self._given_end or (held and not self.ended):
+            return None
+        sample, first = self.sample, self._given
+        text = sample.text[self._given_characters :] if self.ended else "".join(self._new_text)
+        if first == self.tokens and not text and not self.ended:
+            return None
+        delta = rollout_pb2.SampleDelta(offset=first)
+        given = delta.tokens
+        given.index, given.text = sample.index, text
+        given.token_ids.extend(sample.token_ids[first:])
+        given.logprobs.extend(sample.logprobs[first:])
+        given.top_logprobs.extend(sample.top_logprobs[first:])
+        given.version_spans.extend(_spans_from(sample.version_spans, first) if first < self.tokens else ())
+        if self.ended:
+            given.finish_reason, given.stop_string = sample.finish_reason, sample.stop_string
+            if sample.HasField("message"):
+                given.message.CopyFrom(sample.message)
+        self._given, self._given_end = self.tokens, self.ended
+        self._given_text.append(text)
+        self._given_characters += len(text)
+        self._new_text.clear()
+        return delta
 
     def undo(self) -> int:
-        """Forget what the present stream has brought; return how many tokens that were."""
+        """Forget what the present stream has brought and was not given away; return how many tokens that were."""
+        if self._given_end:
+            return 0
         self.ended = False
         self.sample.finish_reason = tokens_pb2.FINISH_REASON_UNSPECIFIED
         self.sample.text = self.sample.stop_string = ""
-        return self.keep(self._begun)
+        self.sample.ClearField("message")
+        return self.keep(max(self._begun, self._given))
+
+    def _ends(self, request: rollout_pb2.GenerateRequest, model: rollout_pb2.GetModelResponse) -> bool:
+        """Return whether the last token ends the sample."""
+        if not self.tokens or self.tokens < request.sampling.min_tokens:
+            return False
+        last, sampling = self.sample.token_ids[-1], request.sampling
+        return last in sampling.stop_token_ids or (last in model.eos_token_ids and not sampling.ignore_eos)
+
+    def _most(self, request: rollout_pb2.GenerateRequest, model: rollout_pb2.GetModelResponse, prompt: int) -> int:
+        """Return the tokens of a sample of full length; one more than there are if nothing limits them."""
+        most = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else self.tokens + 1
+        return min(most, model.max_model_len - prompt) if model.max_model_len else most
 
     def _end(self, reason: tokens_pb2.FinishReason.ValueType, stop_string: str) -> None:
         self.ended = True
         self.sample.finish_reason, self.sample.stop_string = reason, stop_string
-        self.sample.text = "".join(self._text)
+        text, given = "".join(self._text), "".join(self._given_text)
+        # A tokenizer may decode the start of a text otherwise once it has the rest: what was given away stays.
+        self.sample.text = text if text.startswith(given) else given + text[len(given) :]
 
 
 class Part:
@@ -240,12 +300,14 @@ class Generation:
         Raises:
             SluiceError: DATA_LOSS if the replica made other tokens of the same prompt than the one before.
         """
-        if not self.response.prompt_token_ids:
-            self.response.prompt_token_ids.MergeFrom(opening.prompt_token_ids)
-            self.response.tokenizer_digest = opening.tokenizer_digest
+        response = self.response
+        if not response.prompt_token_ids:
+            response.prompt_token_ids.MergeFrom(opening.prompt_token_ids)
+            response.tokenizer_digest, response.continued = opening.tokenizer_digest, opening.continued
             return
-        prompt = [*self.response.prompt_token_ids, *samples[0].sample.token_ids]
-        if prompt != list(opening.prompt_token_ids):
+        prompt = [*response.prompt_token_ids, *samples[0].sample.token_ids]
+        differ = response.tokenizer_digest and opening.tokenizer_digest not in ("", response.tokenizer_digest)
+        if differ or prompt != list(opening.prompt_token_ids):
             raise _damaged("the prompt has other tokens than at the replica before: give all replicas the same --model")
 
     def rest(
@@ -279,15 +341,30 @@ class Generation:
         tries, stalls = part.tries + interrupted, part.stalls + stalled
         return left + [self._again(run, tries, stalls, avoid) for run in runs]
 
+    def final_deltas(self, part: Part, model: rollout_pb2.GetModelResponse) -> Iterator[rollout_pb2.SampleDelta]:
+        """Yield what became final of the samples of a part since the last call: tokens that no broken stream takes back.
+
+        Args:
+            part: The part, after it received a message, or after `rest`.
+            model: What the replica serves that samples it.
+        """
+        prompt = len(self.response.prompt_token_ids)
+        deltas = (each.final_delta(self.request, model, prompt) for each in part.samples)
+        return (each for each in deltas if each is not None)
+
     def _continued(self, growing: Growing, tries: int, stalls: int, avoid: str) -> Part:
         """Ask for the rest of one sample."""
         done, sample, request = growing.tokens, growing.sample, self.request
         # Another process may have asked for another continuation under the same name, which a replica would refuse.
         digest = xxhash.xxh3_64_hexdigest(array("I", sample.token_ids).tobytes())[:8]
-        more = self._copy(f"{sample.index}+{done}.{digest}", tries)
+        # Tools and template are needed to tell the message.
+        keeps = request.return_message and request.HasField("conversation")
+        more = self._copy(f"{sample.index}+{done}.{digest}", tries, keep_prompt=keeps)
         more.n = 1
-        more.token_ids.ids.MergeFrom(self.response.prompt_token_ids)
-        more.token_ids.ids.MergeFrom(sample.token_ids)
+        more.ClearField("continues")
+        ids = more.rendered if keeps else more.token_ids
+        ids.ids.MergeFrom(self.response.prompt_token_ids)
+        ids.ids.MergeFrom(sample.token_ids)
         more.continued_tokens = request.continued_tokens + done
         more.sampling.min_tokens = max(0, request.sampling.min_tokens - done)
         if request.sampling.HasField("max_tokens"):
@@ -316,6 +393,16 @@ class Generation:
         if copy.request_id:
             copy.request_id = bounded_id(copy.request_id, f"/{name}" + f"~{tries}" * (tries > 0))
         return copy
+
+
+def _spans_from(spans: Sequence[tokens_pb2.VersionSpan], first: int) -> list[tokens_pb2.VersionSpan]:
+    """Return the spans of the tokens from `first` on."""
+    found: list[tokens_pb2.VersionSpan] = []
+    for span in reversed(spans):
+        found.append(tokens_pb2.VersionSpan(start=max(first, span.start), policy_version=span.policy_version))
+        if span.start <= first:
+            break
+    return found[::-1]
 
 
 def derived_seed(*parts: object) -> int:

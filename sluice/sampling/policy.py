@@ -1,4 +1,6 @@
-"""Sampling from the policy, whatever happens to the replicas: what workflows are given.
+"""Sampling from the policy, whatever happens to the replicas: what workflows are given, and what a gateway's clients are.
+
+`PolicyEngine.agenerate` answers when all samples have ended, `PolicyEngine.stream` gives their tokens and text meanwhile.
 
 Each request is a stream, so that the tokens of a replica that dies, hangs, drains or is evicted are not lost. What is left of the
 request continues at other replicas from the tokens that arrived, all its samples side by side.
@@ -9,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from typing import NamedTuple
 
 import grpc
 import structlog
@@ -58,6 +61,81 @@ _SHORTEST_S = 1e-3
 
 _RATE_WEIGHT = 0.1
 """Weight of the latest stream in the mean rate."""
+
+
+class TokenStream:
+    """The tokens and the text of one request as they become final: no failure of a replica takes them back.
+
+    Iterate over it for messages as `RolloutService.GenerateStream` sends them: the first one has the opening; one without deltas is
+    a sign of life. What is not read yet is gathered, so that a slow reader gets fewer and larger messages.
+
+    Args:
+        generation: The request and its samples.
+        coalesce_s: Seconds of tokens that a replica is asked to send in one message.
+        alive_s: Seconds without news after which a sign of life comes, also while no replica has the request.
+    """
+
+    def __init__(self, generation: Generation, coalesce_s: float, alive_s: float) -> None:
+        self.coalesce_s = coalesce_s
+        self._generation, self._alive_s = generation, alive_s
+        self._unread: list[rollout_pb2.SampleDelta] = []
+        self._opened = False
+        self._changed = asyncio.Event()
+        self._sampling: asyncio.Task[None] | None = None
+
+    @property
+    def response(self) -> rollout_pb2.GenerateResponse:
+        """What is known of the answer: all of it when the iteration has ended."""
+        return self._generation.response
+
+    def begin(self, sampling: asyncio.Task[None]) -> None:
+        """Take the task that samples; its end is that of the stream."""
+        self._sampling = sampling
+        sampling.add_done_callback(lambda _: self._changed.set())
+
+    def add(self, part: Part, model: rollout_pb2.GetModelResponse) -> None:
+        """Take what became final of a part's samples, at a replica that serves `model`."""
+        self._unread.extend(self._generation.final_deltas(part, model))
+        if self._unread or (part.opened and not self._opened):
+            self._changed.set()
+
+    async def __aiter__(self) -> AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]:
+        while True:
+            while (message := self._news()) is not None:
+                yield message
+            if self._sampling is None or self._sampling.done():
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._alive_s):
+                    await self._changed.wait()
+            if not self._changed.is_set():
+                yield rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk())
+            self._changed.clear()
+        if self._sampling is not None:
+            self._sampling.result()
+
+    def _news(self) -> rollout_pb2.GenerateStreamResponse | None:
+        """Return what is to be read next; None if there is nothing."""
+        response = self.response
+        opens = not self._opened and bool(response.prompt_token_ids)
+        if not opens and not self._unread:
+            return None
+        message = rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk(deltas=self._unread))
+        self._unread = []
+        if opens:
+            self._opened = True
+            message.opening.request_id, message.opening.continued = response.request_id, response.continued
+            message.opening.prompt_token_ids.MergeFrom(response.prompt_token_ids)
+            message.opening.tokenizer_digest = response.tokenizer_digest
+        return message
+
+
+class _Asked(NamedTuple):
+    """A request while it is sampled: its samples, whose tokens its prompt begins with, and who reads along."""
+
+    generation: Generation
+    keys: Sequence[str]
+    stream: TokenStream | None
 
 
 class PolicyEngine:
@@ -111,25 +189,69 @@ class PolicyEngine:
         Raises:
             SluiceError: if the request itself is at fault, or a sample was interrupted again and again.
         """
+        generation = self._generation(request)
+        await self._sample(_Asked(generation, prefix_keys, None))
+        return generation.response
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        request: rollout_pb2.GenerateRequest,
+        prefix_keys: Sequence[str] = (),
+        *,
+        coalesce_s: float = 0.02,
+        alive_s: float = 1.0,
+    ) -> AsyncIterator[TokenStream]:
+        """Sample as `agenerate` does while the block reads the tokens. Leaving the block ends the sampling.
+
+        Args:
+            request: As for `agenerate`. Text comes if it asks for text, messages with the last delta of each sample.
+            prefix_keys: As for `agenerate`.
+            coalesce_s: Seconds of tokens in one message; more with thousands of requests under way.
+            alive_s: Seconds without news after which a message without deltas comes.
+
+        Raises:
+            SluiceError: as `agenerate`, from the iteration.
+        """
+        generation = self._generation(request)
+        stream = TokenStream(generation, coalesce_s, alive_s)
+        sampling = asyncio.create_task(self._sample(_Asked(generation, prefix_keys, stream)), name="stream tokens")
+        discard_outcome(sampling)  # the reader may leave while it fails
+        stream.begin(sampling)
+        try:
+            yield stream
+        finally:
+            sampling.cancel()
+            await asyncio.wait({sampling})
+
+    def _generation(self, request: rollout_pb2.GenerateRequest) -> Generation:
+        """Return the samples of a new request, after it was made ready to be sent.
+
+        Raises:
+            SluiceError: if it asks for what streams do not have.
+        """
         if request.return_prompt_logprobs:
             raise SluiceError.invalid_argument(
                 "return_prompt_logprobs", "streams have none: call Generate of a replica"
             )
         request.run = f"runs/{self._run}" if self._run else ""
         request.request_id = bounded_id(request.request_id)
+        return Generation(request)
+
+    async def _sample(self, asked: _Asked) -> None:
+        """Sample a request to its end, and count what came of it."""
+        request = asked.generation.request
         if self.lockstep is not None:
             request.priority = await self.lockstep.turn(request.request_id)
-        generation = Generation(request)
         try:
-            await self._finish(generation, prefix_keys)
+            await self._finish(asked)
         finally:
             if self.lockstep is not None:
                 self.lockstep.arrived(request.request_id)
-        response = generation.response
+        samples = asked.generation.response.samples
         self.counts["requests"] += 1
-        self.counts["tokens"] += sum(len(sample.token_ids) for sample in response.samples)
-        self.counts["spanning"] += any(len(sample.version_spans) > 1 for sample in response.samples)
-        return response
+        self.counts["tokens"] += sum(len(sample.token_ids) for sample in samples)
+        self.counts["spanning"] += any(len(sample.version_spans) > 1 for sample in samples)
 
     async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
         """Return the token ids of text or messages, by the model's own tokenizer and template."""
@@ -144,13 +266,13 @@ class PolicyEngine:
                 await self._failed(replica, error)
             avoid = replica.target
 
-    async def _finish(self, generation: Generation, keys: Sequence[str]) -> None:
+    async def _finish(self, asked: _Asked) -> None:
         """Ask one replica for the whole, and others, side by side, for what is left of it."""
-        left = await self._attempt(generation, generation.whole(), keys)
+        left = await self._attempt(asked, asked.generation.whole())
         under_way: set[asyncio.Task[list[Part]]] = set()
         try:
             while left or under_way:
-                under_way |= {asyncio.create_task(self._attempt(generation, part, keys)) for part in left}
+                under_way |= {asyncio.create_task(self._attempt(asked, part)) for part in left}
                 done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
                 discard_outcome(*done)  # of several that failed, one is raised
                 left = [part for each in done for part in each.result()]
@@ -161,17 +283,17 @@ class PolicyEngine:
                 await asyncio.wait(under_way)
                 discard_outcome(*under_way)
 
-    async def _attempt(self, generation: Generation, part: Part, keys: Sequence[str]) -> list[Part]:
+    async def _attempt(self, asked: _Asked, part: Part) -> list[Part]:
         """Ask one replica for samples; return what is left to ask for.
 
         Raises:
             SluiceError: if the request is at fault, or its samples were interrupted too often.
         """
         wanted = Version.from_proto(part.request.min_policy_version)
-        replica = self._only or await self.pool.choose(wanted, part.avoid, keys)
+        replica = self._only or await self.pool.choose(wanted, part.avoid, asked.keys)
         problem: SluiceError | None = None
         try:
-            await self._receive(replica, part)
+            await self._receive(replica, part, asked.stream)
             replica.work_succeeded(part.newest_version)
         except SluiceError as error:
             problem = error
@@ -180,7 +302,9 @@ class PolicyEngine:
         lost = problem is not None and part.opened and _is_lost(problem)
         interrupted = problem is None or problem.code is grpc.StatusCode.DATA_LOSS or lost
         stalled = problem is not None and problem.reason == REPLICA_STALLED
-        left = generation.rest(part, replica.model, replica.target, interrupted=interrupted, stalled=stalled)
+        left = asked.generation.rest(part, replica.model, replica.target, interrupted=interrupted, stalled=stalled)
+        if asked.stream is not None:
+            asked.stream.add(part, replica.model)
         self.counts["tokens_lost"] += part.unusable
         self.counts["tokens_kept"] += part.kept
         self.counts["continued"] += sum(each.continues for each in left)
@@ -189,14 +313,15 @@ class PolicyEngine:
             raise SluiceError.aborted("INTERRUPTED", f"a sample was interrupted {_FRUITLESS} times in a row{reason}")
         return left
 
-    async def _receive(self, replica: Replica, part: Part) -> None:
+    async def _receive(self, replica: Replica, part: Part, stream: TokenStream | None) -> None:
         """Take what one replica samples, until its stream ends.
 
         Raises:
             SluiceError: if it ends with an error, breaks, or is given up.
         """
         # In lockstep the first message of each is waited for.
-        every_s = coalescing_s(self.pool.config, self.pool.calls if self.lockstep is None else 0)
+        streams = self.pool.calls if self.lockstep is None else 0
+        every_s = coalescing_s(self.pool.config, streams, None if stream is None else stream.coalesce_s)
         request = rollout_pb2.GenerateStreamRequest(request=part.request)
         request.coalesce.FromMilliseconds(int(every_s * 1000))
         call = replica.rollout.GenerateStream(request, timeout=self._deadline_s)
@@ -206,6 +331,8 @@ class PolicyEngine:
             with replica.working(call, samples, streams=True, stalls=part.stalls) as work:
                 while isinstance(message := await call.read(), rollout_pb2.GenerateStreamResponse):
                     part.receive(message)
+                    if stream is not None:
+                        stream.add(part, replica.model)
                     replica.received(work, message.chunk)
                     if self.lockstep is not None and message.HasField("chunk"):
                         self.lockstep.arrived(name)
@@ -243,14 +370,19 @@ class PolicyEngine:
             await asyncio.sleep(error.retry_after_s or _BUSY_RETRY_S)
 
 
-def coalescing_s(config: ReplicasConfig, streams: int) -> float:
+def coalescing_s(config: ReplicasConfig, streams: int, wanted_s: float | None = None) -> float:
     """Return the seconds of tokens that a replica is asked to send in one message while so many streams are under way. Pure.
 
-    It grows with them beyond `coalesce_s`, so that the messages of all do not keep the event loop from everything else. Silence for
-    `progress_s` must stay a sign that a stream is stuck: so it is at most half of that, and what the contract allows.
+    It grows with them, so that the messages of all do not keep the event loop from everything else. Silence for `progress_s` must stay
+    a sign that a stream is stuck: so it is at most half of that, and what the contract allows.
+
+    Args:
+        config: The settings.
+        streams: Streams under way.
+        wanted_s: What is wanted while they are few; None: `coalesce_s`.
     """
-    most_s = min(config.progress_s / 2, MOST_COALESCE_S)
-    return max(min(config.coalesce_s, MOST_COALESCE_S), min(most_s, streams / _MOST_MESSAGES_PER_S))
+    least_s = config.coalesce_s if wanted_s is None else wanted_s
+    return min(config.progress_s / 2, MOST_COALESCE_S, max(least_s, streams / _MOST_MESSAGES_PER_S))
 
 
 def _is_lost(error: SluiceError) -> bool:

@@ -174,6 +174,7 @@ class GenerateRequest(_message.Message):
     CONTINUED_TOKENS_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
     RETURN_MESSAGE_FIELD_NUMBER: _builtins.int
+    RENDERED_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run that the caller belongs to, as `runs/{run}`. Empty: not checked."""
     request_id: _builtins.str
@@ -200,7 +201,7 @@ class GenerateRequest(_message.Message):
     first token of a text may lose its space. A stop string may begin in them. At most the length of the prompt. Unset: 0.
     """
     return_message: _builtins.bool
-    """Return what each sample says as a message: text, tool calls and reasoning apart."""
+    """Return what each sample says as a message: text, tool calls and reasoning apart. With `continued_tokens` it begins with theirs."""
     @_builtins.property
     def token_ids(self) -> _tokens_pb2.TokenIds:
         """Token ids, taken as they are."""
@@ -223,6 +224,12 @@ class GenerateRequest(_message.Message):
         do that; if it cannot, the whole conversation is rendered. GenerateResponse.continued says which. With `conversation` alone.
         """
 
+    @_builtins.property
+    def rendered(self) -> _tokens_pb2.TokenIds:
+        """Token ids of the prompt as a replica rendered the conversation before, and those that the samples continue. They are taken as
+        they are; the conversation says which tools there are. With `conversation` alone, and without `continues`.
+        """
+
     def __init__(
         self,
         *,
@@ -242,10 +249,11 @@ class GenerateRequest(_message.Message):
         continued_tokens: _builtins.int = ...,
         continues: Global___Continuation | None = ...,
         return_message: _builtins.bool = ...,
+        rendered: _tokens_pb2.TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "prompt", b"prompt", "rendered", b"rendered", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "continued_tokens", b"continued_tokens", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_message", b"return_message", "return_prompt_logprobs", b"return_prompt_logprobs", "return_text", b"return_text", "run", b"run", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "continued_tokens", b"continued_tokens", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "priority", b"priority", "prompt", b"prompt", "rendered", b"rendered", "request_id", b"request_id", "return_message", b"return_message", "return_prompt_logprobs", b"return_prompt_logprobs", "return_text", b"return_text", "run", b"run", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015

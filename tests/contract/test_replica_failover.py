@@ -14,7 +14,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.sampling import replica as one_replica
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
-from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.policy import PolicyEngine, TokenStream
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
 from sluice.v1 import rollout_pb2
@@ -525,3 +525,86 @@ async def test_prompt_log_probabilities_are_refused_with_the_remedy() -> None:
     engine = PolicyEngine(ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None), "test", 1.0)
     with pytest.raises(SluiceError, match="call Generate"):
         await engine.agenerate(rollout_pb2.GenerateRequest(return_prompt_logprobs=True))
+
+
+@dataclass
+class ReadAlong:
+    """A client of a gateway: what it read it cannot forget."""
+
+    ids: dict[int, list[int]]
+    text: dict[int, str]
+    opening: rollout_pb2.StreamOpening | None = None
+    signs_of_life: int = 0
+
+    async def read(self, stream: TokenStream) -> rollout_pb2.GenerateResponse:
+        async for message in stream:
+            if message.HasField("opening"):
+                assert self.opening is None
+                self.opening = message.opening
+            self.signs_of_life += not message.HasField("opening") and not message.chunk.deltas
+            for delta in message.chunk.deltas:
+                ids = self.ids.setdefault(delta.tokens.index, [])
+                assert delta.offset == len(ids)
+                ids.extend(delta.tokens.token_ids)
+                self.text[delta.tokens.index] = self.text.get(delta.tokens.index, "") + delta.tokens.text
+        return stream.response
+
+
+def asked(n: int = 4) -> rollout_pb2.GenerateRequest:
+    return rollout_pb2.GenerateRequest(
+        request_id="r", text="x", n=n, sampling={"max_tokens": TOKENS, "seed": 5}, return_text=True
+    )
+
+
+@pytest.mark.parametrize("failure", ["dies", "hands over", "sends damage"])
+async def test_a_client_that_reads_along_sees_no_failure(failure: str) -> None:
+    failing, other = pair(aborts_after=3 if failure == "hands over" else None)
+    failing.damaged_after = 3 if failure == "sends damage" else None
+    async with fleet(failing, other) as scene:
+        scene.pool._homes.remember(["episode"], scene.known(failing).target)
+        reader = ReadAlong({}, {})
+        async with scene.engine.stream(asked(), ["episode"]) as stream:
+            reading = asyncio.create_task(reader.read(stream))
+            await until(lambda: all(reader.ids.get(index) for index in range(4)))
+            before = {index: len(ids) for index, ids in reader.ids.items()}
+            if failure == "dies":
+                await scene.cables[0].cut()
+            response = await reading
+        assert_whole(response, versions=(0, 1))
+        assert all(0 < count < TOKENS for count in before.values()), "it read while tokens were sampled"
+        assert [reader.ids[index] for index in range(4)] == [list(each.token_ids) for each in response.samples]
+        assert [reader.text[index] for index in range(4)] == [each.text for each in response.samples]
+        assert list(reader.opening.prompt_token_ids) == PROMPT
+        assert reader.opening.request_id == "r"
+        assert all(each.continued_tokens for each in other.requests), "what was read is kept, also of a damaged stream"
+
+
+async def test_a_client_sees_that_it_is_alive_while_no_replica_takes_its_request() -> None:
+    only = ScriptedReplica("only", state=rollout_pb2.REPLICA_STATE_STARTING)
+    async with fleet(only, announced=True) as scene:
+        reader = ReadAlong({}, {})
+        async with scene.engine.stream(asked(), alive_s=0.02) as stream:
+            reading = asyncio.create_task(reader.read(stream))
+            await until(lambda: reader.signs_of_life > 2)
+            assert not reader.ids
+            only.state = rollout_pb2.REPLICA_STATE_SERVING
+            scene.announce("only", f"127.0.0.1:{scene.cables[0].port}")
+            assert_whole(await reading)
+
+
+async def test_a_client_that_leaves_ends_its_request() -> None:
+    only = ScriptedReplica("only", pace_s=0.05)
+    async with fleet(only) as scene:
+        async with scene.engine.stream(asked()) as stream:
+            async for message in stream:
+                if message.chunk.deltas:
+                    break
+        await until(lambda: not only.open)
+        assert not any(each.works or each.in_flight for each in scene.pool.replicas)
+
+
+async def test_a_client_is_told_why_its_request_failed(monkeypatch) -> None:
+    monkeypatch.setattr(one_replica, "_LONGEST_COOLDOWN_S", 0.05)
+    async with fleet(ScriptedReplica("only", damaged_after=0)) as scene, scene.engine.stream(asked()) as stream:
+        with pytest.raises(SluiceError, match="interrupted 8 times in a row"):
+            await ReadAlong({}, {}).read(stream)

@@ -18,6 +18,7 @@ def test_a_loaded_orchestrator_asks_for_fewer_messages() -> None:
     patient = ReplicasConfig(progress_s=30.0)
     assert coalescing_s(patient, 3438) == 3.438
     assert coalescing_s(ReplicasConfig(coalesce_s=2.0), 1500) == 2.0
+    assert [coalescing_s(config, streams, 0.02) for streams in (0, 64, 1500, 10**6)] == [0.02, 0.064, 1.5, 2.5]
 
 
 @given(SECONDS, SECONDS, st.integers(0, 10**7), st.integers(0, 10**7))

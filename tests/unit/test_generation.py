@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from sluice.rpc import SluiceError
 from sluice.sampling.generation import MAX_REQUEST_ID, Generation, Part, bounded_id
 from sluice.v1 import rollout_pb2, tokens_pb2
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Version, append_spans
 
 PROMPT = [11, 12, 13]
 STOP, LENGTH, ABORT = tokens_pb2.FINISH_REASON_STOP, tokens_pb2.FINISH_REASON_LENGTH, tokens_pb2.FINISH_REASON_ABORT
@@ -111,6 +113,177 @@ def test_whatever_breaks_the_answer_is_whole(data, n: int, most: int, seeded: bo
     for index, sample in enumerate(answered.samples):
         assert_true(sample, index, lengths[index], most)
     assert received - lost == sum(len(sample.token_ids) for sample in answered.samples), "each token is kept or counted"
+
+
+class Reader:
+    """Whoever is given what is final: it cannot forget."""
+
+    def __init__(self, n: int) -> None:
+        self.samples = [rollout_pb2.GeneratedSample(index=index) for index in range(n)]
+
+    def read(self, generation: Generation, part: Part) -> None:
+        for delta in generation.final_deltas(part, MODEL):
+            mine, more = self.samples[delta.tokens.index], delta.tokens
+            assert not mine.finish_reason, "nothing follows the end"
+            assert delta.offset == len(mine.token_ids), "nothing is given twice, nothing is left out"
+            assert len(more.logprobs) == len(more.token_ids)
+            assert [span.start for span in more.version_spans[:1]] == [delta.offset] * bool(more.token_ids)
+            append_spans(mine.version_spans, more.version_spans, 0)
+            mine.token_ids.extend(more.token_ids)
+            mine.logprobs.extend(more.logprobs)
+            mine.text += more.text
+            mine.finish_reason = more.finish_reason
+            if more.HasField("message"):
+                mine.message.CopyFrom(more.message)
+
+    def assert_prefix(self, answered: rollout_pb2.GenerateResponse) -> None:
+        for mine, whole in zip(self.samples, answered.samples, strict=True):
+            assert list(mine.token_ids) == list(whole.token_ids[: len(mine.token_ids)])
+
+
+def letters(ids: list[int], *, last: bool) -> str:
+    """The text of tokens that are bytes; an incomplete character at the end is held back, as replicas do, until the last one."""
+    text = bytes(each for each in ids if each != EOS).decode(errors="replace")
+    return text if last else text.removesuffix("\ufffd")
+
+
+def unruly(data, draw: random.Random, part: Part, *, calm: bool):
+    """Yield what a replica sends that samples other bytes each time: it dies, gives up, forgets the end, or sends what does not fit."""
+    prompt = list(part.request.rendered.ids or part.request.token_ids.ids) or PROMPT
+    yield rollout_pb2.GenerateStreamResponse(opening={"prompt_token_ids": prompt, "continued": True})
+    begun, most = part.request.continued_tokens, part.request.sampling.max_tokens
+    for index in range(len(part.samples)):
+        before, ids, told = prompt[len(prompt) - begun :], [], ""
+        while True:
+            fate = (
+                "calm" if calm else data.draw(st.sampled_from(["calm"] * 4 + ["dies", "aborts", "spanless", "damaged"]))
+            )
+            piece = draw.choice(["a", "é", "€", "😀"]).encode() + bytes([EOS] * (draw.random() < 0.2))
+            piece = [*piece][draw.randrange(2) :][: most - len(ids)]  # some characters lack their first byte
+            offset = len(ids) + (fate == "damaged")
+            ids += piece
+            ended = EOS in piece or len(ids) == most
+            text = letters([*before, *ids], last=ended or fate == "aborts")
+            finish = (STOP if EOS in piece else LENGTH) if ended else 0
+            version = tokens_pb2.VersionSpan(start=offset, policy_version=Version(1, draw.randrange(2)).to_proto())
+            delta = rollout_pb2.SampleDelta(
+                offset=offset,
+                tokens=rollout_pb2.GeneratedSample(
+                    index=index,
+                    token_ids=piece,
+                    logprobs=[-1.0] * len(piece),
+                    version_spans=[version] if piece and fate != "spanless" else [],
+                    text=text.removeprefix(told),
+                    finish_reason=ABORT if fate == "aborts" and not ended else 0 if fate == "dies" else finish,
+                ),
+            )
+            if delta.tokens.finish_reason and part.request.return_message:
+                delta.tokens.message.content = text
+            told = text
+            yield rollout_pb2.GenerateStreamResponse(chunk={"deltas": [delta]})
+            if fate in ("dies", "aborts", "spanless"):
+                return
+            if ended:
+                break
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 12), st.booleans())
+def test_what_was_given_away_is_never_taken_back(data, n: int, most: int, return_message: bool) -> None:
+    request = rollout_pb2.GenerateRequest(
+        request_id="r",
+        conversation={"messages": [{"role": "user", "content": "x"}]},
+        continues={"token_ids": PROMPT[:1], "messages": 1},
+        n=n,
+        sampling={"max_tokens": most},
+        return_message=return_message,
+    )
+    draw = random.Random(data.draw(st.integers(0, 1 << 30)))
+    generation, reader = Generation(request), Reader(n)
+    left = [generation.whole()]
+    for attempt in range(100):
+        if not left:
+            break
+        part = left.pop(0)
+        with contextlib.suppress(SluiceError):
+            for message in unruly(data, draw, part, calm=attempt > 10):
+                part.receive(message)
+                reader.read(generation, part)
+                reader.assert_prefix(generation.response)
+        left += generation.rest(part, MODEL, "a", interrupted=True)
+        reader.read(generation, part)
+        reader.assert_prefix(generation.response)
+    assert not left
+    assert generation.response.continued
+    for mine, whole in zip(reader.samples, generation.response.samples, strict=True):
+        whole.ClearField("stop_string")
+        assert mine == whole, "all of it was given away"
+        assert (whole.finish_reason == STOP) == (whole.token_ids[-1] == EOS)
+        assert whole.text == letters(list(whole.token_ids), last=True)
+        assert whole.message.content == (whole.text if return_message else "")
+
+
+def test_a_continuation_that_is_to_tell_the_message_keeps_the_conversation_and_its_exact_ids() -> None:
+    conversation = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "search"}]}
+    request = rollout_pb2.GenerateRequest(
+        request_id="r", conversation=conversation, continues={"token_ids": [11], "messages": 1}, return_message=True
+    )
+    generation = Generation(request)
+    part = generation.whole()
+    part.receive(opening(part))
+    part.receive(some(0, 0, [7, 8]))
+    (more,) = generation.rest(part, MODEL, "a", interrupted=True)
+    assert more.request.conversation == request.conversation
+    assert list(more.request.rendered.ids) == [*PROMPT, 7, 8]
+    assert (more.request.continued_tokens, more.request.HasField("continues")) == (2, False)
+
+
+def test_a_continuation_without_a_message_is_token_ids_alone() -> None:
+    conversation = {"messages": [{"role": "user", "content": "x"}]}
+    request = rollout_pb2.GenerateRequest(conversation=conversation, continues={"token_ids": [11], "messages": 1})
+    generation = Generation(request)
+    part = generation.whole()
+    part.receive(opening(part))
+    part.receive(some(0, 0, [7, 8]))
+    (more,) = generation.rest(part, MODEL, "a", interrupted=True)
+    assert list(more.request.token_ids.ids) == [*PROMPT, 7, 8]
+    assert not more.request.HasField("continues"), "it goes with a conversation alone"
+
+
+def test_the_message_of_an_end_token_without_its_reason_is_asked_for_again() -> None:
+    request = rollout_pb2.GenerateRequest(request_id="r", text="x", return_message=True)
+    generation = Generation(request)
+    part = generation.whole()
+    part.receive(opening(part))
+    part.receive(some(0, 0, [7, EOS]))
+    assert not list(generation.final_deltas(part, MODEL)), "the end token may have to be sampled again"
+    (more,) = generation.rest(part, MODEL, "a", interrupted=False)
+    assert list(more.request.token_ids.ids) == [*PROMPT, 7]
+    assert [list(each.tokens.token_ids) for each in generation.final_deltas(part, MODEL)] == [[7]]
+
+
+def test_what_was_given_away_of_a_damaged_stream_stays() -> None:
+    generation, part = begun(2)
+    part.receive(some(0, 0, [7, 8]))
+    part.receive(some(1, 0, [7], STOP))
+    assert [each.tokens.index for each in generation.final_deltas(part, MODEL)] == [0, 1]
+    part.receive(some(0, 2, [9]))
+    with pytest.raises(SluiceError):
+        part.receive(WRONG["gap"])
+    (more,) = generation.rest(part, MODEL, "a", interrupted=True)
+    assert list(more.request.token_ids.ids) == [*PROMPT, 7, 8]
+    assert part.unusable == 1
+    assert generation.response.samples[1].finish_reason == STOP
+
+
+def test_replicas_of_other_tokenizers_are_not_continued_with() -> None:
+    generation = Generation(rollout_pb2.GenerateRequest(text="x"))
+    part = generation.whole()
+    part.receive(rollout_pb2.GenerateStreamResponse(opening={"prompt_token_ids": PROMPT, "tokenizer_digest": "a"}))
+    part.receive(some(0, 0, [7]))
+    (more,) = generation.rest(part, MODEL, "a", interrupted=False)
+    other = rollout_pb2.GenerateStreamResponse(opening={"prompt_token_ids": [*PROMPT, 7], "tokenizer_digest": "b"})
+    with pytest.raises(SluiceError, match="give all replicas the same --model"):
+        more.receive(other)
 
 
 def assert_true(sample: rollout_pb2.GeneratedSample, index: int, length: int, most: int) -> None:
