@@ -74,13 +74,10 @@ def sift(
         else:
             group.records.append(record)
     if policy == "penalise":
-        for record in group.records:
-            lost = penalty(record.trajectory, settings.overlong, most_tokens)
-            record.trajectory.reward -= lost
-            group.overlong += lost > 0
-    group.without_signal = bool(group.records) and _without_signal(
-        [each.trajectory.reward for each in group.records], settings.filter
-    )
+        _penalise(group, settings.overlong, most_tokens)
+    # One reward per episode: one that forked has several trajectories.
+    rewards = {each.trajectory.episode_id: each.trajectory.reward for each in group.records}
+    group.without_signal = bool(rewards) and _without_signal(list(rewards.values()), settings.filter)
     if policy == "mask":
         cut = [each for each in group.records if _cut_off(each.trajectory)]
         group.overlong += len(cut)
@@ -90,6 +87,20 @@ def sift(
         for record in cut:
             mask(record.trajectory)
     return group
+
+
+def _penalise(group: ScoredGroup, rule: OverlongConfig, most_tokens: int) -> None:
+    """Take the penalty of its longest turn from the reward of each episode, and from those of its branches."""
+    lost: dict[str, float] = {}
+    for record in group.records:
+        episode, own = record.trajectory.episode_id, penalty(record.trajectory, rule, most_tokens)
+        lost[episode] = max(own, lost.get(episode, 0.0))
+        group.overlong += own > 0
+    for record in group.records:
+        trajectory = record.trajectory
+        taken = lost[trajectory.episode_id]
+        trajectory.reward -= taken
+        trajectory.branch_rewards[:] = [each - taken for each in trajectory.branch_rewards]
 
 
 def penalty(trajectory: tokens_pb2.Trajectory, rule: OverlongConfig, most_tokens: int) -> float:
@@ -111,6 +122,7 @@ def mask(trajectory: tokens_pb2.Trajectory) -> None:
     trajectory.ClearField("turn_rewards")
     trajectory.ClearField("turn_runs")
     trajectory.ClearField("token_rewards")
+    trajectory.ClearField("branch_rewards")
     trajectory.ClearField("advantages")
     trajectory.ClearField("ref_logprobs")
     trajectory.ClearField("teacher_logprobs")

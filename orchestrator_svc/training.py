@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 import grpc
+import numpy as np
 import structlog
 
 from orchestrator_svc.config import NO_ADVANTAGE, OrchestratorConfig
@@ -28,7 +29,7 @@ from orchestrator_svc.report import AppliedStep, reward_by_environment, summaris
 from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.trainer_link import RETRY_S, EpochLostError, TrainerLink
-from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate, slopes
 from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
@@ -610,6 +611,8 @@ async def _digests(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> list
 async def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
     """Set the advantage of each trajectory within its group, one reward per episode; none where the trainer estimates.
 
+    Where branches have rewards of their own, each token has its own advantage; see `sluice.advantages.slopes`.
+
     Raises:
         SluiceError: FAILED_PRECONDITION if the estimator cannot take these rewards.
     """
@@ -617,9 +620,10 @@ async def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Tr
         for record in records:
             del record.trajectory.advantages[:]
         return
-    turn = Turn()
+    turn, branched = Turn(), False
     episodes: dict[str, Episode] = {}
     for record in records:
+        branched |= len(record.trajectory.branch_rewards) > 0
         await turn.give_way()
         trajectory = record.trajectory
         before = episodes.get(trajectory.episode_id)
@@ -628,9 +632,18 @@ async def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Tr
         episodes[trajectory.episode_id] = Episode(trajectory.episode_id, trajectory.group_id, reward, tokens)
     try:
         advantages = estimate(estimator, list(episodes.values()))
+        grows = slopes(estimator, list(episodes.values())) if branched else {}
     except ValueError as error:
         raise SluiceError.failed_precondition("REWARDS_UNFIT", f"orchestrator.advantage: {error}") from error
     for record in records:
         await turn.give_way()
-        value = advantages.get(record.trajectory.episode_id)
-        record.trajectory.advantages[:] = [] if value is None else [value]
+        trajectory = record.trajectory
+        value = advantages.get(trajectory.episode_id)
+        if value is None:
+            trajectory.advantages[:] = []
+        elif not trajectory.branch_rewards:
+            trajectory.advantages[:] = [value]
+        else:
+            offsets = np.array(trajectory.branch_rewards) - trajectory.reward
+            by_turn = value + grows[trajectory.episode_id] * offsets
+            trajectory.advantages[:] = np.repeat(by_turn, trajectory.turn_runs)

@@ -6,6 +6,7 @@ forked into several trajectories.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,12 @@ def maxrl(rewards: Rewards, lengths: Rewards) -> Rewards:
 
 def by_batch_std(advantages: Rewards, rewards: Rewards, lengths: Rewards) -> Rewards:
     """Advantages / (std of the batch's rewards + 1e-6), std unbiased (Lite PPO, arXiv 2508.08221)."""
-    return advantages / (float(rewards.std(ddof=1)) + STD_OFFSET) if len(rewards) > 1 else advantages
+    return advantages / batch_std(advantages, rewards, lengths)
+
+
+def batch_std(advantages: Rewards, rewards: Rewards, lengths: Rewards) -> float:
+    """Return what `by_batch_std` divides by; 1 for a single reward."""
+    return float(rewards.std(ddof=1)) + STD_OFFSET if len(rewards) > 1 else 1.0
 
 
 def whitened_over_tokens(advantages: Rewards, rewards: Rewards, lengths: Rewards) -> Rewards:
@@ -85,9 +91,16 @@ def whitened_over_tokens(advantages: Rewards, rewards: Rewards, lengths: Rewards
     total = float(lengths.sum())
     if total <= 1:
         return np.zeros_like(advantages)
+    return (advantages - float(lengths @ advantages) / total) / token_std(advantages, rewards, lengths)
+
+
+def token_std(advantages: Rewards, rewards: Rewards, lengths: Rewards) -> float:
+    """Return what `whitened_over_tokens` divides by; infinity for a single token."""
+    total = float(lengths.sum())
+    if total <= 1:
+        return math.inf
     offsets = advantages - float(lengths @ advantages) / total
-    std = float(np.sqrt(lengths @ np.square(offsets) / (total - 1)))
-    return offsets / (std + STD_OFFSET)
+    return float(np.sqrt(lengths @ np.square(offsets) / (total - 1))) + STD_OFFSET
 
 
 Estimator = Callable[[Rewards, Rewards], Rewards]
@@ -111,6 +124,17 @@ BATCH_SCALES: Mapping[str, BatchScale] = MappingProxyType(
     {"lite_ppo": by_batch_std, "reinforce_pp_baseline": whitened_over_tokens}
 )
 """Scales that follow over the whole batch, from its advantages, rewards and sampled lengths."""
+
+_GROUP_SPREADS: Mapping[str, Callable[[Rewards], float]] = MappingProxyType(
+    {
+        "grpo": lambda rewards: float(rewards.std(ddof=1)) + STD_OFFSET if (rewards != rewards[0]).any() else math.inf,
+        "maxrl": lambda rewards: float(rewards.mean()) if rewards.mean() > 0 else math.inf,
+    }
+)
+_BATCH_SPREADS: Mapping[str, Callable[[Rewards, Rewards, Rewards], float]] = MappingProxyType(
+    {"lite_ppo": batch_std, "reinforce_pp_baseline": token_std}
+)
+"""What estimators divide a difference of rewards by. Infinite where they have nothing to compare it with, as with their advantages."""
 
 
 def estimate(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
@@ -139,6 +163,32 @@ def estimate(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
     return {
         episode.episode_id: 0.0 if episode.episode_id in alone else float(value)
         for episode, value in zip(scored, advantages, strict=True)
+    }
+
+
+def slopes(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
+    """Return how much the advantage of each episode that has a reward grows with that reward, the statistics unchanged.
+
+    Every estimator of `ESTIMATORS` is linear in it. So tokens below which the branches of an episode have the mean reward r, and
+    not the episode's reward R, have the advantage A + slope * (r - R). It is 0 in a group with a single reward.
+
+    Args:
+        name: An estimator of `ESTIMATORS`.
+        episodes: As for `estimate`, which checks them.
+    """
+    groups = _by_group(episodes)
+    scored = [episode for members in groups for episode in members]
+    spreads = dict.fromkeys((each.group_id for each in scored), 1.0)
+    if name in _GROUP_SPREADS:
+        spreads = {members[0].group_id: _GROUP_SPREADS[name](_columns(members)[0]) for members in groups}
+    over_batch = 1.0
+    if name in _BATCH_SPREADS and scored:
+        within = np.concatenate([_within_group(name, members) for members in groups])
+        over_batch = _BATCH_SPREADS[name](within, *_columns(scored))
+    alone = {members[0].group_id for members in groups if len(members) == 1}
+    return {
+        each.episode_id: 0.0 if each.group_id in alone else 1.0 / (spreads[each.group_id] * over_batch)
+        for each in scored
     }
 
 

@@ -535,6 +535,7 @@ class Trajectory(_message.Message):
     TURN_RUNS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     OBJECTIVE_FIELD_NUMBER: _builtins.int
+    BRANCH_REWARDS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Unique within the run."""
     task_id: _builtins.str
@@ -597,6 +598,13 @@ class Trajectory(_message.Message):
     def turn_runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Lengths of the stretches of trained tokens that belong to one turn each; adds up to the trained tokens. Empty: one turn."""
 
+    @_builtins.property
+    def branch_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Where branches of the episode have rewards of their own: for each turn of `turn_runs` the mean reward of the branches that hold it.
+        The advantage of its tokens is what the estimator gives an episode of this reward among the unchanged others. Empty: the reward of
+        the episode for all of them.
+        """
+
     def __init__(
         self,
         *,
@@ -619,10 +627,11 @@ class Trajectory(_message.Message):
         turn_runs: _abc.Iterable[_builtins.int] | None = ...,
         adapter: _builtins.str = ...,
         objective: _builtins.str = ...,
+        branch_rewards: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "adapter", b"adapter", "advantages", b"advantages", "episode_id", b"episode_id", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "mask_runs", b"mask_runs", "objective", b"objective", "ref_logprobs", b"ref_logprobs", "reward", b"reward", "task_id", b"task_id", "teacher_logprobs", b"teacher_logprobs", "temperature", b"temperature", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "trajectory_id", b"trajectory_id", "turn_rewards", b"turn_rewards", "turn_runs", b"turn_runs", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "adapter", b"adapter", "advantages", b"advantages", "branch_rewards", b"branch_rewards", "episode_id", b"episode_id", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "mask_runs", b"mask_runs", "objective", b"objective", "ref_logprobs", b"ref_logprobs", "reward", b"reward", "task_id", b"task_id", "teacher_logprobs", b"teacher_logprobs", "temperature", b"temperature", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "trajectory_id", b"trajectory_id", "turn_rewards", b"turn_rewards", "turn_runs", b"turn_runs", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,18 @@ REWARDS = {"a": 0.0, "b": 1.0, "c": 3.0}
 
 def episodes_of(group: str, rewards: dict[str, float]) -> list[Episode]:
     return [Episode(f"{group}-{name}", group, reward, 4) for name, reward in rewards.items()]
+
+
+def test_tokens_below_branches_with_rewards_are_estimated_again_by_these() -> None:
+    # Episode f forked: 2 tokens below branches of rewards 2 and 0, 2 tokens below that of 2. Its reward is their mean, 1.
+    forked = sample("f0", reward=1.0, advantage=9.0, episode="f")
+    offsets = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    late = sample("late", reward=4.0, advantage=9.0, versions=[(0, NOW.number - 2)])
+    batch = consumed(
+        replace(forked, branch_offsets=offsets), sample("b", reward=3.0, advantage=9.0), late, estimator="centered"
+    )
+    found = {each.trajectory_id: each.advantages[each.loss_mask].tolist() for each in batch.sequences}
+    assert found == {"f0": [-1.0, -1.0, 0.0, 0.0], "b": [1.0] * 4}
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

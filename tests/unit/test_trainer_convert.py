@@ -60,6 +60,12 @@ def test_advantages_come_as_none_one_or_one_per_trained_token(given: list[float]
     assert sample.has_advantages == bool(given)
 
 
+def test_rewards_of_branches_stand_at_the_tokens_of_their_turns() -> None:
+    (sample,), _ = convert([trajectory(turn_runs=[3, 2], branch_rewards=[0.5, 1.0])], EXPECTED)
+    assert sample.branch_offsets is not None
+    assert sample.branch_offsets.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5]
+
+
 def test_a_missing_reward_is_not_zero() -> None:
     message = trajectory()
     message.ClearField("reward")
@@ -132,6 +138,9 @@ def test_rewards_stand_where_they_were_earned(changes: dict[str, Any], expected:
         ("turn_runs", {"turn_runs": [3, 3]}),
         ("turn_rewards", {"turn_runs": [3, 2], "turn_rewards": [tokens_pb2.TurnReward(turn=2, reward=1.0)]}),
         ("turn_rewards", {"turn_rewards": [tokens_pb2.TurnReward(turn=0, reward=float("inf"))]}),
+        ("branch_rewards", {"turn_runs": [3, 2], "branch_rewards": [1.0]}),
+        ("branch_rewards", {"turn_runs": [3, 2], "branch_rewards": [1.0, float("nan")]}),
+        ("reward", {"turn_runs": [3, 2], "branch_rewards": [1.0, 0.0], "reward": None}),
         ("ref_logprobs", {"ref_logprobs": [-1.0]}),
         ("teacher_logprobs", {"teacher_logprobs": [-1.0]}),
     ],

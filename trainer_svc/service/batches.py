@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.advantages import BATCH_SCALES, Episode, estimate
+from sluice.advantages import BATCH_SCALES, Episode, estimate, slopes
 from sluice.digests import batch_digest
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, VersionSpan, span_lengths
@@ -60,12 +60,14 @@ class Sample:
     Attributes:
         sequence: Its training row; the advantages are zero where none were given.
         spans: Versions that sampled its trained tokens; starts are counted in trained tokens.
+        branch_offsets: At each trained token, by how much the reward of its branches exceeds the episode's; None if no branch has one.
     """
 
     sequence: Sequence
     spans: tuple[VersionSpan, ...]
     trained_tokens: int
     has_advantages: bool
+    branch_offsets: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,7 @@ def _faults(trajectory: tokens_pb2.Trajectory, mask: Mask, expected: Expectation
     yield from _faulty_tokens(trajectory, mask, expected.vocabulary)
     yield from _faulty_lengths(trajectory, trained)
     yield from _faulty_values(trajectory)
+    yield from _faulty_branch_rewards(trajectory)
     if trained:
         yield from _faulty_spans(trajectory.version_spans, trained, expected.newest)
         yield from _missing(trajectory, expected)
@@ -279,6 +282,16 @@ def _faulty_values(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str
             yield name, "hold a value that is not finite; leave them empty where none is known"
         elif (values > LOGPROB_ROUNDING).any():
             yield name, "hold a value above 0; give natural logarithms of probabilities"
+
+
+def _faulty_branch_rewards(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]]:
+    rewards, turns = trajectory.branch_rewards, len(trajectory.turn_runs)
+    if rewards and len(rewards) != turns:
+        yield "branch_rewards", f"has {len(rewards)} values, but turn_runs has {turns}; give one per turn"
+    if not all(map(math.isfinite, rewards)):
+        yield "branch_rewards", "hold a value that is not finite"
+    if rewards and not trajectory.HasField("reward"):
+        yield "reward", "is missing, although its branches have rewards"
 
 
 def _faulty_spans(spans: Rows[tokens_pb2.VersionSpan], trained: int, newest: Version) -> Iterator[tuple[str, str]]:
@@ -368,8 +381,16 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
         trajectory_id=trajectory.trajectory_id,
         objective=trajectory.objective,
     )
+    offsets = None
+    if trajectory.branch_rewards and trajectory.HasField("reward"):
+        by_turn = np.array(trajectory.branch_rewards) - trajectory.reward
+        offsets = _spread(np.repeat(by_turn, trajectory.turn_runs), places, len(mask), 0.0)
     return Sample(
-        sequence=sequence, spans=spans, trained_tokens=len(places), has_advantages=len(trajectory.advantages) > 0
+        sequence=sequence,
+        spans=spans,
+        trained_tokens=len(places),
+        has_advantages=len(trajectory.advantages) > 0,
+        branch_offsets=offsets,
     )
 
 
@@ -516,7 +537,7 @@ def _estimated(decisions: Rows[Decision], estimators: Mapping[str, tuple[int, st
 
     Where an estimator scales by the whole batch, all groups that it estimates together are estimated again.
     """
-    values: dict[str, float] = {}
+    values: dict[str, tuple[float, float]] = {}
     again: set[str] = set()
     for together in sorted(set(estimators.values())):
         members = [each for each in decisions if estimators[each.sample.sequence.group_id] == together]
@@ -524,21 +545,29 @@ def _estimated(decisions: Rows[Decision], estimators: Mapping[str, tuple[int, st
         shrunk = {each.sample.sequence.group_id for each in members if _is_late(each)}
         if shrunk or not all(sample.has_advantages for sample in fresh):
             _, estimator = together
-            values |= estimate(estimator, _episodes(fresh))
+            episodes = _episodes(fresh)
+            grows = slopes(estimator, episodes)
+            values |= {name: (value, grows[name]) for name, value in estimate(estimator, episodes).items()}
             scaled = shrunk and estimator in BATCH_SCALES
             again |= {each.sequence.group_id for each in fresh} if scaled else shrunk
     return [_with_advantages(each, values, again) for each in decisions]
 
 
-def _with_advantages(decision: Decision, by_episode: Mapping[str, float], again: set[str]) -> Decision:
-    """Add the advantages that are missing, and replace those of the groups that are estimated again."""
+def _with_advantages(decision: Decision, by_episode: Mapping[str, tuple[float, float]], again: set[str]) -> Decision:
+    """Add the advantages that are missing, and replace those of the groups that are estimated again.
+
+    `by_episode` has the advantage of each episode and its slope, as `sluice.advantages.slopes` says.
+    """
     sequence = decision.sequence
     if sequence is None or (decision.sample.has_advantages and sequence.group_id not in again):
         return decision
-    value = by_episode.get(sequence.episode_id)
-    if value is None:
+    found = by_episode.get(sequence.episode_id)
+    if found is None:
         return decision if decision.sample.has_advantages else _without_reward(decision)
-    return replace(decision, sequence=replace(sequence, advantages=torch.where(sequence.loss_mask, value, 0.0)))
+    value, slope = found
+    offsets = decision.sample.branch_offsets
+    advantages = torch.full_like(sequence.advantages, value) if offsets is None else value + slope * offsets
+    return replace(decision, sequence=replace(sequence, advantages=torch.where(sequence.loss_mask, advantages, 0.0)))
 
 
 def _lacks_reward(sequence: Sequence | None) -> bool:
