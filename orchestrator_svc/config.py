@@ -228,6 +228,36 @@ class JournalConfig(Section):
     )
 
 
+class ExternalConfig(Section):
+    """Episodes that external agents run (`workflow = "external"`)."""
+
+    lease_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a lease lasts unless it is renewed; then its episodes are on offer again.",
+    )
+    idle_s: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds without a call after which an open episode is given up, and is on offer again.",
+    )
+    attempts: int = Field(
+        4,
+        ge=1,
+        description="Times that an episode may be opened; after that it is given up for good if it is not submitted.",
+    )
+    most_sessions: int = Field(16_384, ge=1, description="Most episodes that are open at a time.")
+    most_leased: int = Field(4096, ge=1, description="Most episodes that one principal has leased at a time.")
+    most_generations: int = Field(1024, ge=1, description="Most requests that are recorded in one session.")
+    most_requests: int = Field(64, ge=1, description="Most requests of one session that are under way at a time.")
+    session_mb: int = Field(64, ge=1, description="Most MiB that are recorded in one session; then it samples no more.")
+    retry_s: float = Field(
+        1.0,
+        gt=0,
+        description="Seconds after which an agent may ask again where nothing is on offer or a limit is reached.",
+    )
+
+
 class EpisodeConfig(Section):
     """What may differ between the environments of a run. A table of `environments` takes over what `[orchestrator]` sets."""
 
@@ -378,6 +408,7 @@ class OrchestratorConfig(EpisodeConfig):
     pacing: PacingConfig = Field(default_factory=PacingConfig, description="When groups start.")
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig, description="Deadlines.")
     journal: JournalConfig = Field(default_factory=JournalConfig, description="The journal.")
+    external: ExternalConfig = Field(default_factory=ExternalConfig, description="Episodes of external agents.")
     existing_run: Literal["resume", "refuse"] = Field(
         "resume", description="What to do if the run's directory holds a journal: resume the run, or refuse to start."
     )

@@ -60,6 +60,9 @@ class Target(NamedTuple):
 
 EPISODE = Target()
 
+_DIGITS = 18
+"""Digits that a number in a name has at most."""
+
 
 class EndedSession(NamedTuple):
     """What is kept of a session that ended, so that repeated calls are answered as the first one was.
@@ -155,6 +158,21 @@ def session_name(group: int, episode: int, attempt: int) -> str:
     return f"g{group}-{episode}-{attempt}"
 
 
+def group_of_lease(lease_id: str) -> int:
+    """Return the group that the name of a lease begins with; 0, which is none, if it has another form."""
+    number = lease_id.removeprefix("g").partition("-")[0]
+    return int(number) if number.isascii() and number.isdecimal() and len(number) <= _DIGITS else 0
+
+
+def parse_session_name(name: str) -> tuple[int, int, int] | None:
+    """Return group, episode and attempt of a session; None if no session has such a name."""
+    parts = name.removeprefix("g").split("-")
+    if len(parts) != 3 or not all(each.isascii() and each.isdecimal() and len(each) <= _DIGITS for each in parts):
+        return None
+    group, episode, attempt = map(int, parts)
+    return (group, episode, attempt) if session_name(group, episode, attempt) == name else None
+
+
 def trajectory_ids(group: int, episode: int, branches: int) -> tuple[str, ...]:
     """Return the names of an episode's trajectories: the episode's own, if it has a single branch."""
     name = f"g{group}-{episode}"
@@ -172,6 +190,7 @@ class Lease:
         seconds: Time that it lasts without a renewal.
     """
 
+    group: int
     lease_id: str
     principal: str
     request_id: str
@@ -243,7 +262,7 @@ class ExternalEpisodes:
     @property
     def next_lease_id(self) -> str:
         """The name of the next lease."""
-        return f"g{self.group}-lease-{self.granted + 1}"
+        return f"g{self.group}-lease-{self.granted + 1}"  # `group_of_lease` reads it
 
     def session(self, episode: int, attempt: int) -> Session | None:
         """Return a session; None if it was given up, or never opened."""
@@ -264,7 +283,9 @@ class ExternalEpisodes:
             raise LedgerError(f"lease {fact.lease_id} names episodes that are not on offer, or is not the next one")
         lent = tuple(fact.episodes)
         seconds = fact.lease.ToTimedelta().total_seconds()
-        self.leases[fact.lease_id] = Lease(fact.lease_id, fact.principal, fact.request_id, lent, set(lent), seconds)
+        self.leases[fact.lease_id] = Lease(
+            self.group, fact.lease_id, fact.principal, fact.request_id, lent, set(lent), seconds
+        )
         self.granted += 1
         for each in lent:
             self.slots[each].lease_id = fact.lease_id

@@ -1,0 +1,1 @@
+"""Episodes that external agents run: who has them, and what was sampled in them."""

@@ -1,0 +1,413 @@
+"""Who has which external episodes: leases, and how sessions begin and end.
+
+A state machine over the ledger: what it decides becomes true by a fact that it records. It has no clock: callers bring the time
+in seconds of a monotonic clock. Only deadlines are kept here, beside the ledger, so that they begin anew when a process starts.
+
+An answer may be given to an agent only when the journal is durable, also that of a call which is repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from orchestrator_svc.config import ExternalConfig
+from orchestrator_svc.journal.external import (
+    SUBMITTED,
+    EndedSession,
+    ExternalEpisodes,
+    Lease,
+    Session,
+    Target,
+    group_of_lease,
+    parse_session_name,
+    session_name,
+)
+from orchestrator_svc.journal.ledger import Group, Stage
+from orchestrator_svc.journal.store import Journal
+from sluice.rpc import SluiceError
+from sluice.v1 import episode_pb2
+from sluice.v1 import journal_pb2 as pb
+
+MAX_NAME = 128
+"""Characters of a request_id, as the contracts say."""
+
+IDLE = "IDLE"
+ABANDONED = "ABANDONED"
+LEASE_ENDED = "LEASE_ENDED"
+EXPIRED = "EXPIRED"
+
+SESSION_ENDED = "SESSION_ENDED"
+"""Reason of calls for a session that has ended."""
+
+
+class Lending:
+    """Lends the episodes of the groups that are on offer.
+
+    Args:
+        journal: The run's journal.
+        limits: Times and bounds.
+        now: Seconds; leases and sessions of earlier processes have their full time from here.
+    """
+
+    def __init__(self, journal: Journal, limits: ExternalConfig, now: float) -> None:
+        self._journal, self._ledger, self._limits = journal, journal.ledger, limits
+        self._offered: dict[int, None] = {}  # an ordered set
+        self._lease_ends: dict[str, float] = {}
+        self._idle_ends: dict[str, float] = {}
+        for external in self._running():
+            self._lease_ends |= {name: now + each.seconds for name, each in external.leases.items()}
+            self._idle_ends |= {each.name: now + limits.idle_s for each in external.sessions}
+
+    # Offers.
+
+    def offer(self, group: int) -> None:
+        """Offer the episodes of a running group."""
+        self._offered[group] = None
+
+    def withdraw(self, group: int) -> None:
+        """Offer them no more; what is lent stays lent while the group runs."""
+        self._offered.pop(group, None)
+
+    def lease(self, principal: str, request: episode_pb2.LeaseTasksRequest, now: float) -> list[Lease]:
+        """Lend episodes, the oldest groups first; none if nothing is on offer.
+
+        The same request gets the same leases while one of them lasts.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT; RESOURCE_EXHAUSTED if the principal has as many as it may have.
+        """
+        check_name("request_id", request.request_id)
+        if request.max_tasks < 1:
+            raise SluiceError.invalid_argument("max_tasks", "is 0; give the number of tasks wanted, at least 1")
+        leases = [each for external in self._running() for each in external.leases.values()]
+        own = [each for each in leases if each.principal == principal]
+        if known := [each for each in own if each.request_id == request.request_id]:
+            return known
+        room = self._limits.most_leased - sum(self._unsettled(each) for each in own)
+        if room <= 0:
+            raise SluiceError.resource_exhausted(
+                "MOST_LEASED",
+                f"principal {principal!r} has {self._limits.most_leased} episodes, the most that orchestrator.external.most_leased"
+                " allows: submit or abandon some first",
+                self._limits.retry_s,
+            )
+        granted: list[Lease] = []
+        for group in sorted(self._offered):
+            if len(granted) >= request.max_tasks or room <= 0:
+                break
+            free = self._on_offer(group)[: min(request.max_episodes or room, room)]
+            if free:
+                granted.append(self._grant(group, principal, request.request_id, free, now))
+                room -= len(free)
+        return granted
+
+    def _on_offer(self, number: int) -> list[int]:
+        group = self._ledger.groups.get(number)
+        if group is None or group.stage is not Stage.RUNNING:
+            return []
+        return self._external(number).on_offer
+
+    def _grant(self, number: int, principal: str, request_id: str, episodes: list[int], now: float) -> Lease:
+        name, duration = self._external(number).next_lease_id, Duration()
+        duration.FromNanoseconds(int(self._limits.lease_s * 1e9))
+        fact = pb.LeaseGranted(
+            group=number, lease_id=name, principal=principal, request_id=request_id, episodes=episodes, lease=duration
+        )
+        self._journal.record(pb.Fact(lease_granted=fact))
+        lease = self._external(number).leases[name]
+        self._lease_ends[name] = now + lease.seconds
+        return lease
+
+    def renew(self, principal: str, lease_id: str, now: float) -> Lease:
+        """Prolong a lease by its full time, and the idle time of its sessions.
+
+        Raises:
+            SluiceError: NOT_FOUND.
+        """
+        external, lease = self._find_lease(principal, lease_id)
+        self._lease_ends[lease_id] = now + lease.seconds
+        for session in external.sessions:
+            if session.lease_id == lease_id:
+                self.touch(session, now)
+        return lease
+
+    def _lease(self, lease_id: str) -> tuple[ExternalEpisodes | None, Lease | None]:
+        group = self._ledger.groups.get(group_of_lease(lease_id))
+        external = group.external if group is not None else None
+        return external, external.leases.get(lease_id) if external is not None else None
+
+    def _find_lease(self, principal: str, lease_id: str) -> tuple[ExternalEpisodes, Lease]:
+        external, lease = self._lease(lease_id)
+        if external is None or lease is None or lease.principal != principal:
+            raise SluiceError.not_found(
+                "UNKNOWN_LEASE",
+                f"principal {principal!r} has no lease {lease_id!r}: it ended, or its group did; call LeaseTasks again",
+            )
+        return external, lease
+
+    # Sessions.
+
+    def open(self, principal: str, request: episode_pb2.OpenEpisodeRequest, now: float) -> Session:
+        """Begin the next episode of a lease; the same request gets the same session while it lasts.
+
+        Raises:
+            SluiceError: NOT_FOUND (the lease ended), FAILED_PRECONDITION (none is left), RESOURCE_EXHAUSTED (too many are open).
+        """
+        check_name("request_id", request.request_id)
+        external, lease = self._find_lease(principal, request.lease_id)
+        for session in external.sessions:
+            if (session.lease_id, session.request_id) == (lease.lease_id, request.request_id):
+                return session
+        left = [each for each in sorted(lease.episodes) if external.slots[each].session is None]
+        if not left:
+            raise SluiceError.failed_precondition(
+                "LEASE_USED_UP", f"all episodes of lease {lease.lease_id} are open or ended: call LeaseTasks for others"
+            )
+        if sum(1 for each in self._running() for _ in each.sessions) >= self._limits.most_sessions:
+            raise SluiceError.resource_exhausted(
+                "MOST_SESSIONS",
+                f"{self._limits.most_sessions} episodes are open, the most that orchestrator.external.most_sessions allows",
+                self._limits.retry_s,
+            )
+        fact = pb.EpisodeOpened(
+            group=external.group,
+            episode=left[0],
+            attempt=external.slots[left[0]].attempt,
+            lease_id=lease.lease_id,
+            request_id=request.request_id,
+        )
+        self._journal.record(pb.Fact(episode_opened=fact))
+        opened = self.open_session(principal, session_name(fact.group, fact.episode, fact.attempt))
+        self.touch(opened, now)
+        return opened
+
+    def find(self, name: str) -> Session | EndedSession | None:
+        """Return a session by its name; None if there is none, or its end was forgotten."""
+        place = parse_session_name(name)
+        if place is None:
+            return None
+        number, episode, attempt = place
+        group = self._ledger.groups.get(number)
+        external = group.external if group is not None else None
+        live = external.session(episode, attempt) if external is not None else None
+        return live or self._ledger.ended_sessions.get(name)
+
+    def known(self, principal: str, name: str) -> Session | EndedSession:
+        """Return a session of a principal.
+
+        Raises:
+            SluiceError: NOT_FOUND; also for that of another principal.
+        """
+        session = self.find(name)
+        if session is None or session.principal != principal:
+            raise SluiceError.not_found("UNKNOWN_EPISODE", f"principal {principal!r} has no episode {name!r}")
+        return session
+
+    def open_session(self, principal: str, name: str) -> Session:
+        """Return a session of a principal that may still be sampled.
+
+        Raises:
+            SluiceError: NOT_FOUND; FAILED_PRECONDITION (SESSION_ENDED).
+        """
+        session = self.known(principal, name)
+        if isinstance(session, EndedSession):
+            raise _ended(name, session.reason)
+        if session.submission is not None:
+            raise _ended(name, SUBMITTED)
+        return session
+
+    def group_of(self, session: Session) -> Group:
+        """Return the group of a live session."""
+        return self._ledger.groups[session.group]
+
+    def touch(self, session: Session, now: float, until: float = 0.0) -> None:
+        """Note that a session was called for; `until` is when the work that it has under way is given up."""
+        self._idle_ends[session.name] = max(now + self._limits.idle_s, until)
+
+    def reward(self, principal: str, request: episode_pb2.RecordRewardRequest, now: float) -> None:
+        """Record a reward; the last one for each target counts.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it comes too late).
+        """
+        if not math.isfinite(request.reward):
+            raise SluiceError.invalid_argument("reward", f"is {request.reward}; give a finite number")
+        target = Target(request.generation_id, request.branch)
+        session = self.known(principal, request.episode_id)
+        if isinstance(session, EndedSession):
+            if session.last_reward == (target, request.reward):
+                return
+            raise _ended(request.episode_id, session.reason)
+        if not {*target} <= {"", *session.samples}:
+            raise SluiceError.not_found(
+                "UNKNOWN_GENERATION", f"episode {session.name} has no generation {''.join(target)!r}"
+            )
+        if session.submission is None:
+            self.touch(session, now)
+        if session.rewards.get(target) == request.reward:
+            return
+        if self._external(session.group).complete:
+            raise SluiceError.failed_precondition(
+                "GROUP_COMPLETE",
+                f"all episodes of the group of {session.name} have ended, so its rewards count already: submit with reward_follows"
+                " where a reward comes later",
+            )
+        fact = pb.RewardRecorded(
+            group=session.group, episode=session.episode, attempt=session.attempt, reward=request.reward
+        )
+        if target.generation_id:
+            fact.generation_id = target.generation_id
+        elif target.branch:
+            fact.branch = target.branch
+        self._journal.record(pb.Fact(reward_recorded=fact))
+
+    def submit(self, principal: str, request: episode_pb2.SubmitTrajectoryRequest) -> tuple[str, ...]:
+        """End a session with what was sampled; return the names of its trajectories.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it ended otherwise, or nothing was sampled).
+        """
+        if request.HasField("reward") and not math.isfinite(request.reward):
+            raise SluiceError.invalid_argument(
+                "reward", f"is {request.reward}; give a finite number, or leave it out where it is missing"
+            )
+        session = self.known(principal, request.episode_id)
+        if isinstance(session, EndedSession):
+            if session.reason != SUBMITTED:
+                raise _ended(request.episode_id, session.reason)
+            return session.trajectory_ids
+        fact = pb.EpisodeSubmitted(
+            group=session.group,
+            episode=session.episode,
+            attempt=session.attempt,
+            branches=request.branches,
+            reward=request.reward if request.HasField("reward") else None,
+            truncated=request.truncated,
+            reward_follows=request.reward_follows,
+        )
+        if session.submission is None:
+            _check_branches(session, request)
+            self._journal.record(pb.Fact(episode_submitted=fact))
+            self._idle_ends.pop(session.name, None)
+        elif session.submission != fact:
+            raise SluiceError.failed_precondition(
+                "SUBMITTED_OTHERWISE",
+                f"episode {session.name} was submitted before with other branches, reward or flags, and that one counts; a later"
+                " reward is given by RecordReward",
+            )
+        return session.trajectory_ids
+
+    def abandon(self, principal: str, request: episode_pb2.AbandonEpisodeRequest) -> None:
+        """Give a session up.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it was submitted).
+        """
+        if len(request.reason) > MAX_NAME:
+            raise SluiceError.invalid_argument(
+                "reason", f"has {len(request.reason)} characters; give at most {MAX_NAME}"
+            )
+        session = self.known(principal, request.episode_id)
+        ended = session.reason if isinstance(session, EndedSession) else SUBMITTED if session.submission else ""
+        if ended == SUBMITTED:
+            raise _ended(request.episode_id, SUBMITTED)
+        if isinstance(session, Session):
+            self._give_up(session, ABANDONED, request.reason, requeue=request.requeue)
+
+    # Time.
+
+    def next_deadline(self) -> float:
+        """Return when `expire` is due next, in seconds; infinity if nothing can expire."""
+        return min((*self._lease_ends.values(), *self._idle_ends.values()), default=math.inf)
+
+    def expire(self, now: float) -> None:
+        """End the leases and give up the sessions whose time is over."""
+        for name in [name for name, end in self._idle_ends.items() if end <= now]:
+            del self._idle_ends[name]
+            session = self.find(name)
+            if isinstance(session, Session) and session.submission is None:
+                self._give_up(session, IDLE, f"no call for {self._limits.idle_s:g} s", requeue=True)
+        for name in [name for name, end in self._lease_ends.items() if end <= now]:
+            del self._lease_ends[name]
+            external, lease = self._lease(name)
+            if external is not None and lease is not None and self._unsettled(lease):
+                self._end_lease(external, lease)
+
+    def _end_lease(self, external: ExternalEpisodes, lease: Lease) -> None:
+        for session in list(external.sessions):
+            if session.lease_id == lease.lease_id and session.submission is None:
+                self._give_up(session, LEASE_ENDED, f"not renewed for {lease.seconds:g} s", requeue=True)
+        ended = pb.LeaseEnded(group=external.group, lease_id=lease.lease_id, reason=EXPIRED)
+        self._journal.record(pb.Fact(lease_ended=ended))
+
+    def _give_up(self, session: Session, reason: str, detail: str, *, requeue: bool) -> None:
+        fact = pb.EpisodeGivenUp(
+            group=session.group,
+            episode=session.episode,
+            attempt=session.attempt,
+            reason=reason,
+            detail=detail,
+            requeue=requeue and session.attempt + 1 < self._limits.attempts,
+        )
+        self._journal.record(pb.Fact(episode_given_up=fact))
+        self._idle_ends.pop(session.name, None)
+
+    def _running(self) -> Iterator[ExternalEpisodes]:
+        return (each.external for each in self._ledger.groups.values() if each.external is not None)
+
+    def _external(self, number: int) -> ExternalEpisodes:
+        group = self._ledger.groups[number]
+        return group.external or ExternalEpisodes.of(number, group.episodes)
+
+    def _unsettled(self, lease: Lease) -> int:
+        slots = self._external(lease.group).slots
+        return sum(not slots[each].settled for each in lease.episodes)
+
+
+def check_name(field: str, name: str) -> None:
+    """Refuse a name that is empty or too long.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT.
+    """
+    if not 0 < len(name) <= MAX_NAME:
+        raise SluiceError.invalid_argument(field, f"has {len(name)} characters; give 1 to {MAX_NAME}")
+
+
+def _ended(name: str, reason: str) -> SluiceError:
+    return SluiceError(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        SESSION_ENDED,
+        f"episode {name} has ended ({reason}): open another one",
+        metadata={"ended": reason},
+    )
+
+
+def _check_branches(session: Session, request: episode_pb2.SubmitTrajectoryRequest) -> None:
+    """Refuse a submission of branches that the session does not have.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it has none).
+    """
+    if not session.samples:
+        raise SluiceError.failed_precondition(
+            "NO_GENERATIONS", f"nothing was sampled in episode {session.name}: abandon it instead"
+        )
+    seen: set[tuple[str, ...]] = set()
+    for index, branch in enumerate(request.branches):
+        names = tuple(branch.generation_ids)
+        for name in names:
+            if name not in session.samples:
+                raise SluiceError.not_found("UNKNOWN_GENERATION", f"episode {session.name} has no generation {name!r}")
+        if not names or names != session.path(names[-1]) or names in seen:
+            raise SluiceError.invalid_argument(
+                f"branches[{index}]",
+                "occurs twice"
+                if names in seen
+                else "does not name all generations from the root to its last one, in order",
+            )
+        seen.add(names)
