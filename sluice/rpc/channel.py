@@ -103,7 +103,13 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "SubmitTrajectory",
         "AbandonEpisode",
     ),
-    "sluice.v1.SessionService": ("FindSession", "BeginGeneration", "RecordGeneration", "ReleaseGeneration"),
+    "sluice.v1.SessionService": (
+        "FindSession",
+        "BeginGeneration",
+        "RecordGeneration",
+        "GetGeneration",
+        "ReleaseGeneration",
+    ),
     "sluice.v1.EnvironmentService": ("Describe", "ListTasks", "Reset", "Step", "Score", "CloseEpisode"),
 }
 """The calls that may be sent twice, by fully qualified service: a channel retries only these, and only if the server was unavailable.

@@ -30,19 +30,23 @@ class FindSessionRequest(_message.Message):
 
     SESSION_KEY_FIELD_NUMBER: _builtins.int
     EPISODE_ID_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     session_key: _builtins.str
     """The secret that OpenEpisode gave."""
     episode_id: _builtins.str
     """The episode, if it belongs to the principal of `on-behalf-of`."""
+    ended: _builtins.bool
+    """Find it also if it ended, such as for a late reward."""
     def __init__(
         self,
         *,
         session_key: _builtins.str = ...,
         episode_id: _builtins.str = ...,
+        ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "episode_id", b"episode_id", "session_key", b"session_key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "episode_id", b"episode_id", "session_key", b"session_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "ended", b"ended", "episode_id", b"episode_id", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_by: _TypeAlias = _typing.Literal["session_key", "episode_id"]  # noqa: Y015
     _WhichOneofArgType_by: _TypeAlias = _typing.Literal["by", b"by"]  # noqa: Y015
@@ -62,12 +66,15 @@ class FindSessionResponse(_message.Message):
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
     CACHEABLE_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     principal: _builtins.str
     """Principal that it belongs to."""
     evaluation: _builtins.bool
     """True if it is for evaluation and is not trained."""
+    group_id: _builtins.str
+    """Group that the episode belongs to; its prompts begin alike."""
     @_builtins.property
     def sampling(self) -> _tokens_pb2.SamplingParams:
         """Sampling that its generations use where a request does not say otherwise."""
@@ -89,10 +96,11 @@ class FindSessionResponse(_message.Message):
         min_policy_version: _common_pb2.PolicyVersion | None = ...,
         evaluation: _builtins.bool = ...,
         cacheable: _duration_pb2.Duration | None = ...,
+        group_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "min_policy_version", b"min_policy_version", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "episode_id", b"episode_id", "evaluation", b"evaluation", "min_policy_version", b"min_policy_version", "principal", b"principal", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "episode_id", b"episode_id", "evaluation", b"evaluation", "group_id", b"group_id", "min_policy_version", b"min_policy_version", "principal", b"principal", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -112,6 +120,7 @@ class BeginGenerationRequest(_message.Message):
     PREFIX_KEYS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
+    JOINS_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     request_id: _builtins.str
@@ -122,6 +131,8 @@ class BeginGenerationRequest(_message.Message):
     """Digest of all that makes two requests the same; xxh3-128, 16 bytes."""
     is_retry: _builtins.bool
     """The client says that it repeats an earlier request: what was recorded for the newest one with this digest is returned."""
+    joins: _builtins.str
+    """Request that an earlier answer named as running: if it is recorded by now, that is returned."""
     @_builtins.property
     def prefix_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of the prefixes of the conversation that end with a message of the assistant, longest first; 16 bytes each."""
@@ -145,10 +156,11 @@ class BeginGenerationRequest(_message.Message):
         prefix_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         token_ids: _tokens_pb2.TokenIds | None = ...,
         claim: _duration_pb2.Duration | None = ...,
+        joins: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "claim", b"claim", "episode_id", b"episode_id", "gateway", b"gateway", "is_retry", b"is_retry", "prefix_keys", b"prefix_keys", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "claim", b"claim", "episode_id", b"episode_id", "gateway", b"gateway", "is_retry", b"is_retry", "joins", b"joins", "prefix_keys", b"prefix_keys", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -164,10 +176,13 @@ class BeginGenerationResponse(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
     RECORDED_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """Generation whose ids the prompt continues; empty if none is known."""
     prefix: _builtins.int
     """Index in `prefix_keys` of the prefix that it ends; with a parent that was found by them."""
+    running: _builtins.str
+    """The same request, under this name, is sampled elsewhere: no claim is made. Call again with `joins`."""
     @_builtins.property
     def continues(self) -> _tokens_pb2.TokenIds:
         """Token ids of that prefix."""
@@ -183,10 +198,11 @@ class BeginGenerationResponse(_message.Message):
         prefix: _builtins.int = ...,
         continues: _tokens_pb2.TokenIds | None = ...,
         recorded: Global___RecordedGeneration | None = ...,
+        running: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "recorded", b"recorded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "parent", b"parent", "prefix", b"prefix", "recorded", b"recorded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "parent", b"parent", "prefix", b"prefix", "recorded", b"recorded", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,6 +327,56 @@ class RecordGenerationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordGenerationResponse: _TypeAlias = RecordGenerationResponse  # noqa: Y015
+
+@_typing.final
+class GetGenerationRequest(_message.Message):
+    """Request of SessionService.GetGeneration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODE_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_ID_FIELD_NUMBER: _builtins.int
+    episode_id: _builtins.str
+    """The episode."""
+    generation_id: _builtins.str
+    """Name of the generation."""
+    def __init__(
+        self,
+        *,
+        episode_id: _builtins.str = ...,
+        generation_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode_id", b"episode_id", "generation_id", b"generation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGenerationRequest: _TypeAlias = GetGenerationRequest  # noqa: Y015
+
+@_typing.final
+class GetGenerationResponse(_message.Message):
+    """One generation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def generation(self) -> Global___RecordedGeneration:
+        """What was recorded for its request; the generation's name ends with the index of its sample."""
+
+    def __init__(
+        self,
+        *,
+        generation: Global___RecordedGeneration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGenerationResponse: _TypeAlias = GetGenerationResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseGenerationRequest(_message.Message):

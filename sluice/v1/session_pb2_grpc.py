@@ -54,6 +54,11 @@ class SessionServiceStub:
                 request_serializer=sluice_dot_v1_dot_session__pb2.RecordGenerationRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_session__pb2.RecordGenerationResponse.FromString,
                 _registered_method=True)
+        self.GetGeneration = channel.unary_unary(
+                '/sluice.v1.SessionService/GetGeneration',
+                request_serializer=sluice_dot_v1_dot_session__pb2.GetGenerationRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_session__pb2.GetGenerationResponse.FromString,
+                _registered_method=True)
         self.ReleaseGeneration = channel.unary_unary(
                 '/sluice.v1.SessionService/ReleaseGeneration',
                 request_serializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationRequest.SerializeToString,
@@ -78,8 +83,8 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BeginGeneration(self, request, context):
-        """Says what a request continues, and claims it, or returns what was recorded for the same request. While another gateway holds the
-        claim the call waits, at most until its deadline. Idempotent for the same gateway.
+        """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
+        elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
         Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way or generations).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -90,6 +95,13 @@ class SessionServiceServicer:
         """Records what was sampled for a claimed request, and ends the claim. Idempotent by request_id.
         Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
         log-probabilities or versions).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetGeneration(self, request, context):
+        """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,6 +131,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.RecordGeneration,
                     request_deserializer=sluice_dot_v1_dot_session__pb2.RecordGenerationRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_session__pb2.RecordGenerationResponse.SerializeToString,
+            ),
+            'GetGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGeneration,
+                    request_deserializer=sluice_dot_v1_dot_session__pb2.GetGenerationRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_session__pb2.GetGenerationResponse.SerializeToString,
             ),
             'ReleaseGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseGeneration,
@@ -212,6 +229,33 @@ class SessionService:
             '/sluice.v1.SessionService/RecordGeneration',
             sluice_dot_v1_dot_session__pb2.RecordGenerationRequest.SerializeToString,
             sluice_dot_v1_dot_session__pb2.RecordGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.SessionService/GetGeneration',
+            sluice_dot_v1_dot_session__pb2.GetGenerationRequest.SerializeToString,
+            sluice_dot_v1_dot_session__pb2.GetGenerationResponse.FromString,
             options,
             channel_credentials,
             insecure,

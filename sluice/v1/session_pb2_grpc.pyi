@@ -43,8 +43,8 @@ class SessionServiceStub:
     wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED).
     """
     BeginGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.BeginGenerationRequest, _session_pb2.BeginGenerationResponse]
-    """Says what a request continues, and claims it, or returns what was recorded for the same request. While another gateway holds the
-    claim the call waits, at most until its deadline. Idempotent for the same gateway.
+    """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
+    elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
     Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way or generations).
     """
     RecordGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.RecordGenerationRequest, _session_pb2.RecordGenerationResponse]
@@ -52,6 +52,8 @@ class SessionServiceStub:
     Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
     log-probabilities or versions).
     """
+    GetGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.GetGenerationRequest, _session_pb2.GetGenerationResponse]
+    """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
     ReleaseGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]
     """Ends a claim without a recording, since the request failed. Idempotent."""
 
@@ -70,8 +72,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED).
     """
     BeginGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.BeginGenerationRequest, _session_pb2.BeginGenerationResponse]  # type: ignore[assignment]
-    """Says what a request continues, and claims it, or returns what was recorded for the same request. While another gateway holds the
-    claim the call waits, at most until its deadline. Idempotent for the same gateway.
+    """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
+    elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
     Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way or generations).
     """
     RecordGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.RecordGenerationRequest, _session_pb2.RecordGenerationResponse]  # type: ignore[assignment]
@@ -79,6 +81,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
     log-probabilities or versions).
     """
+    GetGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.GetGenerationRequest, _session_pb2.GetGenerationResponse]  # type: ignore[assignment]
+    """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
     ReleaseGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]  # type: ignore[assignment]
     """Ends a claim without a recording, since the request failed. Idempotent."""
 
@@ -106,8 +110,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.BeginGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.BeginGenerationResponse, _abc.Awaitable[_session_pb2.BeginGenerationResponse]]:
-        """Says what a request continues, and claims it, or returns what was recorded for the same request. While another gateway holds the
-        claim the call waits, at most until its deadline. Idempotent for the same gateway.
+        """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
+        elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
         Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way or generations).
         """
 
@@ -121,6 +125,14 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
         log-probabilities or versions).
         """
+
+    @_abc_1.abstractmethod
+    def GetGeneration(
+        self,
+        request: _session_pb2.GetGenerationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_session_pb2.GetGenerationResponse, _abc.Awaitable[_session_pb2.GetGenerationResponse]]:
+        """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ReleaseGeneration(

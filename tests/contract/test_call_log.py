@@ -54,7 +54,7 @@ READ_OR_TOO_MANY = {
         "SubmitTrajectory",
         "AbandonEpisode",
     },
-    "SessionService": {"FindSession", "BeginGeneration", "RecordGeneration", "ReleaseGeneration"},
+    "SessionService": {"FindSession", "BeginGeneration", "RecordGeneration", "GetGeneration", "ReleaseGeneration"},
     "EnvironmentService": {"Describe", "ListTasks", "Reset", "Step", "Score", "CloseEpisode"},
     "TrainerService": {"SubmitBatch", "GetTrainerState", "WatchSteps", "ListCheckpoints"},
     "OrchestratorService": {"GetRun", "WatchRun", "Heartbeat", "ListTrajectories"},
