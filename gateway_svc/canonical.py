@@ -97,13 +97,13 @@ def canonical_arguments(text: str) -> tuple[str, str]:
     Numbers are doubles, which is all that clients in JavaScript keep of them.
 
     Returns:
-        ``("json", canonical JSON)``, or ``("text", text)`` where the text is not JSON.
+        ``("json", canonical JSON)``, or ``("text", text)`` where the text is not JSON, or has a number that is no double.
     """
     if not text.strip():
         return "json", "{}"
     try:
         value = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_refuse)
-        return "json", json.dumps(value, sort_keys=True, separators=(",", ":"))
+        return "json", json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError):
         return "text", text
 

@@ -230,6 +230,7 @@ def rewritten_arguments(draw: st.DrawFn, text: str) -> str:
     """Arguments as a client may write them: as they are, or parsed and written again."""
     try:
         value = json.loads(text, parse_constant=pytest.fail)
+        json.dumps(value, allow_nan=False)
     except (ValueError, pytest.fail.Exception):
         return text
     return draw(st.sampled_from([text, json.dumps(value), json.dumps(shuffled(value), indent=1)]))
