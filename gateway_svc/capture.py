@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
+import grpc
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sluice.openai.errors import describe_faults
@@ -159,7 +160,8 @@ def read_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         parameter, message = describe_faults(error.errors(include_url=False, include_input=False))
-        raise SluiceError.invalid_argument(parameter or "body", message) from error
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        raise SluiceError(code, "INVALID_FIELD", message, violations={parameter or "body": message}) from error
 
 
 def fault(parameter: str, message: str) -> SluiceError:

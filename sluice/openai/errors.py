@@ -48,10 +48,22 @@ def error_body(error: SluiceError) -> dict[str, Any]:
     return _body(error.message, kind, _parameter(error), error.reason)
 
 
-def error_response(error: SluiceError) -> JSONResponse:
-    """Return the HTTP response for an error. OpenAI's client prefers `retry-after-ms` to `retry-after`, which has whole seconds."""
-    status, _ = STATUSES.get(error.code, (500, "server_error"))
-    status = 415 if error.reason == "JSON_REQUIRED" else status
+def error_status(error: SluiceError) -> int:
+    """Return the HTTP status for an error."""
+    return 415 if error.reason == "JSON_REQUIRED" else STATUSES.get(error.code, (500, ""))[0]
+
+
+def error_response(
+    error: SluiceError, *, status: int | None = None, body: Mapping[str, Any] | None = None
+) -> JSONResponse:
+    """Return the HTTP response for an error. OpenAI's client prefers `retry-after-ms` to `retry-after`, which has whole seconds.
+
+    Args:
+        error: The error.
+        status: HTTP status; by default that of `error_status`.
+        body: JSON object; by default that of `error_body`.
+    """
+    status = error_status(error) if status is None else status
     headers = {}
     if error.retry_after_s is not None:
         headers = {
@@ -60,7 +72,7 @@ def error_response(error: SluiceError) -> JSONResponse:
         }
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), status, headers)
+    return JSONResponse(error_body(error) if body is None else body, status, headers)
 
 
 def too_large(most: int) -> HTTPException:

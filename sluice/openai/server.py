@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -194,13 +194,30 @@ class RequestGuard:
         paths: Paths with metrics of their own; all others are counted together.
         most: Maximum number of requests in progress.
         host: Address that the server is bound to.
+        most_bytes: Maximum size of a body.
+        admit: Admits a request by its path, its headers and the names in its client certificate; returns what must be told of its
+            end. By default every request needs a principal that may generate.
+        respond: Returns the response to an error of a request to a path.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, paths: Collection[str], most: int, host: str) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        paths: Collection[str],
+        most: int,
+        host: str,
+        *,
+        most_bytes: int = MAX_MESSAGE_BYTES,
+        admit: Callable[[str, Headers, Collection[str]], Usage | None] | None = None,
+        respond: Callable[[SluiceError, str], Response] | None = None,
+    ) -> None:
         self._bound = host.strip("[]").lower()
         self._loopback = is_local(self._bound)
         self._app, self._paths, self._most = app, frozenset(paths), most
-        self._access = access
+        self._access, self._most_bytes = access, most_bytes
+        self._admit_caller = admit or self._admit_principal
+        self._respond = respond or (lambda error, _path: error_response(error))
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -208,7 +225,7 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _Call(scope, receive, send)
+        call = _Call(scope, receive, send, self._most_bytes)
         usage = None
         path = scope["path"] if scope["path"] in self._paths else "other"
         structlog.contextvars.bind_contextvars(request_id=call.request_id)
@@ -218,11 +235,12 @@ class RequestGuard:
             usage = self._admit(scope, call.headers)
             await self._app(scope, call.receive, call.send)
         except SluiceError as error:
-            await error_response(error)(scope, receive, call.send)
+            await self._respond(error, scope["path"])(scope, receive, call.send)
         except Exception as error:
             log.exception("request failed unexpectedly", path=path)
             if not call.status:
-                await error_response(_unexpected(error, call.request_id))(scope, receive, call.send)
+                failed = _unexpected(error, call.request_id)
+                await self._respond(failed, scope["path"])(scope, receive, call.send)
         finally:
             if usage is not None:
                 usage.end()
@@ -250,6 +268,9 @@ class RequestGuard:
                 "TOO_MANY_REQUESTS", f"{self._most} requests are in progress; retry after the delay", RETRY_AFTER_S
             )
         certificate = scope.get("state", {}).get(CERTIFICATE, ())
+        return self._admit_caller(scope["path"], headers, certificate)
+
+    def _admit_principal(self, _path: str, headers: Headers, certificate: Collection[str]) -> Usage | None:
         return self._access.admit(headers.get("authorization"), certificate, GENERATING)
 
     def _check_origin(self, headers: Headers) -> None:
@@ -282,8 +303,9 @@ class RequestGuard:
 class _Call:
     """One request and its outcome."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int) -> None:
         self.headers = Headers(scope=scope)
+        self._most_bytes = most_bytes
         self.request_id = _request_id(self.headers)
         self.status = 0
         self._receive, self._send = receive, send
@@ -292,12 +314,12 @@ class _Call:
 
     async def receive(self) -> Message:
         """Receive a part of the body. Raise if the body is too large."""
-        if int(self._declared_length()) > MAX_MESSAGE_BYTES:
-            raise too_large(MAX_MESSAGE_BYTES)
+        if int(self._declared_length()) > self._most_bytes:
+            raise too_large(self._most_bytes)
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
-        if self._bytes > MAX_MESSAGE_BYTES:
-            raise too_large(MAX_MESSAGE_BYTES)
+        if self._bytes > self._most_bytes:
+            raise too_large(self._most_bytes)
         return message
 
     async def send(self, message: Message) -> None:

@@ -49,6 +49,9 @@ ACCESS: Mapping[str, frozenset[Role]] = {
 }
 """Roles that may call a service, or one method of it, besides admin, who may call everything. What is not here is admin's."""
 
+SESSION_KEY = "sk-sluice-"
+"""Beginning of the keys of sessions. A gateway tells them from the tokens of principals by it."""
+
 _OPEN = frozenset({health.SERVICE_NAME})
 """Services that need no principal."""
 

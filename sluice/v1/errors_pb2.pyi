@@ -64,6 +64,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The port has as many requests in progress as it takes."""
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 17
     """No such model is served here."""
+    ERROR_REASON_SESSION_REQUIRED: _ErrorReason.ValueType  # 160
+    """The request of an agent names no session, by its path, its header or its key."""
     ERROR_REASON_INVALID_REQUEST: _ErrorReason.ValueType  # 18
     """RolloutService and RolloutAdminService.
 
@@ -385,6 +387,8 @@ ERROR_REASON_TOO_MANY_REQUESTS: ErrorReason.ValueType  # 16
 """The port has as many requests in progress as it takes."""
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 17
 """No such model is served here."""
+ERROR_REASON_SESSION_REQUIRED: ErrorReason.ValueType  # 160
+"""The request of an agent names no session, by its path, its header or its key."""
 ERROR_REASON_INVALID_REQUEST: ErrorReason.ValueType  # 18
 """RolloutService and RolloutAdminService.
 

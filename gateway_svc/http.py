@@ -1,0 +1,555 @@
+"""The HTTP port of a gateway: the routes of the dialects, and those that open, reward and end sessions.
+
+One way through: the path names a session, or the header, or the key -> the body is parsed by its dialect -> the sessions sample and
+record -> the dialect writes the response. A request that waits is held: as a stream it gets comments, which every client skips.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import grpc
+import structlog
+import xxhash
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, Unsupported, read_body
+from gateway_svc.config import CaptureConfig
+from gateway_svc.dialects import chat, completions, messages, responses, tokens
+from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
+from sluice.openai.errors import error_body, error_response, error_status
+from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
+from sluice.rpc import SluiceError
+from sluice.rpc.access import SESSION_KEY, Access, roles_for
+from sluice.rpc.quota import Usage
+from sluice.v1 import episode_pb2, session_pb2
+
+SESSION_HEADER = "x-session-id"
+SESSION_PATH = "/sessions/"
+RETRY_HEADER = "x-stainless-retry-count"
+
+MAX_SESSION_ID = 256
+
+COMMENT = b": waiting\n\n"
+"""A comment of a stream. It passes every client; an event of the type ping does not."""
+
+BACKLOG = 64
+"""Maximum number of parts of a reply that wait for a slow client."""
+
+DISCONNECTED = 499
+"""The status that proxies log for a client that disconnected; nobody receives it."""
+
+MAX_WAIT_S = 60.0
+
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/models",
+    "/inference/v1/generate",
+    "/rl/sessions",
+    HEALTH_PATH,
+    "/metrics",
+)
+"""Paths with metrics of their own, without the session."""
+
+PRINCIPAL_PATHS = frozenset({"/rl/sessions", "/metrics"})
+"""Paths that belong to no session, so that no session key opens them."""
+
+NOTICES = Counter(
+    "sluice_capture_notices_total",
+    "Parts of captured requests that were not done as the client wrote them.",
+    ("dialect", "kind", "what"),
+)
+
+MAX_NOTICE_NAMES = 512
+"""Maximum number of names of fields with a count of their own; clients choose these names. Others are counted together."""
+
+SAMPLING_ROLES = roles_for("sluice.v1.EpisodeService", "Generate") or frozenset()
+
+log = structlog.get_logger()
+
+
+class Reply(Protocol):
+    """Writes the response to one request of a dialect."""
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        """Return the JSON of a response."""
+        ...
+
+    def opening(self, begun: Begun) -> Iterator[bytes]:
+        """Yield the events before the first token."""
+        ...
+
+    def text(self, delta: Delta) -> Iterator[bytes]:
+        """Yield the events for more text."""
+        ...
+
+    def ending(self, result: Result) -> Iterator[bytes]:
+        """Yield the events that end the stream."""
+        ...
+
+    def failure(self, error: SluiceError) -> bytes:
+        """Return the event of an error after which the stream ends."""
+        ...
+
+
+Parts: TypeAlias = AsyncGenerator[Begun | Delta | Result | None, None]
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+Outcome = TypeVar("Outcome")
+
+
+class Strict(BaseModel):
+    """A body of our own routes: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class OpenBody(Strict):
+    """Body of `POST /rl/sessions`."""
+
+    request_id: str = Field("", max_length=128)
+    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
+
+
+class RewardBody(Strict):
+    """Body of `POST /rl/sessions/{id}/reward`: for the session, or one generation, or the branch that ends with one."""
+
+    reward: float = Field(allow_inf_nan=False)
+    generation_id: str | None = None
+    branch: str | None = None
+
+
+class EndBody(Strict):
+    """Body of `POST /rl/sessions/{id}/end`. With `abandon`, the reason, the session is given up and not trained."""
+
+    reward: float | None = Field(None, allow_inf_nan=False)
+    truncated: bool = False
+    reward_follows: bool = False
+    abandon: str | None = Field(None, max_length=128)
+    requeue: bool = False
+
+
+class Door:
+    """Tells who calls and which session is meant.
+
+    Args:
+        sessions: The sessions.
+        access: Who may call, shared with the gRPC port.
+    """
+
+    def __init__(self, sessions: Sessions, access: Access) -> None:
+        self._sessions, self._access = sessions, access
+
+    def admit(self, path: str, headers: Headers, certificate: Collection[str]) -> Usage | None:
+        """Admit the caller: a session key opens the routes of its session, which check it; all else needs a principal."""
+        token = _token(headers)
+        if token.startswith(SESSION_KEY) and path not in PRINCIPAL_PATHS:
+            return None
+        return self._access.admit(f"Bearer {token}" if token else None, certificate, SAMPLING_ROLES)
+
+    def ref(self, http: Request) -> SessionRef:
+        """Return the session that a request names: by its path, else by its header, else by its key.
+
+        Raises:
+            SluiceError: UNAUTHENTICATED if it names none.
+        """
+        token = _token(http.headers)
+        key = token if token.startswith(SESSION_KEY) else ""
+        named = http.scope.get("state", {}).get("session") or http.headers.get(SESSION_HEADER, "")
+        if not named and not key:
+            raise SluiceError(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "SESSION_REQUIRED",
+                "the request names no session: send its key as the API key, its name as the header X-Session-ID, or use the base"
+                " URL /sessions/NAME/v1; POST /rl/sessions opens one",
+            )
+        return SessionRef(named[:MAX_SESSION_ID], key)
+
+    async def session(self, http: Request) -> session_pb2.FindSessionResponse:
+        """Return the session that a request names.
+
+        Raises:
+            SluiceError: UNAUTHENTICATED, NOT_FOUND, FAILED_PRECONDITION (it ended).
+        """
+        return await self._sessions.find(self.ref(http))
+
+
+def _token(headers: Headers) -> str:
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
+
+
+def create_app(sessions: Sessions, capture: CaptureConfig, access: Access, host: str) -> ASGIApp:
+    """Build the app.
+
+    Args:
+        sessions: Sample and record.
+        capture: The settings.
+        access: Who may call, shared with the gRPC port.
+        host: Address that the server is bound to.
+    """
+    app = FastAPI(title="Sluice gateway", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    door = Door(sessions, access)
+    app.add_middleware(
+        RequestGuard,
+        access=access,
+        paths=PATHS,
+        most=capture.limits.max_requests,
+        host=host,
+        most_bytes=capture.limits.max_body_bytes,
+        admit=door.admit,
+        respond=error_answer,
+    )
+    _answer_errors(app)
+    _add_dialects(app, Capture(sessions, door, capture))
+    _add_sessions(app, sessions, door)
+    _add_description(app, sessions, door)
+    return SessionPaths(app)
+
+
+class SessionPaths:
+    """ASGI middleware: takes the session off a path such as `/sessions/NAME/v1/responses`, so that each route is there once."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and scope["path"].startswith(SESSION_PATH):
+            name, slash, rest = scope["path"].removeprefix(SESSION_PATH).partition("/")
+            state = {**scope.get("state", {}), "session": name}
+            scope = {**scope, "path": slash + rest, "raw_path": (slash + rest).encode(), "state": state}
+        await self._app(scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[AnyBody]):
+    """A request of a dialect whose session was found and whose body was read.
+
+    Attributes:
+        http: The request.
+        session: Its session.
+        body: Its body.
+        unsupported: What happens to sampling that may not be trained.
+    """
+
+    http: Request
+    session: session_pb2.FindSessionResponse
+    body: AnyBody
+    unsupported: Unsupported
+
+
+class Capture:
+    """Serves the requests of all dialects.
+
+    Args:
+        sessions: Sample and record.
+        door: Tells which session is meant.
+        settings: The settings.
+    """
+
+    def __init__(self, sessions: Sessions, door: Door, settings: CaptureConfig) -> None:
+        self.sessions = sessions
+        self._door, self._settings = door, settings
+        self._names: set[str] = set()
+
+    async def read(self, http: Request, kind: type[AnyBody]) -> Call[AnyBody]:
+        """Find the session of a request and read its body.
+
+        Raises:
+            SluiceError: UNAUTHENTICATED, NOT_FOUND, FAILED_PRECONDITION (the session ended), INVALID_ARGUMENT.
+        """
+        raw = await http.body()
+        session = await self._door.session(http)
+        unsupported: Unsupported = "allow" if session.evaluation else self._settings.on_unsupported
+        return Call(http, session, read_body(kind, raw), unsupported)
+
+    async def reply(self, call: Call[Any], request: CapturedRequest, reply: Reply) -> Response:
+        """Sample for a request, and answer whole or as a stream, until its client disconnects."""
+        if not request.stream:
+            return await self.whole(call, request, reply.whole)
+        parts = await self._sample(call, request)
+        # An error before the first part, or the first comment, still has its HTTP status.
+        first = await _while_there(call.http, anext(parts))
+        return first if isinstance(first, Response) else EventStream(_events(first, parts, reply))
+
+    async def whole(
+        self, call: Call[Any], request: CapturedRequest, write: Callable[[Result], dict[str, Any]]
+    ) -> Response:
+        """Sample for a request, and answer with one JSON object, unless its client disconnects."""
+        result = await _while_there(call.http, _result(await self._sample(call, request)))
+        return result if isinstance(result, Response) else JSONResponse(write(result))
+
+    async def _sample(self, call: Call[Any], request: CapturedRequest) -> Parts:
+        self._count(request)
+        digest = xxhash.xxh3_128_digest(request.dialect.encode() + b"\0" + await call.http.body())
+        identity = RequestIdentity(digest, call.http.headers.get(RETRY_HEADER, "0") != "0")
+        deadlines = self._settings.deadlines
+        source = self.sessions.generate(call.session, request, identity)
+        return paced(source, deadlines.keepalive_s, deadlines.request_s)
+
+    def _count(self, request: CapturedRequest) -> None:
+        for kind, what in request.notices:
+            if len(self._names) < MAX_NOTICE_NAMES:
+                self._names.add(what)
+            NOTICES.labels(request.dialect, kind, what if what in self._names else "other").inc()
+        if request.notices:
+            log.debug("captured request was changed", dialect=request.dialect, notices=[*map(list, request.notices)])
+
+
+async def _while_there(http: Request, work: Coroutine[Any, Any, Outcome]) -> Outcome | Response:
+    """Do the work of a request; return an empty response if its client disconnects."""
+    try:
+        return await while_connected(http.receive, work)
+    except DisconnectedError:
+        return Response(status_code=DISCONNECTED)
+
+
+async def paced(source: AsyncGenerator[Begun | Delta | Result, None], keepalive_s: float, deadline_s: float) -> Parts:
+    """Yield what a source yields, and None whenever nothing has come for a time. Closing it closes the source.
+
+    Args:
+        source: Runs in a task of its own.
+        keepalive_s: That time, in seconds.
+        deadline_s: Seconds after which it fails.
+
+    Raises:
+        SluiceError: DEADLINE_EXCEEDED; whatever the source raises.
+    """
+    queue: asyncio.Queue[Begun | Delta | Result | Exception] = asyncio.Queue(BACKLOG)
+
+    async def pump() -> None:
+        try:
+            async with contextlib.aclosing(source):
+                async for part in source:
+                    await queue.put(part)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader raises it
+            await queue.put(error)
+
+    pumping = asyncio.create_task(pump())
+    end = time.monotonic() + deadline_s
+    try:
+        while True:
+            left = end - time.monotonic()
+            try:
+                part = await asyncio.wait_for(queue.get(), min(keepalive_s, max(left, 0)))
+            except TimeoutError:
+                if left > keepalive_s:
+                    yield None
+                    continue
+                raise SluiceError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                    "REQUEST_DEADLINE",
+                    f"no reply within {deadline_s:g} s (capture.deadlines.request_s); send the same request again to wait on",
+                ) from None
+            if isinstance(part, Exception):
+                raise part
+            yield part
+            if isinstance(part, Result):
+                return
+    finally:
+        pumping.cancel()
+        await asyncio.wait({pumping})
+
+
+async def _result(parts: Parts) -> Result:
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            if isinstance(part, Result):
+                return part
+    raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
+
+
+async def _events(first: Begun | Delta | Result | None, rest: Parts, reply: Reply) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream. An error is the last one."""
+    opened = False
+    async with contextlib.aclosing(rest):
+        try:
+            part: Begun | Delta | Result | None = first
+            while True:
+                if part is None:
+                    yield COMMENT
+                elif isinstance(part, Begun):
+                    opened = True
+                    yield b"".join(reply.opening(part))
+                elif isinstance(part, Delta):
+                    yield b"".join(reply.text(part))
+                else:
+                    yield b"".join(_ending(part, reply, opened=opened))
+                    return
+                part = await anext(rest)
+        except SluiceError as error:
+            yield reply.failure(error)
+
+
+def _ending(result: Result, reply: Reply, *, opened: bool) -> Iterator[bytes]:
+    """Yield the events that end a stream. What was recorded before comes as a result alone, so that the stream opens with it."""
+    if not opened:
+        request_id = result.generations[0].generation_id.rpartition("/")[0]
+        yield from reply.opening(Begun(request_id, len(result.prompt_token_ids)))
+    yield from reply.ending(result)
+
+
+def _add_dialects(app: FastAPI, capture: Capture) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        call = await capture.read(http, chat.ChatBody)
+        return await capture.reply(call, chat.parse(call.body, call.unsupported), chat.ChatReply(call.body))
+
+    @app.post("/v1/completions")
+    async def complete(http: Request) -> Response:
+        call = await capture.read(http, completions.CompletionBody)
+        request = completions.parse(call.body, call.unsupported)
+        return await capture.reply(call, request, completions.CompletionReply(call.body))
+
+    @app.post("/v1/responses")
+    async def respond(http: Request) -> Response:
+        call = await capture.read(http, responses.ResponsesBody)
+        named = call.body.previous_response_id
+        previous = await capture.sessions.conversation(call.session, named) if named else None
+        request = responses.parse(call.body, call.unsupported, previous)
+        return await capture.reply(call, request, responses.ResponsesReply(call.body))
+
+    @app.post("/v1/messages")
+    async def create_message(http: Request) -> Response:
+        call = await capture.read(http, messages.MessagesBody)
+        request = messages.parse(call.body, call.unsupported)
+        return await capture.reply(call, request, messages.MessagesReply(call.body))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(http: Request) -> JSONResponse:
+        call = await capture.read(http, messages.CountBody)
+        counted = await capture.sessions.count_tokens(call.session, messages.counted(call.body))
+        return JSONResponse({"input_tokens": counted})
+
+    @app.post("/inference/v1/generate")
+    async def generate(http: Request) -> Response:
+        call = await capture.read(http, tokens.TokensBody)
+        return await capture.whole(call, tokens.parse(call.body, call.unsupported), tokens.whole)
+
+
+def _add_sessions(app: FastAPI, sessions: Sessions, door: Door) -> None:
+    @app.post("/rl/sessions")
+    async def open_session(http: Request) -> JSONResponse:
+        body = read_body(OpenBody, await http.body() or b"{}")
+        opened = await sessions.open(body.request_id, body.wait_s)
+        task, episode = opened.task, opened.episode
+        return JSONResponse(
+            {
+                "id": episode.episode_id,
+                "key": episode.session_key,
+                "openai_base_url": episode.openai_base_url,
+                "anthropic_base_url": episode.anthropic_base_url,
+                "idle_s": episode.idle.ToNanoseconds() / 1e9,
+                "lease_id": task.lease_id,
+                "lease_s": task.lease.ToNanoseconds() / 1e9,
+                "group_id": task.group_id,
+                "evaluation": task.evaluation,
+                "task": MessageToDict(task.task, preserving_proto_field_name=True),
+                "opening": MessageToDict(task.opening, preserving_proto_field_name=True),
+            }
+        )
+
+    @app.post("/rl/sessions/{name}/reward")
+    async def reward(name: str, http: Request) -> JSONResponse:
+        body = read_body(RewardBody, await http.body())
+        if body.generation_id is not None and body.branch is not None:
+            raise SluiceError.invalid_argument("branch", "is set beside generation_id: a reward belongs to one of them")
+        request = episode_pb2.RecordRewardRequest(episode_id=name, reward=body.reward)
+        if body.generation_id is not None:
+            request.generation_id = body.generation_id
+        if body.branch is not None:
+            request.branch = body.branch
+        await sessions.reward(_named(http, name), request)
+        return JSONResponse({"id": name})
+
+    @app.post("/rl/sessions/{name}/end")
+    async def end(name: str, http: Request) -> JSONResponse:
+        body = read_body(EndBody, await http.body() or b"{}")
+        ref = _named(http, name)
+        if body.abandon is not None:
+            given_up = episode_pb2.AbandonEpisodeRequest(episode_id=name, reason=body.abandon, requeue=body.requeue)
+            await sessions.abandon(ref, given_up)
+            return JSONResponse({"id": name, "trajectory_ids": []})
+        request = episode_pb2.SubmitTrajectoryRequest(
+            episode_id=name, reward=body.reward, truncated=body.truncated, reward_follows=body.reward_follows
+        )
+        submitted = await sessions.submit(ref, request)
+        return JSONResponse({"id": name, "trajectory_ids": list(submitted.trajectory_ids)})
+
+    def _named(http: Request, name: str) -> SessionRef:
+        http.scope.setdefault("state", {})["session"] = name
+        return door.ref(http)
+
+
+def _add_description(app: FastAPI, sessions: Sessions, door: Door) -> None:
+    created = int(time.time())
+
+    async def card(name: str | None) -> dict[str, Any]:
+        """Return the entry of a model, in the forms of both OpenAI and Anthropic."""
+        served = await sessions.model()
+        shown = served.name if name is None else name
+        openai = {"id": shown, "object": "model", "created": created, "owned_by": "sluice"}
+        anthropic = {"type": "model", "display_name": shown, "created_at": "1970-01-01T00:00:00Z"}
+        return openai | anthropic | {"max_model_len": served.max_model_len}
+
+    @app.get("/v1/models")
+    async def models(http: Request) -> JSONResponse:
+        await door.session(http)
+        return JSONResponse({"object": "list", "data": [await card(None)], "has_more": False})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, http: Request) -> JSONResponse:
+        await door.session(http)
+        return JSONResponse(await card(name))
+
+    @app.get(HEALTH_PATH)
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+def error_answer(error: SluiceError, path: str) -> JSONResponse:
+    """Return the response to an error, in the form of the dialect that the path belongs to.
+
+    409 never occurs, since clients repeat it; a session that ended is 410, which they do not.
+    """
+    status = error_status(error)
+    status = 410 if error.reason == "SESSION_ENDED" else 400 if status == 409 else status
+    body = messages.anthropic_error(error) if path.startswith("/v1/messages") else error_body(error)
+    return error_response(error, status=status, body=body)
+
+
+def _answer_errors(app: FastAPI) -> None:
+    @app.exception_handler(SluiceError)
+    async def ours(http: Request, error: SluiceError) -> JSONResponse:
+        return error_answer(error, http.scope["path"])
+
+    @app.exception_handler(HTTPException)
+    async def of_http(http: Request, error: HTTPException) -> JSONResponse:
+        codes = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED", 413: "BODY_TOO_LARGE"}
+        refused = SluiceError(
+            grpc.StatusCode.INVALID_ARGUMENT, codes.get(error.status_code, "INVALID_REQUEST"), str(error.detail)
+        )
+        answer = error_answer(refused, http.scope["path"])
+        answer.status_code = error.status_code
+        return answer

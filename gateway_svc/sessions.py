@@ -1,0 +1,104 @@
+"""What the dialects need of the sessions of external agents. The gateway's core provides it; tests of the dialects do, too."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import NamedTuple, Protocol
+
+from gateway_svc.capture import Begun, CapturedRequest, Delta, Result
+from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
+
+
+class SessionRef(NamedTuple):
+    """How a client names its session; at least one is set.
+
+    Attributes:
+        episode_id: The episode, from the path or the header `X-Session-ID`. Without a key it must belong to the `caller`.
+        key: The session key.
+    """
+
+    episode_id: str
+    key: str
+
+
+class RequestIdentity(NamedTuple):
+    """What makes two requests of a session the same.
+
+    Attributes:
+        digest: Digest of dialect and body; xxh3-128, 16 bytes.
+        is_retry: Whether the client says that it repeats an earlier request.
+    """
+
+    digest: bytes
+    is_retry: bool
+
+
+class ServedModel(NamedTuple):
+    """The model of the run.
+
+    Attributes:
+        name: Its name.
+        max_model_len: Most tokens of prompt and continuation together.
+    """
+
+    name: str
+    max_model_len: int
+
+
+class Opened(NamedTuple):
+    """An episode that was leased and opened."""
+
+    task: episode_pb2.LeasedTask
+    episode: episode_pb2.OpenEpisodeResponse
+
+
+class Sessions(Protocol):
+    """The sessions of one run. Every method raises SluiceError, NOT_FOUND for a session that the caller cannot see."""
+
+    async def model(self) -> ServedModel:
+        """Return the model that sessions sample from."""
+        ...
+
+    async def find(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
+        """Return an open session; FAILED_PRECONDITION with SESSION_ENDED if it ended."""
+        ...
+
+    def generate(
+        self, session: session_pb2.FindSessionResponse, request: CapturedRequest, identity: RequestIdentity
+    ) -> AsyncGenerator[Begun | Delta | Result, None]:
+        """Sample and record.
+
+        Waits while no replica may serve the request. Yields `Begun` when a replica has accepted the prompt, text as it comes if it is
+        known to be part of the message, and the result at last, when it is in the journal.
+        """
+        ...
+
+    async def conversation(
+        self, session: session_pb2.FindSessionResponse, generation_id: str
+    ) -> tokens_pb2.Conversation:
+        """Return the messages up to the end of a generation, the sampled one included."""
+        ...
+
+    async def count_tokens(
+        self, session: session_pb2.FindSessionResponse, conversation: tokens_pb2.Conversation
+    ) -> int:
+        """Return how many tokens a conversation has as a prompt."""
+        ...
+
+    async def open(self, request_id: str, wait_s: float) -> Opened:
+        """Lease and open one episode for the caller. Idempotent by the id, unless that is empty."""
+        ...
+
+    async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
+        """Record a reward, also after the end of the session if its submission says so."""
+        ...
+
+    async def submit(
+        self, ref: SessionRef, request: episode_pb2.SubmitTrajectoryRequest
+    ) -> episode_pb2.SubmitTrajectoryResponse:
+        """End a session. Idempotent."""
+        ...
+
+    async def abandon(self, ref: SessionRef, request: episode_pb2.AbandonEpisodeRequest) -> None:
+        """Give a session up. Idempotent."""
+        ...
