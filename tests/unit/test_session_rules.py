@@ -1,0 +1,316 @@
+"""What a lease, a session and a claim may do: retries, forks, bounds and times, each in a small run with the real journal."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from run_facts import drawn
+from session_facts import digest, generation
+
+from orchestrator_svc.config import ExternalConfig
+from orchestrator_svc.journal.external import Session
+from orchestrator_svc.journal.store import Journal, JournalLimits
+from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded, Running
+from orchestrator_svc.sessions.lending import Lending
+from sluice.rpc import SluiceError
+from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
+
+LIMITS = ExternalConfig(
+    lease_s=50, idle_s=30, attempts=2, most_sessions=3, most_leased=3, most_generations=3, most_requests=2, session_mb=1
+)
+
+
+class Run:
+    """A run with two groups of two episodes on offer, and a clock that stands still."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal, self.now = journal, 0.0
+        self.lending = Lending(journal, LIMITS, self.now)
+        self.claims = Claims(journal, self.lending, LIMITS)
+        for number in (1, 2):
+            journal.record(drawn(number))
+            self.lending.offer(number)
+
+    def lease(self, request: str = "r", principal: str = "ann", tasks: int = 1, episodes: int = 0) -> list[str]:
+        message = episode_pb2.LeaseTasksRequest(request_id=request, max_tasks=tasks, max_episodes=episodes)
+        return [each.lease_id for each in self.lending.lease(principal, message, self.now)]
+
+    def open(self, lease: str, request: str = "o", principal: str = "ann") -> Session:
+        message = episode_pb2.OpenEpisodeRequest(lease_id=lease, request_id=request)
+        return self.lending.open(principal, message, self.now)
+
+    def begin(
+        self, name: str, body: int = 1, *, gateway: str = "east", retry: bool = False, joined: str = "", **more: object
+    ) -> Claimed | Recorded | Running:
+        message = session_pb2.BeginGenerationRequest(
+            episode_id="g1-0-0", request_id=name, gateway=gateway, body_digest=digest([body]), is_retry=retry, **more
+        )
+        message.claim.seconds = 20
+        return self.claims.begin("ann", message, self.now, joined=joined)
+
+    def record(
+        self, name: str, prompt: Sequence[int], *replies: Sequence[int], body: int = 1, **more: str
+    ) -> tuple[list[str], str]:
+        made = generation(name, prompt, *replies, **more)
+        made.body_digest = digest([body])
+        message = session_pb2.RecordGenerationRequest(episode_id="g1-0-0", gateway="east", generation=made)
+        return self.claims.record("ann", message, self.now)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.lending.expire(self.now)
+        self.claims.expire(self.now)
+
+
+@pytest.fixture
+async def run(tmp_path) -> AsyncIterator[Run]:
+    journal = Journal(tmp_path, {"run": "r"}, limits=JournalLimits(fsync_interval_s=0.0))
+    yield Run(journal)
+    await journal.close()
+
+
+@pytest.fixture
+async def session(run: Run) -> Session:
+    return run.open(run.lease()[0])
+
+
+# Claims.
+
+
+async def test_the_same_body_joins_the_request_that_runs_and_gets_what_was_recorded_for_it(run, session):
+    assert run.begin("a") == Claimed(None, 0)
+    assert run.begin("b", gateway="west") == Running("a", 20.0)
+    run.record("a", [1], [2])
+    assert run.begin("b", gateway="west", joined="a").request.request_id == "a"
+
+
+async def test_a_request_that_was_released_or_whose_claim_ended_is_taken_over(run, session):
+    run.begin("a")
+    assert isinstance(run.begin("b", gateway="west"), Running)
+    run.claims.release(
+        "ann", session_pb2.ReleaseGenerationRequest(episode_id="g1-0-0", request_id="a", gateway="west"), 0
+    )
+    assert isinstance(run.begin("b", gateway="west"), Running), "only its own gateway releases a claim"
+    run.claims.release(
+        "ann", session_pb2.ReleaseGenerationRequest(episode_id="g1-0-0", request_id="a", gateway="east"), 0
+    )
+    assert isinstance(run.begin("b", gateway="west", joined="a"), Claimed)
+    run.wait(20)
+    assert isinstance(run.begin("a", joined="b"), Claimed), "the gateway of b is gone"
+
+
+async def test_a_gateway_that_repeats_its_call_prolongs_its_claim(run, session):
+    run.begin("a")
+    run.wait(15)
+    assert isinstance(run.begin("a"), Claimed)
+    run.wait(15)
+    assert run.begin("a", gateway="west") == Running("a", 35.0)
+
+
+async def test_only_a_marked_retry_gets_the_recorded_reply_to_the_same_body(run, session):
+    run.begin("a")
+    run.record("a", [1], [2])
+    run.begin("b")
+    run.record("b", [1], [3])
+    assert isinstance(run.begin("c"), Claimed), "without a mark it is another sample"
+    run.claims.release(
+        "ann", session_pb2.ReleaseGenerationRequest(episode_id="g1-0-0", request_id="c", gateway="east"), 0
+    )
+    assert run.begin("d", retry=True).request.request_id == "b", "the newest one"
+    assert run.begin("a").request.request_id == "a", "the same name is the same request"
+    assert isinstance(run.begin("e", body=2, retry=True), Claimed), "nothing was recorded for this body"
+    with pytest.raises(SluiceError, match="another body"):
+        run.begin("a", body=2)
+
+
+async def test_the_longest_known_prefix_wins_by_keys_and_by_token_ids(run, session):
+    run.begin("a")
+    run.record("a", [1, 2], [3])
+    run.begin("b")
+    assert run.record("b", [1, 2, 3, 4], [5, 6]) == (["b/0"], "a/0")
+    keys = [digest([9]), digest([1, 2, 3, 4, 5, 6]), digest([1, 2, 3])]
+    found = run.begin("c", prefix_keys=keys)
+    assert (found.parent.generation_id, found.prefix) == ("b/0", 1)
+    by_ids = tokens_pb2.TokenIds(ids=[1, 2, 3, 4, 7])
+    assert run.begin("c", token_ids=by_ids).parent.generation_id == "a/0"
+    assert run.begin("c", token_ids=tokens_pb2.TokenIds(ids=[1, 2])).parent is None
+
+
+async def test_of_samples_with_the_same_tokens_the_parent_is_the_one_that_the_gateway_names_else_the_newest(
+    run, session
+):
+    run.begin("a")
+    run.record("a", [1], [2], [2])
+    run.begin("b")
+    assert run.record("b", [1, 2, 3], [4], parent="a/0")[1] == "a/0"
+    run.begin("c", body=3)
+    assert run.record("c", [1, 2, 5], [4], body=3, parent="nonsense")[1] == "a/1"
+
+
+async def test_bounds_of_a_session_are_errors_that_say_what_to_do(run, session):
+    run.begin("a", 1)
+    run.begin("b", 2)
+    with pytest.raises(SluiceError, match="most_requests") as refused:
+        run.begin("c", 3)
+    assert refused.value.retry_after_s == 1.0
+    run.record("a", [1], [2])
+    run.record("b", [1], [3], body=2)
+    run.record("x", [1], [4], body=9)  # without a claim: the process that gave it may have died
+    with pytest.raises(SluiceError, match=r"most_generations.*submit it") as full:
+        run.begin("c", 3)
+    assert full.value.retry_after_s is None, "waiting does not help"
+    for name in ("d", "e"):
+        run.record(name, [1], [5], body=4)
+    with pytest.raises(SluiceError, match="recorded in session"):
+        run.record("f", [1], [6], body=5)
+
+
+async def test_a_session_of_great_size_samples_no_more(run, session):
+    run.begin("a")
+    run.record("a", range(1, 300_000), [2])
+    with pytest.raises(SluiceError, match="session_mb"):
+        run.begin("b", 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("generation.request_id", {"request_id": "x" * 129}),
+        ("generation.body_digest", {"body_digest": b"short"}),
+        ("generation.keys", {"keys": []}),
+        ("generation.temperature", {"temperature": 0.0}),
+        ("generation.temperature", {"temperature": float("nan")}),
+        ("generation.response", {"response": None}),
+    ],
+)
+async def test_what_could_not_be_trained_or_found_again_is_not_recorded(run, session, field, change):
+    made = generation("a", [1], [2, 3])
+    for name, value in change.items():
+        made.ClearField(name)
+        if value is not None:
+            made.MergeFrom(session_pb2.RecordedGeneration(**{name: value}))
+    request = session_pb2.RecordGenerationRequest(episode_id=session.name, gateway="east", generation=made)
+    with pytest.raises(SluiceError) as refused:
+        run.claims.record("ann", request, 0)
+    assert list(refused.value.violations) == [field]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("logprobs", [-0.1]),
+        ("logprobs", [-0.1, float("nan")]),
+        ("version_spans", []),
+        ("version_spans", [1]),
+        ("version_spans", [0, 2]),
+    ],
+)
+async def test_a_token_without_a_log_probability_or_a_version_is_not_recorded(run, session, field, values):
+    made = generation("a", [1], [2, 3])
+    sample = made.response.samples[0]
+    sample.ClearField(field)
+    getattr(sample, field).extend(
+        tokens_pb2.VersionSpan(start=each) if field == "version_spans" else each for each in values
+    )
+    request = session_pb2.RecordGenerationRequest(episode_id=session.name, gateway="east", generation=made)
+    with pytest.raises(SluiceError) as refused:
+        run.claims.record("ann", request, 0)
+    assert list(refused.value.violations) == [f"generation.response.samples[0].{field}"]
+
+
+# Leases and sessions.
+
+
+async def test_groups_are_lent_in_their_order_and_no_more_than_a_principal_may_have(run):
+    assert run.lease("one", tasks=2) == ["g1-lease-1", "g2-lease-1"], "two episodes of the first, and one"
+    assert [each.episodes for each in run.journal.ledger.groups[2].external.leases.values()] == [{0}]
+    with pytest.raises(SluiceError, match="most_leased"):
+        run.lease("two")
+    assert run.lease("one", "bob", tasks=9) == ["g2-lease-2"]
+    assert run.lease("two", "bob") == [], "nothing is on offer"
+
+
+async def test_an_episode_whose_lease_ends_is_on_offer_again_until_it_was_opened_too_often(run):
+    run.lending.withdraw(2)
+    first = run.open(run.lease("one")[0])
+    for _ in range(4):
+        run.wait(20)
+        run.lending.renew("ann", "g1-lease-1", run.now)
+    assert run.lending.find(first.name) is first, "a renewal renews the idle time too"
+    run.wait(50)
+    assert run.journal.ledger.ended_sessions[first.name].reason in ("IDLE", "LEASE_ENDED")
+    with pytest.raises(SluiceError, match="LeaseTasks"):
+        run.lending.renew("ann", "g1-lease-1", run.now)
+    again = run.open(run.lease("two", "bob")[0], principal="bob")
+    assert (first.name, again.name) == ("g1-0-0", "g1-0-1")
+    run.wait(60)
+    slots = run.journal.ledger.groups[1].external.slots
+    assert [(each.over, each.lease_id) for each in slots] == [(True, ""), (False, "")]
+
+
+async def test_a_session_is_not_idle_while_a_request_of_it_is_under_way(run, session):
+    message = session_pb2.BeginGenerationRequest(
+        episode_id=session.name, request_id="a", gateway="east", body_digest=digest([1])
+    )
+    message.claim.seconds = 45
+    run.claims.begin("ann", message, run.now)
+    run.wait(40)
+    assert run.lending.find(session.name) is session
+    run.wait(5)
+    assert run.lending.find(session.name) is not session
+
+
+async def test_an_ended_session_is_told_apart_from_an_unknown_one(run, session):
+    run.lending.abandon("ann", episode_pb2.AbandonEpisodeRequest(episode_id=session.name))
+    with pytest.raises(SluiceError) as ended:
+        run.begin("a")
+    assert (ended.value.reason, ended.value.metadata) == ("SESSION_ENDED", {"ended": "ABANDONED"})
+    for name in ("g1-0-9", "g9-0-0", "g1-0", "nonsense", "", "g1-0-00", f"g{'9' * 5000}-0-0"):
+        with pytest.raises(SluiceError) as unknown:
+            run.lending.open_session("ann", name)
+        assert unknown.value.code.name == "NOT_FOUND"
+
+
+async def test_a_submission_must_name_whole_paths_of_its_own_tree(run, session):
+    submit = lambda *branches, **more: run.lending.submit(  # noqa: E731
+        "ann",
+        episode_pb2.SubmitTrajectoryRequest(
+            episode_id=session.name, branches=[episode_pb2.Branch(generation_ids=each) for each in branches], **more
+        ),
+    )
+    with pytest.raises(SluiceError, match="abandon it instead"):
+        submit()
+    run.begin("a")
+    run.record("a", [1], [2])
+    run.begin("b")
+    run.record("b", [1, 2, 3], [4], [5])
+    for branches, problem in [
+        ([["b/0"]], "all generations from the root"),
+        ([["a/0", "b/0"], ["a/0", "b/0"]], "twice"),
+        ([["c/0"]], "no generation 'c/0'"),
+        ([[]], "all generations"),
+    ]:
+        with pytest.raises(SluiceError, match=problem):
+            submit(*branches)
+    with pytest.raises(SluiceError, match="finite"):
+        submit(reward=float("inf"))
+    assert submit(["a/0", "b/1"]) == ("g1-0",)
+    assert submit(["a/0", "b/1"]) == ("g1-0",)
+    with pytest.raises(SluiceError, match="submitted before"):
+        submit()
+
+
+async def test_a_reward_counts_until_all_episodes_of_the_group_have_ended(run, session):
+    run.begin("a")
+    run.record("a", [1], [2])
+    other = run.open("g1-lease-1", "o2")
+    give = lambda reward: run.lending.reward(  # noqa: E731
+        "ann", episode_pb2.RecordRewardRequest(episode_id=session.name, reward=reward), run.now
+    )
+    run.lending.submit("ann", episode_pb2.SubmitTrajectoryRequest(episode_id=session.name))
+    give(0.5)
+    run.lending.abandon("ann", episode_pb2.AbandonEpisodeRequest(episode_id=other.name))
+    give(0.5)  # a repeated call
+    with pytest.raises(SluiceError, match="reward_follows"):
+        give(1.0)
