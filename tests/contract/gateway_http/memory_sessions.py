@@ -87,6 +87,7 @@ class MemorySessions:
         self.finish = tokens_pb2.FINISH_REASON_STOP
         self.stop_string = ""
         self.failure: SluiceError | None = None
+        self.failures: list[SluiceError] = []
 
     def new(self, *, evaluation: bool = False) -> MemorySession:
         name = f"e{len(self.all)}"
@@ -114,6 +115,8 @@ class MemorySessions:
         self, session: session_pb2.FindSessionResponse, request: CapturedRequest, identity: RequestIdentity
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
         kept = self.all[session.episode_id]
+        if self.failures:
+            raise self.failures.pop(0)
         if identity.is_retry and identity.digest in kept.answered:
             yield kept.answered[identity.digest]
             return
