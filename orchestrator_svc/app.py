@@ -16,6 +16,7 @@ import grpc
 import structlog
 from google.protobuf.duration_pb2 import Duration
 
+from orchestrator_svc.announcements import Announcements
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.dispatch import Dispatcher
@@ -190,6 +191,7 @@ async def _built(
             else config.concurrency,
             group=max(each.group_size for each in config.mix),
         )
+        announcements = Announcements(pool, config.replicas)
         lockstep = Lockstep(pool, changed.set) if common.deterministic else None
         engine = PolicyEngine(pool, common.run, config.deadlines.generate_s, lockstep=lockstep)
         runners = {
@@ -233,12 +235,13 @@ async def _built(
             journal,
             status,
             pool,
+            announcements=announcements,
             dispatcher=dispatcher,
             training=training,
             evaluations=evaluations,
             reporter=reporter,
         )
-        yield run, status, OrchestratorServicer(common.run, run, status, pool)
+        yield run, status, OrchestratorServicer(common.run, run, status, announcements)
 
 
 async def _close_files(journal: Journal, recorder: Recorder) -> None:
@@ -287,8 +290,8 @@ def _journal(common: CommonConfig, config: OrchestratorConfig, follow: Callable[
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Serves OrchestratorService for one run."""
 
-    def __init__(self, name: str, run: Run, status: RunStatus, pool: ReplicaPool) -> None:
-        self._name, self._run, self._status, self._pool = name, run, status, pool
+    def __init__(self, name: str, run: Run, status: RunStatus, announcements: Announcements) -> None:
+        self._name, self._run, self._status, self._announcements = name, run, status, announcements
 
     async def GetRun(self, request: pb.GetRunRequest, _context: Context) -> pb.GetRunResponse:  # noqa: N802 - gRPC's name
         """Describe the run."""
@@ -335,7 +338,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._check_owner(request.replica)
         lease = Duration()
         try:
-            seconds = self._pool.register(
+            seconds = self._announcements.register(
                 request.replica, request.address, caller().name, from_here=is_local_peer(context.peer())
             )
             lease.FromMilliseconds(int(seconds * 1000))
@@ -346,16 +349,16 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, _context: Context) -> pb.HeartbeatResponse:  # noqa: N802 - gRPC's name
         """Renew a replica's lease, unless it leaves."""
         self._check_run(request.run)
-        if self._pool.owner(request.replica) is None:
+        if self._announcements.owner(request.replica) is None:
             raise SluiceError.not_found(
                 "UNKNOWN_REPLICA", f"replica {request.replica!r} has no lease: call RegisterReplica"
             )
         self._check_owner(request.replica)
         if request.leaving:
-            self._pool.leave(request.replica)
+            self._announcements.leave(request.replica)
             return pb.HeartbeatResponse()
         lease = Duration()
-        lease.FromMilliseconds(int(self._pool.heartbeat(request.replica) * 1000))
+        lease.FromMilliseconds(int(self._announcements.heartbeat(request.replica) * 1000))
         return pb.HeartbeatResponse(lease=lease)
 
     async def ListTrajectories(  # noqa: N802 - gRPC's name
@@ -367,7 +370,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def _check_owner(self, replica: str) -> None:
         """Refuse a principal that speaks for a replica which another one announced."""
-        owner, who = self._pool.owner(replica), caller()
+        owner, who = self._announcements.owner(replica), caller()
         if owner not in (None, who.name) and who.role != "admin":
             raise SluiceError(
                 grpc.StatusCode.PERMISSION_DENIED,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from ipaddress import ip_network
 from typing import Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
@@ -162,6 +163,27 @@ class PoolsConfig(Section):
         if not any(self.shares.model_dump().values()):
             raise ValueError("every weight of shares is 0, so that no task could be drawn: raise one")
         return self
+
+
+class FoundReplicasConfig(ReplicasConfig):
+    """How rollout replicas are found, watched and chosen."""
+
+    lease_s: float = Field(
+        30.0, gt=0, description="Seconds that an announced replica is used after its last heartbeat."
+    )
+    most_announced: int = Field(1024, ge=1, description="Most replicas that are announced at a time.")
+    most_per_principal: int = Field(256, ge=1, description="Most replicas that one principal may announce at a time.")
+    networks: list[str] = Field(
+        default_factory=list,
+        description="Networks that the addresses of announced replicas must lie in, such as 10.0.0.0/8. Empty: all networks. Link-local, multicast and unspecified addresses are refused in any case. A loopback address or a unix socket may be announced from the orchestrator's machine alone.",
+    )
+
+    @field_validator("networks")
+    @classmethod
+    def _are_networks(cls, networks: list[str]) -> list[str]:
+        for each in networks:
+            ip_network(each)  # raises a ValueError that says what is wrong
+        return networks
 
 
 class PacingConfig(Section):
@@ -403,7 +425,7 @@ class OrchestratorConfig(EpisodeConfig):
     )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation inside the run.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
-    replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="Rollout replicas.")
+    replicas: FoundReplicasConfig = Field(default_factory=FoundReplicasConfig, description="Rollout replicas.")
     concurrency: ConcurrencyConfig = Field(default_factory=ConcurrencyConfig, description="Samples in flight.")
     pacing: PacingConfig = Field(default_factory=PacingConfig, description="When groups start.")
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig, description="Deadlines.")

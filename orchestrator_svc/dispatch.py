@@ -230,7 +230,7 @@ class Dispatcher:
             self._lost_since = now
         limit = self._config.deadlines.lost_s
         if now - self._lost_since > limit:
-            raise self._pool.none_for(limit, "lost_s")
+            raise self._pool.none_for(limit, "orchestrator.deadlines.lost_s")
 
     async def _run_group(self, group: Group) -> None:
         """Run one group to its end: accepted, or dropped and counted."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from orchestrator_svc.announcements import Announcements
 from orchestrator_svc.config import CheckpointConfig, EvaluationConfig
 from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.evaluation import Evaluations, Standing, release_left
@@ -38,6 +39,7 @@ class Run:
     Args:
         settings: Its settings, of which some may be changed while it lives.
         pool: The replicas; `run` polls them.
+        announcements: Those that announce themselves; `run` follows them, too.
         evaluations: Evaluates between steps; None if the run never does.
     """
 
@@ -48,13 +50,14 @@ class Run:
         status: RunStatus,
         pool: ReplicaPool,
         *,
+        announcements: Announcements,
         dispatcher: Dispatcher,
         training: Training,
         evaluations: Evaluations | None,
         reporter: RunReporter,
     ) -> None:
         self._settings, self._config = settings, settings.config
-        self._journal, self._status, self._pool = journal, status, pool
+        self._journal, self._status, self._pool, self._announcements = journal, status, pool, announcements
         self._dispatcher, self._training = dispatcher, training
         self._evaluations, self._reporter = evaluations, reporter
         self._saving: asyncio.Task[None] | None = None
@@ -74,6 +77,7 @@ class Run:
         try:
             async with asyncio.TaskGroup() as tasks:
                 polling = tasks.create_task(self._pool.run(), name="replicas")
+                announced = tasks.create_task(self._announcements.run(), name="announced replicas")
                 await self._begin()
                 releasing = tasks.create_task(
                     release_left(self._journal, self._pool, self._config.deadlines.hold_s), name="holds"
@@ -83,7 +87,7 @@ class Run:
                     self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
                     # Leaving waits for the checkpoint and the evaluation under way; each has its own deadline.
                 await self._end()
-                for each in (polling, releasing):
+                for each in (polling, announced, releasing):
                     each.cancel()
         except asyncio.CancelledError:
             await self._last_report("stopped")
@@ -155,7 +159,7 @@ class Run:
             async with asyncio.timeout(deadline_s):
                 await self._pool.choose(BASE)
         except TimeoutError as error:
-            raise self._pool.none_for(deadline_s, "start_s") from error
+            raise self._pool.none_for(deadline_s, "orchestrator.deadlines.start_s") from error
 
     async def _train(self, beside: asyncio.TaskGroup) -> None:
         """Dispatch and train side by side until the last batch is applied."""

@@ -458,7 +458,7 @@ class Training:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
-            raise self._pool.none_for(self._config.deadlines.lost_s, "lost_s") from error
+            raise self._pool.none_for(self._config.deadlines.lost_s, "orchestrator.deadlines.lost_s") from error
         header = trainer_pb2.BatchHeader(
             run=f"runs/{self._trainer.run}",
             batch_id=batch.batch_id,

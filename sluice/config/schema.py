@@ -228,7 +228,7 @@ class SecurityConfig(Section):
     )
     dispatcher_token_file: Path | None = Field(
         None,
-        description="File with the bearer token that the orchestrator sends to replicas, of a principal with the role `dispatcher`: it opens nothing at the other services. A server that has this setting admits it as the principal `dispatcher`, with or without `principals_file`. `sluice rl` makes one.",
+        description="File with the bearer token that the orchestrator and gateways send to replicas, of a principal with the role `dispatcher`: it opens nothing at the other services. A server that has this setting admits it as the principal `dispatcher`, with or without `principals_file`. `sluice rl` makes one.",
     )
     call_log_mb: int = Field(
         16, ge=1, description="Size at which the log of calls that change something begins a new file, in MiB."

@@ -109,6 +109,7 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "RecordGeneration",
         "GetGeneration",
         "ReleaseGeneration",
+        "ListReplicas",
     ),
     "sluice.v1.EnvironmentService": ("Describe", "ListTasks", "Reset", "Step", "Score", "CloseEpisode"),
 }
@@ -186,8 +187,8 @@ def connect(
 def token_file(security: SecurityConfig, role: Role) -> Path | None:
     """Return the file of the token that calls send which need a role; None if they send none.
 
-    Of two tokens, that of the admin is sent unless an agent's is enough. A dispatcher never sends either: it calls addresses
-    that replicas announced.
+    Of two tokens, that of the admin is sent unless an agent's is enough. A dispatcher never sends either: orchestrator and gateways
+    call addresses that replicas announced.
 
     Raises:
         ConfigError: if the role is dispatcher, and this process has tokens but none of a dispatcher.
@@ -196,13 +197,13 @@ def token_file(security: SecurityConfig, role: Role) -> Path | None:
     if role == "dispatcher":
         if security.dispatcher_token_file is None and (agent or admin):
             raise ConfigError(
-                "security.dispatcher_token_file is not set, and the orchestrator sends replicas no other token, since that would"
-                " open the other services to them: add a principal with `sluice token new dispatcher --role dispatcher`"
+                "security.dispatcher_token_file is not set, and orchestrator and gateways send replicas no other token, since that"
+                " would open the other services to them: add a principal with `sluice token new dispatcher --role dispatcher`"
                 " and set it to the file with that token (without principals_file: to a file with a new token, at the"
                 " replicas too)"
             )
         return security.dispatcher_token_file
-    return (agent or admin) if role in {"agent", "gateway"} else (admin or agent)
+    return (agent or admin) if role == "agent" else (admin or agent)
 
 
 def _credentials(target: str, security: SecurityConfig) -> grpc.ChannelCredentials | None:

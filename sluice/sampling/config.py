@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_network
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from sluice.config import Section
 
@@ -17,7 +16,7 @@ class ReplicasConfig(Section):
     waiting_poll_s: float = Field(
         0.02,
         gt=0,
-        description="Least seconds between them while dispatch awaits a newer version: a replica that can answers when it has it.",
+        description="Least seconds between them while a newer version is awaited: a replica that can answers when it has it.",
     )
     progress_s: float = Field(
         5.0,
@@ -39,7 +38,6 @@ class ReplicasConfig(Section):
         gt=0,
         description="Most seconds that one step of an engine may take: a request whose engine made no step for `progress_s` gets twice the time at the next replica, up to this, so that a long prompt ends somewhere.",
     )
-    most_per_principal: int = Field(256, ge=1, description="Most replicas that one principal may announce at a time.")
     coalesce_s: float = Field(
         1.0,
         gt=0,
@@ -51,21 +49,6 @@ class ReplicasConfig(Section):
         description="How much busier than the least busy replica, as a share of the samples it is given at a time, the one that has a request's prefix may be and still get it.",
     )
     resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
-    lease_s: float = Field(
-        30.0, gt=0, description="Seconds that an announced replica is used after its last heartbeat."
-    )
-    most_announced: int = Field(1024, ge=1, description="Most replicas that are announced at a time.")
-    networks: list[str] = Field(
-        default_factory=list,
-        description="Networks that the addresses of announced replicas must lie in, such as 10.0.0.0/8. Empty: all networks. Link-local, multicast and unspecified addresses are refused in any case. A loopback address or a unix socket may be announced from the orchestrator's machine alone.",
-    )
-
-    @field_validator("networks")
-    @classmethod
-    def _are_networks(cls, networks: list[str]) -> list[str]:
-        for each in networks:
-            ip_network(each)  # raises a ValueError that says what is wrong
-        return networks
 
     @model_validator(mode="after")
     def _in_time(self) -> Self:

@@ -11,14 +11,13 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import structlog
 
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.rpc.channel import token_file
-from sluice.sampling.addresses import AnnouncedAddresses, canonical, check_address, is_fixed, resolve_targets
+from sluice.sampling.addresses import check_address, resolve_targets
 from sluice.sampling.concurrency import ConcurrencyLimit
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 from sluice.sampling.placement import Homes, place
@@ -30,25 +29,6 @@ log = structlog.get_logger(__name__)
 
 _TICK_S = 0.25
 """Seconds between two looks at who makes progress; less if `progress_s` is short."""
-
-_LEAST_SEARCH_S = 0.05
-"""Least seconds between two looks at who is announced."""
-
-
-class Lease(NamedTuple):
-    """What a replica that announces itself is granted: used at this address until then, and by whom it was announced.
-
-    Attributes:
-        address: The address that it gave, in its canonical form.
-        from_here: Whether a process of this machine announced it.
-        targets: What it stands for: itself, or what the name last resolved to.
-    """
-
-    address: str
-    expires: float
-    owner: str
-    from_here: bool
-    targets: tuple[str, ...] = ()
 
 
 class ReplicaPool:
@@ -78,7 +58,6 @@ class ReplicaPool:
         group: int = 1,
     ) -> None:
         token_file(security, "dispatcher")
-        self._announced = AnnouncedAddresses(config.networks)
         self._addresses = []
         for address in addresses:
             try:
@@ -103,7 +82,7 @@ class ReplicaPool:
         self._search = asyncio.Event()
         self._wanted: Version | None = None
         self._held_back = False
-        self._leases: dict[str, Lease] = {}
+        self._used: dict[str, str] = {}
         self._last_digest = self._last_dtype = ""
 
     @property
@@ -129,9 +108,8 @@ class ReplicaPool:
                 while True:
                     self._search.clear()
                     await self._follow_names()
-                    ends = [lease.expires - self._clock.now for lease in self._leases.values()]
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(max(_LEAST_SEARCH_S, min([self.config.resolve_s, *ends]))):
+                        async with asyncio.timeout(self.config.resolve_s):
                             await self._search.wait()
         finally:
             self._tasks = None
@@ -139,29 +117,18 @@ class ReplicaPool:
                 await replica.close()
 
     async def _follow_names(self) -> None:
-        """Let the replicas join that are configured or announced now, and forget those that are no more."""
-        now = self._clock.now
-        self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}
-        asked = list(self._leases.items())
-        configured, *announced = await asyncio.gather(
-            resolve_targets(self._addresses), *(resolve_targets([lease.address]) for _, lease in asked)
-        )
-        for (name, lease), found in zip(asked, announced, strict=True):
-            present = self._leases.get(name)
-            if present is not None and present.address == lease.address:  # it may have left or moved meanwhile
-                allowed = tuple(each for each in found if self._allowed(each, name, present))
-                self._leases[name] = present._replace(targets=allowed if found else present.targets)
-        targets = dict.fromkeys(configured, "")
-        for name, lease in self._leases.items():
-            for target in lease.targets:
-                targets.setdefault(target, name)
-        for target, name in targets.items():
-            self._join(target, name)
+        """Let the replicas join that are configured or given by `use`, and forget those that are no more."""
+        configured = await resolve_targets(self._addresses)
+        targets: dict[str, str | None] = dict.fromkeys(configured)
+        for target, name in self._used.items():
+            targets.setdefault(target, name)
+        for target, announced_as in targets.items():
+            self._join(target, announced_as)
         for target in [each for each in self._replicas if each not in targets]:
-            # It left the name service, or its lease is over. A name service may err: such a replica is kept while it works.
+            # It left the name service, or is no longer given. A name service may err: such a replica is kept while it works.
             # One that said that it leaves is shown until it has ended.
             replica = self._replicas[target]
-            replica.leaving = bool(replica.announced_as)
+            replica.leaving = replica.announced_as is not None
             shown = replica.works or not replica.why_not() or (replica.leaving and replica.drains)
             if replica.seen and replica.loss is None and shown:
                 continue
@@ -172,28 +139,16 @@ class ReplicaPool:
             replica.give_up_all("left")
             self._homes.forget(target)
             await replica.close()
+            self._wake()
             log.info("replica forgotten", replica=replica.name, target=target)
 
-    def _allowed(self, target: str, name: str, lease: Lease) -> bool:
-        """Return whether an announced replica may be at an address that its name stands for."""
-        try:
-            self._announced.check(target, from_here=lease.from_here)
-        except ValueError as error:
-            log.warning("an announced address is left out", replica=name, reason=str(error))
-            return False
-        for other, held in self._leases.items():
-            if target in held.targets and held.owner != lease.owner:
-                reason = f"{lease.address!r} stands for {target!r}, where {held.owner!r} announced replica {other!r}"
-                log.warning("an announced address is left out", replica=name, reason=reason)
-                return False
-        return True
-
-    def _join(self, target: str, announced_as: str) -> None:
+    def _join(self, target: str, announced_as: str | None) -> None:
         replica = self._replicas.get(target)
         if replica is None and self._tasks is not None:
             replica = Replica(target, self._security, self.config, self._limit.anew(), self._clock)
             self._replicas[target] = replica
             self._pollers[target] = self._tasks.create_task(self._poll(replica), name=f"poll {target}")
+            self._wake()
         if replica is not None:
             replica.announced_as, replica.leaving = announced_as, False
 
@@ -224,7 +179,15 @@ class ReplicaPool:
             replica.told = now
             log.debug("replica changed", replica=replica.name, version=str(replica.version), reason=now[1])
             self._on_change(replica)
-            self._changed.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def changed(self) -> None:
+        """Wait until a replica came, went, or changed its version or whether it gets work."""
+        await self._changed.wait()
 
     def _awaited_of(self, replica: Replica) -> Version | None:
         """Return the version that dispatch waits for if this replica is fit and does not serve it yet."""
@@ -288,107 +251,34 @@ class ReplicaPool:
         self._tell_changes(replica)
         self._move(replica, self._clock.now)
 
-    def register(self, name: str, address: str, owner: str = "", *, from_here: bool = False) -> float:
-        """Use a replica that announced itself, at once; return the seconds within which it has to send a heartbeat.
+    @property
+    def now(self) -> float:
+        """Seconds in which this process listened to others: how long they have been silent does not count its own pauses."""
+        return self._clock.now
+
+    def use(self, replicas: Mapping[str, str]) -> None:
+        """Use these replicas from now on, beside those at configured addresses, and no longer those of the call before.
+
+        What is left out finishes what it has and gets nothing new.
 
         Args:
-            name: Its name.
-            address: Its address.
-            owner: Name of the principal that announces it.
-            from_here: Whether a process of this machine announces it.
-
-        Raises:
-            ValueError: if its address cannot be one, or no replica may be there.
-            SluiceError: ALREADY_EXISTS if another replica has the name or the address, RESOURCE_EXHAUSTED if too many
-                are announced.
+            replicas: Names by target, empty if any will do; a replica that says that it has another one gets no work.
         """
-        check_address(address)
-        address = canonical(address)
-        if is_fixed(address):
-            self._announced.check(address, from_here=from_here)
-        before, expires = self._leases.get(name), self._clock.now + self.config.lease_s
-        if before is not None and before.address == address:
-            self._leases[name] = before._replace(expires=expires, owner=owner, from_here=from_here)
-            return self.config.lease_s
-        self._check_lease(name, address, owner)
-        targets = (address,) if is_fixed(address) else ()
-        self._leases = {other: lease for other, lease in self._leases.items() if lease.address != address}
-        self._leases[name] = Lease(address, expires, owner, from_here, targets)
-        for target in targets:
+        for target, name in replicas.items():
             known = self._replicas.get(target)
-            self._join(target, name if known is None or known.announced_as else "")
-            if known is not None:
+            if known is not None and self._used.get(target) != name:
                 known.left = False  # it is back
-        self._search.set()  # for a name, and for the address that it had before
-        return self.config.lease_s
-
-    def _check_lease(self, name: str, address: str, owner: str) -> None:
-        """Refuse a lease that would take another replica's place, or one too many."""
-        others = {
-            other: lease for other, lease in self._leases.items() if lease.expires > self._clock.now and other != name
-        }
-        configured = next((each for each in self.replicas if each.name == name and not each.announced_as), None)
-        if configured is not None and is_fixed(address) and configured.target != address:
-            raise SluiceError.already_exists(
-                "NAME_TAKEN",
-                f"the replica at {configured.target}, an address of peers.rollout, has the name {name!r}: give this one another"
-                " (rollout.replica)",
-            )
-        taken = next(
-            (
-                other
-                for other, lease in others.items()
-                if address in (lease.address, *lease.targets) and lease.owner != owner
-            ),
-            None,
-        )
-        if taken is not None:
-            raise SluiceError.already_exists(
-                "ADDRESS_TAKEN",
-                f"replica {taken!r} was announced at {address} by principal {others[taken].owner!r}: give this one another"
-                " address (rollout.advertise), or wait until that lease has ended",
-            )
-        for setting, most, present, whose in (
-            ("most_announced", self.config.most_announced, len(others), "all principals have"),
-            (
-                "most_per_principal",
-                self.config.most_per_principal,
-                sum(lease.owner == owner for lease in others.values()),
-                f"principal {owner!r} has",
-            ),
-        ):
-            if present >= most:
-                raise SluiceError.resource_exhausted(
-                    "TOO_MANY_REPLICAS",
-                    f"{whose} announced {present} replicas, the most that are used (orchestrator.replicas.{setting}): stop some,"
-                    " or raise it",
-                    self.config.lease_s,
-                )
-
-    def heartbeat(self, name: str) -> float:
-        """Renew a lease; return its seconds.
-
-        Raises:
-            KeyError: if the lease is unknown or over.
-        """
-        lease = self._leases[name]
-        return self.register(name, lease.address, lease.owner, from_here=lease.from_here)
-
-    def owner(self, name: str) -> str | None:
-        """Return the principal that announced a replica; None if it has no lease."""
-        lease = self._leases.get(name)
-        return None if lease is None else lease.owner
-
-    def leave(self, name: str) -> None:
-        """Give a replica that says that it leaves nothing new, from now on; what it has under way ends there or continues elsewhere."""
-        lease = self._leases.pop(name, None)
-        for target in lease.targets if lease is not None else ():
-            replica = self._replicas.get(target)
-            if replica is not None and name in (replica.name, replica.announced_as):
-                replica.left = True
-                self._homes.forget(target)
-                self._tell_changes(replica)
+            self._join(target, name if known is None or known.announced_as is not None else None)
+        self._used = dict(replicas)
         self._search.set()
+
+    def retire(self, target: str, name: str) -> None:
+        """Give a replica that says that it leaves nothing new; what it has under way ends there or continues elsewhere."""
+        replica = self._replicas.get(target)
+        if replica is not None and name in (replica.name, replica.announced_as):
+            replica.left = True
+            self._homes.forget(target)
+            self._tell_changes(replica)
 
     def refused(self, replica: Replica) -> None:
         """Give a replica fewer samples at a time: its queue is full."""
@@ -426,21 +316,20 @@ class ReplicaPool:
     async def choose(self, wanted: Version, avoid: str = "", keys: Sequence[str] = ()) -> Replica:
         """Wait until `pick` finds a replica, remember it for the keys and return it; the caller sets the deadline."""
         while (replica := self.pick(wanted, avoid, keys)) is None:
-            self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                # Cooldowns end without an announcement.
+                # Cooldowns end without a notice.
                 async with asyncio.timeout(self.config.poll_s):
-                    await self._changed.wait()
+                    await self.changed()
         self._homes.remember(keys, replica.target)
         return replica
 
     def none_for(self, waited_s: float, setting: str) -> SluiceError:
-        """Return the error after `waited_s` seconds, the value of `setting`, without a replica that gets work."""
+        """Return the error after `waited_s` seconds without a replica that gets work; `setting` is the name of that limit."""
         reasons = "; ".join(f"{each.name} {each.why_not()}" for each in self.replicas) or "no address resolves"
         return SluiceError.unavailable(
             "NO_REPLICA",
-            f"no rollout replica for {waited_s:g} s (orchestrator.deadlines.{setting}): {reasons}; start one at an address of"
-            " peers.rollout, then start the run again: it continues",
+            f"no rollout replica for {waited_s:g} s ({setting}): {reasons}; start one at an address of peers.rollout, then try"
+            " again: the run continues",
         )
 
     def tokenizer_digest(self) -> str:

@@ -76,8 +76,9 @@ class Replica:
         works: Calls that it has under way there.
         limit: How many samples it is given.
         loss: Why it was evicted; None while it is not.
-        announced_as: Name under which it announced itself; empty if its address is configured.
-        leaving: Whether its lease is over: it gets no new work.
+        announced_as: Name that it must have, as it announced itself or was listed, empty if any will do; None if its address is
+            configured.
+        leaving: Whether its lease is over, or it is no longer listed: it gets no new work.
         left: Whether it said that it leaves.
         told: Version and fitness that its pool last told of.
     """
@@ -98,7 +99,7 @@ class Replica:
         self.works: set[Work] = set()
         self.seen = False
         self.loss: Loss | None = None
-        self.announced_as = ""
+        self.announced_as: str | None = None
         self.leaving = self.left = False
         self.limit = limit
         self._channel = connect(target, security, role="dispatcher")
@@ -304,22 +305,31 @@ class Replica:
         """Return why it gets no work; empty if it does."""
         if not self.seen or self.loss is not None:
             return self.why_lost() or f"does not answer: {self._last_error}"
-        if self.left or self.leaving or self.status.state not in _READY:
-            return self._why_not_ready()
-        if self.announced_as not in ("", self.status.replica):
-            return f"says that its name is {self.status.replica!r}, but was announced as {self.announced_as!r}"
+        if reason := self.why_out() or self._why_not_ready():
+            return reason
         if time.monotonic() < self._rest_until:
             return f"failed lately: {self._last_error}"
         if wanted is not None and self.version < wanted:
             return f"serves version {self.version}, wanted is {wanted} or newer"
         return ""
 
-    def _why_not_ready(self) -> str:
+    def why_out(self) -> str:
+        """Return why it will get no more work, whatever its engine does; empty if it may."""
         if self.drains:
             return "is draining"
         if self.leaving:
-            return "leaves: its lease is over"
-        return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"
+            return "leaves: its lease is over, or it is no longer listed"
+        if self.seen and self.announced_as and self.announced_as != self.status.replica:
+            return f"says that its name is {self.status.replica!r}, but was announced as {self.announced_as!r}"
+        return ""
+
+    def _why_not_ready(self) -> str:
+        state = self.status.state
+        return (
+            ""
+            if state in _READY
+            else f"is {rollout_pb2.ReplicaState.Name(state).removeprefix('REPLICA_STATE_').lower()}"
+        )
 
     def describe(self) -> orchestrator_pb2.Replica:
         """Describe it for operators."""

@@ -424,3 +424,95 @@ class ReleaseGenerationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseGenerationResponse: _TypeAlias = ReleaseGenerationResponse  # noqa: Y015
+
+@_typing.final
+class ListReplicasRequest(_message.Message):
+    """Request of SessionService.ListReplicas."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_DIGEST_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    known_digest: _builtins.bytes
+    """Digest of the list that the gateway has: answer when there is another one, instead of at once. Empty: it has none."""
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """Answer after this time even so; at most 60 s. Unset: at once."""
+
+    def __init__(
+        self,
+        *,
+        known_digest: _builtins.bytes = ...,
+        wait: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_digest", b"known_digest", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReplicasRequest: _TypeAlias = ListReplicasRequest  # noqa: Y015
+
+@_typing.final
+class ListReplicasResponse(_message.Message):
+    """The replicas of the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """Digest of the list."""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListedReplica]:
+        """All that the orchestrator knows. A gateway keeps using one that is no longer listed for 30 s, since an orchestrator that was
+        restarted learns of its replicas one after the other.
+        """
+
+    def __init__(
+        self,
+        *,
+        replicas: _abc.Iterable[Global___ListedReplica] | None = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+
+@_typing.final
+class ListedReplica(_message.Message):
+    """A replica of the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    USABLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    """Its name; what answers at its address under another name is not this replica. Empty: not known yet."""
+    address: _builtins.str
+    """Address that it is called at."""
+    usable: _builtins.bool
+    """Whether it may get requests of this gateway, as soon as it can take them."""
+    reason: _builtins.str
+    """Why not, if it may not."""
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        address: _builtins.str = ...,
+        usable: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "reason", b"reason", "replica", b"replica", "usable", b"usable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListedReplica: _TypeAlias = ListedReplica  # noqa: Y015

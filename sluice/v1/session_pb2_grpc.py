@@ -64,6 +64,11 @@ class SessionServiceStub:
                 request_serializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationResponse.FromString,
                 _registered_method=True)
+        self.ListReplicas = channel.unary_unary(
+                '/sluice.v1.SessionService/ListReplicas',
+                request_serializer=sluice_dot_v1_dot_session__pb2.ListReplicasRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_session__pb2.ListReplicasResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer:
@@ -114,6 +119,14 @@ class SessionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListReplicas(self, request, context):
+        """Lists the replicas that sample for the run, at once or when the list is another one than the gateway has. Whether a replica works
+        is for the gateway to see by itself. No side effects.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +154,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.ReleaseGeneration,
                     request_deserializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationResponse.SerializeToString,
+            ),
+            'ListReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicas,
+                    request_deserializer=sluice_dot_v1_dot_session__pb2.ListReplicasRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_session__pb2.ListReplicasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -283,6 +301,33 @@ class SessionService:
             '/sluice.v1.SessionService/ReleaseGeneration',
             sluice_dot_v1_dot_session__pb2.ReleaseGenerationRequest.SerializeToString,
             sluice_dot_v1_dot_session__pb2.ReleaseGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.SessionService/ListReplicas',
+            sluice_dot_v1_dot_session__pb2.ListReplicasRequest.SerializeToString,
+            sluice_dot_v1_dot_session__pb2.ListReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,10 @@ class SessionServiceStub:
     """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
     ReleaseGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]
     """Ends a claim without a recording, since the request failed. Idempotent."""
+    ListReplicas: _grpc.UnaryUnaryMultiCallable[_session_pb2.ListReplicasRequest, _session_pb2.ListReplicasResponse]
+    """Lists the replicas that sample for the run, at once or when the list is another one than the gateway has. Whether a replica works
+    is for the gateway to see by itself. No side effects.
+    """
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
@@ -85,6 +89,10 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
     ReleaseGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]  # type: ignore[assignment]
     """Ends a claim without a recording, since the request failed. Idempotent."""
+    ListReplicas: _aio.UnaryUnaryMultiCallable[_session_pb2.ListReplicasRequest, _session_pb2.ListReplicasResponse]  # type: ignore[assignment]
+    """Lists the replicas that sample for the run, at once or when the list is another one than the gateway has. Whether a replica works
+    is for the gateway to see by itself. No side effects.
+    """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     """Holds the generations of episodes that external agents run. Served by the orchestrator; called by gateways, with the role gateway.
@@ -141,5 +149,15 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.ReleaseGenerationResponse, _abc.Awaitable[_session_pb2.ReleaseGenerationResponse]]:
         """Ends a claim without a recording, since the request failed. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ListReplicas(
+        self,
+        request: _session_pb2.ListReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_session_pb2.ListReplicasResponse, _abc.Awaitable[_session_pb2.ListReplicasResponse]]:
+        """Lists the replicas that sample for the run, at once or when the list is another one than the gateway has. Whether a replica works
+        is for the gateway to see by itself. No side effects.
+        """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

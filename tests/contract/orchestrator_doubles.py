@@ -352,9 +352,9 @@ def _past(report: trainer_pb2.StepReport) -> trainer_pb2.StepReport:
 
 
 @contextlib.asynccontextmanager
-async def served(*registrations) -> AsyncIterator[str]:
+async def served(*registrations, security: SecurityConfig | None = None) -> AsyncIterator[str]:
     """Serve some servicers on a free loopback port; gives the address."""
-    server = RpcServer("double", ServerConfig(), SecurityConfig())
+    server = RpcServer("double", ServerConfig(), security or SecurityConfig())
     for add, servicer, name in registrations:
         server.add(add, servicer, name)
     port = await server.start()
@@ -364,11 +364,12 @@ async def served(*registrations) -> AsyncIterator[str]:
         await server.stop(0)
 
 
-def serve_rollout(replica: RolloutDouble):
+def serve_rollout(replica: RolloutDouble, security: SecurityConfig | None = None):
     """Serve one replica."""
     return served(
         (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, replica, "sluice.v1.RolloutService"),
         (rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, replica, "sluice.v1.RolloutAdminService"),
+        security=security,
     )
 
 

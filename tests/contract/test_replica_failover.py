@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import pytest
 from scripted_replica import LENGTH, PROMPT, Cable, ScriptedReplica, connected, sampled
 
+from orchestrator_svc.announcements import Announcements
+from orchestrator_svc.config import FoundReplicasConfig
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.sampling import replica as one_replica
@@ -32,13 +34,14 @@ class Fleet:
     replicas: list[ScriptedReplica]
     cables: list[Cable]
     pool: ReplicaPool
+    announcements: Announcements
     engine: PolicyEngine
 
     def known(self, replica: ScriptedReplica) -> Replica:
         return next(each for each in self.pool.replicas if each.name == replica.name)
 
     def announce(self, name: str, address: str, owner: str = "") -> None:
-        self.pool.register(name, address, owner, from_here=True)
+        self.announcements.register(name, address, owner, from_here=True)
 
     def ask(self, n: int = 4, keys: tuple[str, ...] = ()) -> asyncio.Task[rollout_pb2.GenerateResponse]:
         request = rollout_pb2.GenerateRequest(
@@ -52,16 +55,19 @@ async def fleet(*replicas: ScriptedReplica, announced: bool = False, **settings)
     async with contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(connected(each)) for each in replicas]
         addresses = [] if announced else [address for address, _ in served]
-        config = ReplicasConfig(**{**SETTINGS, **settings})
+        config = FoundReplicasConfig(**{**SETTINGS, **settings})
         pool = ReplicaPool(addresses, SecurityConfig(), config, lambda _: None)
-        polling = asyncio.create_task(pool.run())
+        announcements = Announcements(pool, config)
+        polling = {asyncio.create_task(each.run()) for each in (pool, announcements)}
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await until(lambda: sum(not each.why_not() for each in pool.replicas) == len(addresses))
-                yield Fleet(list(replicas), [cable for _, cable in served], pool, PolicyEngine(pool, "test", 600.0))
+                engine = PolicyEngine(pool, "test", 600.0)
+                yield Fleet(list(replicas), [cable for _, cable in served], pool, announcements, engine)
         finally:
-            polling.cancel()
-            await asyncio.wait({polling})
+            for each in polling:
+                each.cancel()
+            await asyncio.wait(polling)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -356,11 +362,11 @@ async def test_an_announced_replica_is_used_at_once_and_leaves_with_its_lease() 
         scene.announce("second", targets[1])
         await until(lambda: sum(not each.why_not() for each in scene.pool.replicas) == 2)
         while len(scene.pool.replicas) == 2:  # the second one renews its lease no more
-            scene.pool.heartbeat("first")
+            scene.announcements.heartbeat("first")
             await asyncio.sleep(0.05)
         assert [each.name for each in scene.pool.replicas] == ["first"]
         with pytest.raises(KeyError):
-            scene.pool.heartbeat("second")
+            scene.announcements.heartbeat("second")
 
 
 async def test_a_replica_whose_lease_ends_finishes_what_it_has() -> None:
@@ -381,7 +387,7 @@ async def test_a_replica_that_says_that_it_leaves_gets_nothing_new_at_once() -> 
         call = scene.ask()
         await until(lambda: leaving.open)
         scene.announce("other", f"127.0.0.1:{scene.cables[1].port}")
-        scene.pool.leave("leaving")
+        scene.announcements.leave("leaving")
         leaving.state = rollout_pb2.REPLICA_STATE_DRAINING
         assert_whole(await scene.ask(), versions=(1,))
         assert_whole(await call)
@@ -397,7 +403,7 @@ async def test_a_replica_at_a_configured_address_may_announce_that_it_leaves() -
     async with fleet(leaving, other) as scene:
         known = scene.known(leaving)
         scene.announce("failing", known.target)
-        scene.pool.leave("failing")
+        scene.announcements.leave("failing")
         assert "draining" in known.why_not()
         asked = known.progress.heard_at
         await until(lambda: known.progress.heard_at > asked)
@@ -414,7 +420,7 @@ async def test_a_replica_that_left_and_announces_itself_again_gets_work() -> Non
         target = f"127.0.0.1:{scene.cables[0].port}"
         scene.announce("only", target)
         await until(lambda: scene.pool.replicas and not scene.pool.replicas[0].why_not())
-        scene.pool.leave("only")
+        scene.announcements.leave("only")
         assert "draining" in scene.known(only).why_not()
         scene.announce("only", target)
         await until(lambda: scene.pool.replicas and not scene.pool.replicas[0].why_not())
@@ -427,7 +433,7 @@ async def test_an_announced_name_does_not_stand_for_a_replica_at_a_configured_ad
         with pytest.raises(SluiceError, match=r"NAME_TAKEN.*peers.rollout.*'failing'.*rollout.replica"):
             scene.announce("failing", "127.0.0.1:9", "mallory")
         scene.announce("another name", known.target, "mallory")
-        scene.pool.leave("another name")
+        scene.announcements.leave("another name")
         assert not known.why_not()
 
 
@@ -442,7 +448,7 @@ async def test_a_replica_under_another_name_than_it_announced_gets_no_work() -> 
             scene.announce("first", target, "two")
         scene.announce("first", target, "one")
         assert not scene.pool.replicas[0].why_not()
-        assert scene.pool.owner("alias") is None, "one process serves at an address"
+        assert scene.announcements.owner("alias") is None, "one process serves at an address"
 
 
 async def test_a_principal_announces_so_many_replicas_and_no_more() -> None:
@@ -452,9 +458,9 @@ async def test_a_principal_announces_so_many_replicas_and_no_more() -> None:
         with pytest.raises(SluiceError, match=r"TOO_MANY_REPLICAS.*2 replicas.*most_per_principal"):
             scene.announce("r3", "127.0.0.1:3", "one")
         scene.announce("r3", "127.0.0.1:3", "two")
-        scene.pool.heartbeat("r1")
+        scene.announcements.heartbeat("r1")
         scene.announce("r1", "127.0.0.1:4", "one")  # it moves
-        scene.pool.leave("r2")
+        scene.announcements.leave("r2")
         scene.announce("r4", "127.0.0.1:5", "one")
 
 

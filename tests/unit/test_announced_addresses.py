@@ -8,17 +8,19 @@ import socket
 import pytest
 from pydantic import ValidationError
 
+from orchestrator_svc.announcements import AllowedAddresses, Announcements
+from orchestrator_svc.config import FoundReplicasConfig
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.rpc.access import is_local_peer
-from sluice.sampling.addresses import AnnouncedAddresses, canonical, is_fixed, resolve_targets
+from sluice.sampling.addresses import canonical, is_fixed, resolve_targets
 from sluice.sampling.config import ReplicasConfig
 from sluice.sampling.pool import ReplicaPool
 
 
 def allowed(target: str, *networks: str, from_here: bool = False) -> bool:
     try:
-        AnnouncedAddresses(networks).check(target, from_here=from_here)
+        AllowedAddresses(networks).check(target, from_here=from_here)
     except ValueError:
         return False
     return True
@@ -64,7 +66,7 @@ def test_networks_leave_out_all_others() -> None:
     assert not allowed("10.2.2.3:7103", "10.1.0.0/16", "fd00::/8")
     assert not allowed("[2001:db8::1]:7103", "10.1.0.0/16", "fd00::/8")
     with pytest.raises(ValidationError, match="has host bits set"):
-        ReplicasConfig(networks=["10.1.2.3/8"])
+        FoundReplicasConfig(networks=["10.1.2.3/8"])
 
 
 @pytest.mark.parametrize(
@@ -84,14 +86,18 @@ def test_a_caller_is_of_this_machine_if_its_connection_is(peer: str, local: bool
     assert is_local_peer(peer) is local
 
 
+def announced(**settings) -> Announcements:
+    """Announcements to a pool that calls nobody: it does not run."""
+    config = FoundReplicasConfig(**settings)
+    return Announcements(ReplicaPool([], SecurityConfig(), config, lambda _: None), config)
+
+
 async def resolved(target: str, *, from_here: bool) -> list[str]:
     """The addresses that a pool would call for an announced name."""
-    pool = ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None)
-    joined: list[str] = []
-    pool._join = lambda target, _: joined.append(target)  # type: ignore[method-assign]  # nothing is called
-    pool.register("r", target, from_here=from_here)
-    await pool._follow_names()
-    return joined
+    announcements = announced()
+    announcements.register("r", target, from_here=from_here)
+    await announcements.look_up()
+    return list(announcements.targets)
 
 
 async def test_a_name_is_judged_by_what_it_stands_for() -> None:
@@ -119,15 +125,15 @@ async def test_an_address_has_one_form(spelt: str, form: str) -> None:
 
 
 def test_another_principal_cannot_announce_an_address_that_is_spelt_differently() -> None:
-    pool = ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None)
-    pool.register("a", "[2001:db8::1]:7103", "one")
+    announcements = announced()
+    announcements.register("a", "[2001:db8::1]:7103", "one")
     for spelt in ("[2001:DB8::0:1]:7103", "dns:///[2001:db8::1]:7103"):
         with pytest.raises(SluiceError, match=r"ADDRESS_TAKEN.*'a'"):
-            pool.register("b", spelt, "two")
-    pool.register("b", "[2001:DB8::0:1]:7103", "one")
-    assert pool.owner("a") is None, "one process serves at an address"
+            announcements.register("b", spelt, "two")
+    announcements.register("b", "[2001:DB8::0:1]:7103", "one")
+    assert announcements.owner("a") is None, "one process serves at an address"
     with pytest.raises(ValueError, match="zone"):
-        pool.register("c", "[2001:db8::1%1]:7103", "two")
+        announcements.register("c", "[2001:db8::1%1]:7103", "two")
 
 
 async def test_a_name_takes_no_address_that_another_principal_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,30 +142,26 @@ async def test_a_name_takes_no_address_that_another_principal_announced(monkeypa
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, port))]
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", look_up)
-    pool = ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None)
-    joined: dict[str, str] = {}
-    pool._join = joined.__setitem__  # type: ignore[method-assign]  # nothing is called
-    pool.register("b", "theirs:7103", "two")
-    pool.register("c", "own:7103", "two")
-    pool.register("a", "10.0.0.1:7103", "one")
-    joined.clear()
-    await pool._follow_names()
-    assert joined == {"10.0.0.1:7103": "a", "10.0.0.2:7103": "c"}
+    announcements = announced()
+    announcements.register("b", "theirs:7103", "two")
+    announcements.register("c", "own:7103", "two")
+    announcements.register("a", "10.0.0.1:7103", "one")
+    await announcements.look_up()
+    assert announcements.targets == {"10.0.0.1:7103": "a", "10.0.0.2:7103": "c"}
     with pytest.raises(SluiceError, match=r"ADDRESS_TAKEN.*'c'"):
-        pool.register("d", "10.0.0.2:7103", "one")
-    pool.leave("a")
-    joined.clear()
-    await pool._follow_names()
-    assert joined == {"10.0.0.1:7103": "b", "10.0.0.2:7103": "c"}
+        announcements.register("d", "10.0.0.2:7103", "one")
+    announcements.leave("a")
+    await announcements.look_up()
+    assert announcements.targets == {"10.0.0.1:7103": "b", "10.0.0.2:7103": "c"}
 
 
 def test_no_more_replicas_are_announced_than_the_settings_allow() -> None:
-    pool = ReplicaPool([], SecurityConfig(), ReplicasConfig(most_announced=2), lambda _: None)
-    pool.register("a", "10.0.0.1:1")
-    pool.register("b", "10.0.0.2:1")
+    announcements = announced(most_announced=2)
+    announcements.register("a", "10.0.0.1:1")
+    announcements.register("b", "10.0.0.2:1")
     with pytest.raises(SluiceError, match="TOO_MANY_REPLICAS"):
-        pool.register("c", "10.0.0.3:1")
-    pool.register("a", "10.0.0.4:1")
+        announcements.register("c", "10.0.0.3:1")
+    announcements.register("a", "10.0.0.4:1")
 
 
 def test_an_orchestrator_with_tokens_but_none_for_replicas_is_told_what_to_do(tmp_path) -> None:
