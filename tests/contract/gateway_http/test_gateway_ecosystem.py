@@ -1,6 +1,6 @@
 """Agents of unmodified libraries through a gateway: each turn continues the tokens of the one before it.
 
-The libraries live in an environment of their own: the interpreter named by SLUICE_ECOSYSTEM_PYTHON, or `.venv-ecosystem`, or this one.
+The libraries live in an environment of their own: the interpreter named by SLUICE_ECOSYSTEM_PYTHON, or one in `.venv-ecosystem*`, or this one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ AGENTS = {
 def interpreter(modules: tuple[str, ...]) -> str | None:
     """An interpreter that has all of these modules."""
     given = os.environ.get("SLUICE_ECOSYSTEM_PYTHON")
-    candidates = [given] if given else [str(ROOT / ".venv-ecosystem/bin/python"), sys.executable]
+    found = sorted(ROOT.glob(".venv-ecosystem*/bin/python"))  # some of these libraries do not fit beside each other
+    candidates = [given] if given else [*map(str, found), sys.executable]
     program = "import importlib.util as u, sys; sys.exit(not all(u.find_spec(name) for name in sys.argv[1:]))"
     for each in candidates:
         if Path(each).exists() and subprocess.run([each, "-c", program, *modules], check=False).returncode == 0:
