@@ -82,8 +82,12 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
     async def _stream(self, wanted):
         if self.state == rollout_pb2.REPLICA_STATE_DRAINING:
             raise SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one")
-        prompt = list(wanted.token_ids.ids) or PROMPT
-        yield rollout_pb2.GenerateStreamResponse(opening={"prompt_token_ids": prompt, "tokenizer_digest": self.digest})
+        if wanted.HasField("continues") and (not wanted.HasField("conversation") or wanted.HasField("rendered")):
+            raise SluiceError.invalid_argument("continues", "goes with a conversation alone")
+        prompt = list(wanted.rendered.ids or wanted.token_ids.ids) or PROMPT
+        continued = wanted.HasField("continues")
+        opening = {"prompt_token_ids": prompt, "tokenizer_digest": self.digest, "continued": continued}
+        yield rollout_pb2.GenerateStreamResponse(opening=opening)
         self.after_opening()
         begun = prompt[len(prompt) - wanted.continued_tokens :]
         firsts = [begun[0] if begun else 33 + (wanted.sampling.seed + index) % 90 for index in range(wanted.n or 1)]
@@ -115,6 +119,12 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
                     tokens.finish_reason = ABORT if aborted and done < most else LENGTH if done == most else 0
                     if wanted.return_text:
                         tokens.text = "".join(map(chr, [*begun, *more] if ids.start == 0 else more))
+                    if wanted.return_message and tokens.finish_reason:
+                        called = [each.name for each in wanted.conversation.tools]
+                        whole = "".join(map(chr, sampled(first, len(begun) + done)))
+                        tokens.message.CopyFrom(
+                            tokens_pb2.ChatMessage(content=whole, tool_calls=[{"name": each} for each in called])
+                        )
                 done = most if aborted else done
             yield rollout_pb2.GenerateStreamResponse(chunk=chunk)
 

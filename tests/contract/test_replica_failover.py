@@ -585,6 +585,35 @@ async def test_a_client_that_reads_along_sees_no_failure(failure: str) -> None:
         assert all(each.continued_tokens for each in other.requests), "what was read is kept, also of a damaged stream"
 
 
+@pytest.mark.parametrize("failure", ["dies", "hands over"])
+async def test_the_message_of_a_turn_that_two_replicas_sampled_is_that_of_all_its_tokens(failure: str) -> None:
+    failing, other = pair(aborts_after=3 if failure == "hands over" else None)
+    async with fleet(failing, other) as scene:
+        scene.pool._homes.remember(["episode"], scene.known(failing).target)
+        request = rollout_pb2.GenerateRequest(
+            request_id="r",
+            conversation={"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "search"}]},
+            continues={"token_ids": PROMPT[:1], "messages": 1},
+            sampling={"max_tokens": TOKENS, "seed": 5},
+            return_text=True,
+            return_message=True,
+        )
+        async with scene.engine.stream(request, ["episode"]) as stream:
+            last = rollout_pb2.GeneratedSample()
+            async for message in stream:
+                for delta in message.chunk.deltas:
+                    last = delta.tokens
+                    if failure == "dies" and not other.requests:
+                        await scene.cables[0].cut()
+        assert_whole(stream.response, n=1, versions=(0, 1))
+        assert stream.response.continued
+        (sample,) = stream.response.samples
+        assert (sample.message.content, [each.name for each in sample.message.tool_calls]) == (sample.text, ["search"])
+        assert last.message == sample.message
+        (continuation,) = other.requests
+        assert list(continuation.rendered.ids) == [*PROMPT, *sample.token_ids[: continuation.continued_tokens]]
+
+
 async def test_a_client_sees_that_it_is_alive_while_no_replica_takes_its_request() -> None:
     only = ScriptedReplica("only", state=rollout_pb2.REPLICA_STATE_STARTING)
     async with fleet(only, announced=True) as scene:
