@@ -8,6 +8,7 @@ from pydantic import Field
 
 from sluice.config import Section, ServerConfig
 from sluice.rpc import MAX_MESSAGE_BYTES
+from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 
 
 class CaptureDeadlines(Section):
@@ -17,6 +18,11 @@ class CaptureDeadlines(Section):
         3600.0,
         gt=0,
         description="Seconds for a request, the wait for a replica included; then it fails with 504. Clients have limits of their own, of ten minutes and less.",
+    )
+    orchestrator_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds for which a call that is no request for samples waits for an orchestrator or a replica that is away.",
     )
     keepalive_s: float = Field(
         5.0,
@@ -66,6 +72,16 @@ class GatewayConfig(Section):
     )
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7105, http_port=7115), description="Where the gateway listens."
+    )
+    advertise_url: str | None = Field(
+        None,
+        description="Where agents reach the HTTP port, such as `https://gateway.example:7115`; none: the host and port that it is bound to.",
+    )
+    replicas: ReplicasConfig = Field(
+        default_factory=ReplicasConfig, description="Rollout replicas, which the orchestrator lists."
+    )
+    concurrency: ConcurrencyConfig = Field(
+        default_factory=ConcurrencyConfig, description="How many samples a replica is given at a time by this gateway."
     )
 
 

@@ -72,6 +72,7 @@ ADDED_HELP = {
 """Help line of each command that the services add, so that `sluice --help` imports none of them."""
 
 SERVICE_HELP = {
+    "gateway": "serve agents that hold their own conversations, and record them",
     "orchestrator": "serve the run: tasks, rewards, advantages, batches",
     "rollout": "serve generation from the policy",
     "trainer": "serve the optimizer",
@@ -81,7 +82,7 @@ SERVICE_HELP = {
 _USAGE = """usage: sluice COMMAND [ARGUMENTS]
        sluice --help | --version
 
-Reinforcement-learning post-training for language models as four gRPC services.
+Reinforcement-learning post-training for language models as gRPC services.
 Settings: `@ file.toml`, `--key value`, SLUICE_A__B; see `sluice rl --help`.
 """
 

@@ -38,7 +38,16 @@ from sluice.config.decide import visible_devices
 from sluice.models import check_hub, check_model
 from sluice.rpc.access import Access, server_credentials
 from sluice.rpc.principals import new_token, replace_private
-from sluice.supervise.plan import Place, assign_devices, child_specs, free_addresses, replica_names, replicas_of
+from sluice.rpc.server import LOOPBACK
+from sluice.supervise.plan import (
+    Place,
+    assign_devices,
+    child_specs,
+    choose_addresses,
+    has_external_agents,
+    replica_names,
+    replicas_of,
+)
 from sluice.supervise.supervisor import MAX_RESTARTS, Ending, Outcome, Supervisor, run_until_signal
 
 NEEDED = ("orchestrator", "rollout", "trainer", "weightsync")
@@ -70,7 +79,7 @@ def run(argv: list[str]) -> int:
     for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
         check_hub(model, setting)  # once, before every service tries to load it
     replicas = replicas_of(options.replicas, config)
-    addresses, places = free_addresses(replicas), _places(config, replicas)
+    addresses, places = choose_addresses(config, replicas), _places(config, replicas)
     config = config.model_copy(update={"peers": addresses.peers()})
     if options.resume_from:
         fork(config, options.resume_from, resume=options.resume)
@@ -85,6 +94,9 @@ def run(argv: list[str]) -> int:
         if resume:
             view.say(describe_resume(directory))
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
+        if "gateway" in addresses.http:
+            host, http, grpc = LOOPBACK, addresses.http["gateway"], addresses.grpc["gateway"]
+            view.say(f"agents open sessions at http://{host}:{http} (POST /rl/sessions) or by gRPC at {host}:{grpc}")
         _warn_of_crowding(view, places)
         began = time.monotonic()
         outcome = asyncio.run(_supervise(supervisor, view, config))
@@ -94,7 +106,8 @@ def run(argv: list[str]) -> int:
 
 def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
     """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run."""
-    missing = [name for name in NEEDED if name not in service_names()]
+    needed = [*NEEDED, *(["gateway"] if has_external_agents(config) else [])]
+    missing = [name for name in needed if name not in service_names()]
     if missing:
         raise ConfigError(
             f"`sluice rl` needs the services {', '.join(missing)}, which are not installed: install their packages"
@@ -103,7 +116,7 @@ def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
     replicas = replicas_of(replicas_flag, config)
     if config.deterministic and replicas > 1:
         raise ConfigError(f"deterministic = true needs one replica, but --replicas is {replicas}: leave it out")
-    notes = [line for name in NEEDED for line in config.section(name).check_start(config) or ()]
+    notes = [line for name in needed for line in config.section(name).check_start(config) or ()]
     check_tables_fit(config)
     Access(config.security)
     server_credentials(ServerConfig(), config.security)

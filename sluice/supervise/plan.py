@@ -1,6 +1,6 @@
 """What a run starts on this machine: its children, each with command, environment, port, processes and devices.
 
-Pure, except that `free_addresses` asks the system for ports.
+Pure, except that `choose_addresses` asks the system for ports.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sluice.config import ConfigError, PeersConfig, RunConfig, allocation_of
+from sluice.config import ConfigError, PeersConfig, RunConfig, ServerConfig, allocation_of
 from sluice.config.decide import VISIBLE
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK, free_ports
 from sluice.supervise import rank_launcher
 from sluice.supervise.supervisor import ChildSpec
 
-HAS_HTTP = frozenset({"rollout"})
+HAS_HTTP = frozenset({"rollout", "gateway"})
 """Services with an HTTP port beside the gRPC one."""
 
 COMPUTES = frozenset({"trainer", "rollout"})
@@ -160,14 +160,25 @@ def replica_names(replicas: int) -> list[str]:
     return ["rollout"] if replicas == 1 else [f"rollout-{number}" for number in range(replicas)]
 
 
-def free_addresses(replicas: int) -> Addresses:
-    """Find free loopback ports for all children of a run, the one that takes longest to start first."""
+def has_external_agents(run: RunConfig) -> bool:
+    """Return whether agents outside of the run hold its conversations: they need a gateway."""
+    return any(each.workflow == "external" for each in getattr(run.section("orchestrator"), "mix", ()))
+
+
+def choose_addresses(run: RunConfig, replicas: int) -> Addresses:
+    """Choose loopback ports for all children of a run, the one that takes longest to start first.
+
+    They are free ones, except for the gateway's: agents must know it, so it has the ports of the settings.
+    """
     names = [*replica_names(replicas), "trainer", "orchestrator", "weightsync"]
     with_http = [name for name in names if service_of(name) in HAS_HTTP]
-    ports = free_ports(len(names) + len(with_http))
-    return Addresses(
-        dict(zip(names, ports[: len(names)], strict=True)), dict(zip(with_http, ports[len(names) :], strict=True))
-    )
+    ports = iter(free_ports(len(names) + len(with_http)))
+    grpc, http = dict(zip(names, ports, strict=False)), dict(zip(with_http, ports, strict=True))
+    if has_external_agents(run):
+        server: ServerConfig = run.section("gateway").server  # type: ignore[attr-defined]  # a field of a package that this one does not import
+        free = free_ports(2)
+        grpc["gateway"], http["gateway"] = server.port or free[0], server.http_port or free[1]
+    return Addresses(grpc, http)
 
 
 def child_environment(child: str, threads: int | None, processes: int, given: Mapping[str, str]) -> dict[str, str]:

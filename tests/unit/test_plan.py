@@ -10,18 +10,34 @@ from sluice.cli.rl import claim, newest_checkpoint, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
-from sluice.supervise.plan import Place, child_environment, child_specs, free_addresses
+from sluice.supervise.plan import Place, child_environment, child_specs, choose_addresses
 
 
 def a_run(tmp_path: Path, *flags: str) -> RunConfig:
     return load_run(["--output-dir", str(tmp_path), "--run", "r", *flags])
 
 
-def test_every_child_has_a_port_of_its_own() -> None:
-    addresses = free_addresses(replicas=3)
+def test_every_child_has_a_port_of_its_own(tmp_path: Path) -> None:
+    addresses = choose_addresses(a_run(tmp_path), replicas=3)
     ports = [*addresses.grpc.values(), *addresses.http.values()]
     assert len(set(ports)) == len(ports) == 6 + 3
     assert len(addresses.peers().rollout) == 3
+
+
+def test_a_run_with_external_agents_has_a_gateway_at_the_ports_of_the_settings(tmp_path: Path) -> None:
+    assert "gateway" not in choose_addresses(a_run(tmp_path), 1).grpc
+    run = a_run(tmp_path, "--orchestrator.workflow", "external", "--gateway.server.http-port", "7999")
+    addresses = choose_addresses(run, 1)
+    assert (addresses.grpc["gateway"], addresses.http["gateway"]) == (7105, 7999)
+    specs = child_specs(
+        run,
+        addresses,
+        tmp_path / "c.toml",
+        tmp_path / "logs",
+        threads=None,
+        places={"rollout": Place(1), "trainer": Place(1)},
+    )
+    assert next(spec.argv for spec in specs if spec.name == "gateway")[-2:] == ("--server.http-port", "7999")
 
 
 def test_children_that_compute_divide_the_cores_and_the_others_take_one_thread() -> None:
@@ -45,7 +61,9 @@ def test_exported_variables_stay_unless_a_flag_overrides_them() -> None:
 def test_every_child_gets_the_seconds_to_drain_that_its_service_is_set_to(tmp_path: Path) -> None:
     run = a_run(tmp_path, "--rollout.server.drain-s", "30", "--trainer.server.drain-s", "45")
     places = {"rollout-0": Place(1), "rollout-1": Place(1), "trainer": Place(4)}
-    specs = child_specs(run, free_addresses(2), tmp_path / "c.toml", tmp_path / "logs", threads=None, places=places)
+    specs = child_specs(
+        run, choose_addresses(run, 2), tmp_path / "c.toml", tmp_path / "logs", threads=None, places=places
+    )
     drains = {spec.name: spec.drain_s for spec in specs}
     assert drains == {"rollout-0": 30, "rollout-1": 30, "trainer": 45, "orchestrator": 5, "weightsync": 5}
     trainer = next(spec.argv for spec in specs if spec.name == "trainer")

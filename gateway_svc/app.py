@@ -1,0 +1,102 @@
+"""`sluice gateway`: builds a gateway, serves until a signal, and stops cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+from sluice.sampling.listed import follow_list
+
+from gateway_svc.config import GatewayConfig
+from sluice.config import CommonConfig, Service
+from sluice.rpc import RpcServer, connect
+from sluice.rpc.server import free_ports
+from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.replica import Replica
+from sluice.v1 import episode_pb2_grpc, session_pb2_grpc
+
+EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
+
+
+async def serve(common: CommonConfig, config: GatewayConfig) -> None:
+    """Serve one gateway."""
+    from gateway_svc.episodes import EpisodeServicer  # noqa: PLC0415 - brings FastAPI: settings and `--help` need none of it
+    from gateway_svc.http import create_app  # noqa: PLC0415
+    from gateway_svc.recording import RecordedSessions  # noqa: PLC0415
+    from sluice.openai.server import HttpServer  # noqa: PLC0415
+
+    server = RpcServer(
+        "gateway",
+        config.server,
+        common.security,
+        features=["openai", "anthropic"],
+        run=common.run,
+        call_log=common.run_dir / "calls/gateway.jsonl",
+    )
+    http_port = config.server.http_port or free_ports(1)[0]
+    pool = ReplicaPool([], common.security, config.replicas, _ignore, concurrency=config.concurrency)
+    engine = PolicyEngine(pool, common.run, config.capture.deadlines.request_s)
+    channel = connect(common.peers.orchestrator, common.security, role="gateway")
+    sessions = RecordedSessions(
+        channel,
+        engine,
+        config.capture,
+        run=common.run,
+        base_url=config.advertise_url or _base_url(common, config, http_port),
+        name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}"[-128:],
+    )
+    servicer = EpisodeServicer(sessions, config.capture)
+    server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicer, EPISODE_SERVICE_NAME)
+    http = HttpServer(
+        create_app(sessions, config.capture, server.access, config.server.host),
+        config.server.host,
+        http_port,
+        common.security,
+    )
+    ended = asyncio.Event()
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await server.start()
+        await http.start()
+        duties = (pool.run(), follow_list(pool, session_pb2_grpc.SessionServiceStub(channel)))
+        tasks += [asyncio.create_task(_and_end(each, ended)) for each in duties]
+        await server.serve_until_signal(ended, http.stop)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await http.stop(0)
+        await server.stop(0)
+        await channel.close()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+def _ignore(_replica: Replica) -> None:
+    """Do nothing: requests that wait for a replica look by themselves."""
+
+
+def _base_url(common: CommonConfig, config: GatewayConfig, port: int) -> str:
+    host = config.server.host.strip("[]")
+    if host in {"0.0.0.0", "::"}:
+        host = socket.gethostname()
+    elif host.startswith("unix:"):
+        host = "127.0.0.1"
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if common.security.tls_cert is not None else 'http'}://{shown}:{port}"
+
+
+async def _and_end(duty: Coroutine[Any, Any, None], ended: asyncio.Event) -> None:
+    """Run a background task. When it ends by a failure, the gateway stops."""
+    try:
+        await duty
+    finally:
+        ended.set()
+
+
+SERVICE = Service("gateway", GatewayConfig, serve)

@@ -1,0 +1,131 @@
+# ruff: noqa: N802 - gRPC names the methods
+"""EpisodeService for agents: leases and submissions go to the orchestrator as they are, generations are sampled and recorded here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc
+import xxhash
+
+from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, settle_sampling
+from gateway_svc.config import CaptureConfig
+from gateway_svc.http import paced
+from gateway_svc.recording import RecordedSessions
+from gateway_svc.sessions import RequestIdentity, SessionRef
+from sluice.rpc import SluiceError
+from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2
+
+DIALECT = "grpc"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
+    """Serves agents.
+
+    Args:
+        sessions: Find, sample and record.
+        capture: The settings.
+    """
+
+    def __init__(self, sessions: RecordedSessions, capture: CaptureConfig) -> None:
+        self._sessions, self._capture = sessions, capture
+
+    async def LeaseTasks(
+        self, request: episode_pb2.LeaseTasksRequest, _context: Context
+    ) -> episode_pb2.LeaseTasksResponse:
+        """Lease episodes."""
+        return await self._sessions.lease_tasks(request)
+
+    async def RenewLease(
+        self, request: episode_pb2.RenewLeaseRequest, _context: Context
+    ) -> episode_pb2.RenewLeaseResponse:
+        """Prolong a lease."""
+        return await self._sessions.renew_lease(request)
+
+    async def OpenEpisode(
+        self, request: episode_pb2.OpenEpisodeRequest, _context: Context
+    ) -> episode_pb2.OpenEpisodeResponse:
+        """Open an episode."""
+        return await self._sessions.open_episode(request)
+
+    async def Generate(
+        self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context
+    ) -> episode_pb2.EpisodeServiceGenerateResponse:
+        """Sample and record."""
+        async for part in self._sample(request, context):
+            if isinstance(part, Result):
+                return part
+        raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
+
+    async def GenerateStream(
+        self, request: episode_pb2.EpisodeServiceGenerateStreamRequest, context: Context
+    ) -> AsyncIterator[episode_pb2.EpisodeServiceGenerateStreamResponse]:
+        """Sample and record, with the text meanwhile."""
+        async for part in self._sample(request.request, context):
+            answer = episode_pb2.EpisodeServiceGenerateStreamResponse()
+            if isinstance(part, Result):
+                answer.result.CopyFrom(part)
+            elif isinstance(part, Delta):
+                answer.deltas.add(index=part.index, text=part.reasoning + part.content)
+            yield answer
+
+    async def RecordReward(
+        self, request: episode_pb2.RecordRewardRequest, _context: Context
+    ) -> episode_pb2.RecordRewardResponse:
+        """Record a reward."""
+        await self._sessions.reward(SessionRef(request.episode_id, ""), request)
+        return episode_pb2.RecordRewardResponse()
+
+    async def SubmitTrajectory(
+        self, request: episode_pb2.SubmitTrajectoryRequest, _context: Context
+    ) -> episode_pb2.SubmitTrajectoryResponse:
+        """End an episode."""
+        return await self._sessions.submit(SessionRef(request.episode_id, ""), request)
+
+    async def AbandonEpisode(
+        self, request: episode_pb2.AbandonEpisodeRequest, _context: Context
+    ) -> episode_pb2.AbandonEpisodeResponse:
+        """Give an episode up."""
+        await self._sessions.abandon(SessionRef(request.episode_id, ""), request)
+        return episode_pb2.AbandonEpisodeResponse()
+
+    async def _sample(
+        self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context
+    ) -> AsyncGenerator[Begun | Delta | Result | None, None]:
+        """Yield what is sampled, and None as a sign of life, within the caller's deadline."""
+        session = await self._sessions.find(SessionRef(request.episode_id, ""))
+        captured = _captured(request)
+        settle_sampling(captured, "allow" if session.evaluation else self._capture.on_unsupported)
+        # A request without a name is another sample each time; one with a name is its own repetition.
+        content = request.SerializeToString(deterministic=True)
+        identity = RequestIdentity(xxhash.xxh3_128_digest(content), is_retry=False)
+        remaining_s = context.time_remaining()
+        deadline_s = min(self._capture.deadlines.request_s, remaining_s or self._capture.deadlines.request_s)
+        source = self._sessions.generate(session, captured, identity, request.request_id)
+        async with contextlib.aclosing(paced(source, self._capture.deadlines.keepalive_s, deadline_s)) as parts:
+            async for part in parts:
+                yield part
+
+
+def _captured(request: episode_pb2.EpisodeServiceGenerateRequest) -> CapturedRequest:
+    """Return what a request asks for.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT without a prompt.
+    """
+    captured = CapturedRequest(DIALECT, "", rollout_pb2.GenerateRequest())
+    generate = captured.generate
+    match request.WhichOneof("prompt"):
+        case "conversation":
+            generate.conversation.CopyFrom(request.conversation)
+        case "token_ids":
+            generate.token_ids.CopyFrom(request.token_ids)
+        case _:
+            raise SluiceError.invalid_argument("prompt", "set conversation or token_ids")
+    generate.sampling.CopyFrom(request.sampling)
+    generate.n = request.n if request.HasField("n") else 1
+    return captured

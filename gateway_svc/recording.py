@@ -1,0 +1,415 @@
+"""Sessions whose every reply is in the journal before its end is sent.
+
+A request is claimed at the orchestrator, which says what it continues, sampled at a replica, and recorded at the orchestrator. While the
+orchestrator or all replicas are away, requests wait for them until their deadline. Nothing is kept here that another gateway lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TypeVar
+
+import grpc
+import structlog
+from google.protobuf.duration_pb2 import Duration
+
+from gateway_svc.canonical import conversation_keys, extended_key
+from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, visible_message
+from gateway_svc.config import CaptureConfig
+from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
+from sluice.backoff import Backoff
+from sluice.rpc import SluiceError
+from sluice.rpc.access import caller
+from sluice.sampling.policy import PolicyEngine, TokenStream
+from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
+from sluice.versions import BASE
+
+ON_BEHALF_OF = "on-behalf-of"
+"""Metadata with the name of the principal whose call a gateway makes."""
+
+CLAIM_S = 30.0
+"""Seconds that a claim lasts: after so long another gateway samples a request whose gateway died."""
+
+CALL_S = 10.0
+"""Deadline of one call of the orchestrator in seconds."""
+
+RELEASE_S = 1.0
+"""Deadline of the call that ends a claim early."""
+
+_LEAST_S = 0.1
+"""Least seconds for one try."""
+
+MOST_SESSIONS = 65_536
+"""Sessions that are remembered; beyond them the least recently used one is looked up again."""
+
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
+
+log = structlog.get_logger(__name__)
+
+
+class RecordedSessions:
+    """Finds sessions, samples for them, and records what was sampled; what `gateway_svc.sessions.Sessions` asks for.
+
+    Args:
+        channel: To the orchestrator.
+        engine: Samples.
+        config: The settings.
+        run: Name of the run.
+        base_url: Where clients reach the HTTP port, without a path.
+        name: This gateway, unique among those that run.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        engine: PolicyEngine,
+        config: CaptureConfig,
+        *,
+        run: str,
+        base_url: str,
+        name: str,
+    ) -> None:
+        self._episodes = episode_pb2_grpc.EpisodeServiceStub(channel)
+        self._sessions = session_pb2_grpc.SessionServiceStub(channel)
+        self._engine, self._config, self._run = engine, config, run
+        self._base_url, self._name = base_url.rstrip("/"), name
+        self._found: OrderedDict[tuple[str, str, str], tuple[float, session_pb2.FindSessionResponse]] = OrderedDict()
+
+    # The run.
+
+    async def model(self) -> ServedModel:
+        """Return the model that sessions sample from."""
+        async with asyncio.timeout(self._config.deadlines.orchestrator_s):
+            model = (await self._engine.pool.choose(BASE, "")).model
+        return ServedModel(model.model, model.max_model_len)
+
+    # Sessions.
+
+    async def find(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
+        """Return an open session.
+
+        Raises:
+            SluiceError: NOT_FOUND; FAILED_PRECONDITION with SESSION_ENDED if it ended.
+        """
+        who = caller().name
+        place = (ref.episode_id, ref.key, "" if ref.key else who)
+        kept = self._found.get(place)
+        if kept is not None and kept[0] > time.monotonic():
+            self._found.move_to_end(place)
+            return kept[1]
+        request = session_pb2.FindSessionRequest()
+        if ref.key:
+            request.session_key = ref.key
+        else:
+            request.episode_id = ref.episode_id
+        found = await self._call(self._sessions.FindSession, request, who)
+        if ref.episode_id and found.episode_id != ref.episode_id:
+            raise SluiceError.not_found(
+                "NO_SUCH_SESSION",
+                f"the session key does not open {ref.episode_id!r}: send the key of that session, or leave its name out",
+            )
+        self._found[place] = (time.monotonic() + found.cacheable.ToNanoseconds() / 1e9, found)
+        while len(self._found) > MOST_SESSIONS:
+            self._found.popitem(last=False)
+        return found
+
+    async def open(self, request_id: str, wait_s: float) -> Opened:
+        """Lease and open one episode for the caller. Idempotent by the id, unless that is empty."""
+        name = request_id or uuid.uuid4().hex
+        lease = episode_pb2.LeaseTasksRequest(
+            run=f"runs/{self._run}", request_id=name, max_tasks=1, max_episodes=1, wait=_duration(wait_s)
+        )
+        leased = await self.lease_tasks(lease)
+        task = leased.tasks[0]
+        opened = await self.open_episode(episode_pb2.OpenEpisodeRequest(lease_id=task.lease_id, request_id=name))
+        return Opened(task, opened)
+
+    async def lease_tasks(self, request: episode_pb2.LeaseTasksRequest) -> episode_pb2.LeaseTasksResponse:
+        """Lease episodes for the caller, waiting as long as the request says."""
+        wait_s = request.wait.ToNanoseconds() / 1e9
+        return await self._call(self._episodes.LeaseTasks, request, caller().name, answer_s=wait_s + CALL_S)
+
+    async def renew_lease(self, request: episode_pb2.RenewLeaseRequest) -> episode_pb2.RenewLeaseResponse:
+        """Prolong a lease of the caller."""
+        return await self._call(self._episodes.RenewLease, request, caller().name)
+
+    async def open_episode(self, request: episode_pb2.OpenEpisodeRequest) -> episode_pb2.OpenEpisodeResponse:
+        """Open an episode for the caller; the answer names this gateway's URLs."""
+        opened = await self._call(self._episodes.OpenEpisode, request, caller().name)
+        opened.anthropic_base_url = f"{self._base_url}/sessions/{opened.episode_id}"
+        opened.openai_base_url = f"{opened.anthropic_base_url}/v1"
+        return opened
+
+    async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
+        """Record a reward, also after the end of the session if its submission says so."""
+        who = await self._owner(ref)
+        await self._call(self._episodes.RecordReward, request, who)
+
+    async def submit(
+        self, ref: SessionRef, request: episode_pb2.SubmitTrajectoryRequest
+    ) -> episode_pb2.SubmitTrajectoryResponse:
+        """End a session."""
+        who = await self._owner(ref)
+        answer = await self._call(self._episodes.SubmitTrajectory, request, who)
+        self._forget(request.episode_id)
+        return answer
+
+    async def abandon(self, ref: SessionRef, request: episode_pb2.AbandonEpisodeRequest) -> None:
+        """Give a session up."""
+        who = await self._owner(ref)
+        await self._call(self._episodes.AbandonEpisode, request, who)
+        self._forget(request.episode_id)
+
+    async def _owner(self, ref: SessionRef) -> str:
+        """Return whose session it is: that of the caller, or of the one whose session key was sent, also after its end."""
+        if not ref.key:
+            return caller().name
+        request = session_pb2.FindSessionRequest(session_key=ref.key, ended=True)
+        found = await self._call(self._sessions.FindSession, request, caller().name)
+        if found.episode_id != ref.episode_id:
+            raise SluiceError.not_found(
+                "NO_SUCH_SESSION", f"the session key does not open {ref.episode_id!r}: send the key of that session"
+            )
+        return found.principal
+
+    def _forget(self, episode_id: str) -> None:
+        for place in [place for place, (_, each) in self._found.items() if each.episode_id == episode_id]:
+            del self._found[place]
+
+    # Generations.
+
+    async def conversation(
+        self, session: session_pb2.FindSessionResponse, generation_id: str
+    ) -> tokens_pb2.Conversation:
+        """Return the messages up to the end of a generation, the sampled one included."""
+        request = session_pb2.GetGenerationRequest(episode_id=session.episode_id, generation_id=generation_id)
+        found = await self._call(self._sessions.GetGeneration, request, session.principal)
+        conversation = tokens_pb2.Conversation()
+        conversation.CopyFrom(found.generation.conversation)
+        sample = found.generation.response.samples[int(generation_id.rpartition("/")[2])]
+        conversation.messages.append(_message(sample))
+        return conversation
+
+    async def count_tokens(
+        self, session: session_pb2.FindSessionResponse, conversation: tokens_pb2.Conversation
+    ) -> int:
+        """Return how many tokens a conversation has as a prompt."""
+        request = rollout_pb2.TokenizeRequest(conversation=conversation, add_generation_prompt=True)
+        return len(await self._engine.tokenize(request))
+
+    async def generate(
+        self,
+        session: session_pb2.FindSessionResponse,
+        request: CapturedRequest,
+        identity: RequestIdentity,
+        request_id: str = "",
+    ) -> AsyncGenerator[Begun | Delta | Result, None]:
+        """Sample and record. The last part is the result, which is in the journal.
+
+        Args:
+            session: Whose request it is.
+            request: What to sample.
+            identity: What makes it the same as another one.
+            request_id: Its name; chosen here if it is empty.
+
+        Raises:
+            SluiceError: as EpisodeService.Generate.
+        """
+        until = time.monotonic() + self._config.deadlines.request_s
+        keys = conversation_keys(request.generate.conversation)
+        begin = session_pb2.BeginGenerationRequest(
+            episode_id=session.episode_id,
+            request_id=request_id or uuid.uuid4().hex,
+            gateway=self._name,
+            body_digest=identity.digest,
+            is_retry=identity.is_retry,
+            prefix_keys=[each.key for each in keys.prefixes],
+            claim=_duration(CLAIM_S),
+        )
+        if request.generate.WhichOneof("prompt") == "token_ids":
+            begin.token_ids.CopyFrom(request.generate.token_ids)
+        begun = await self._begin(session.principal, begin, until)
+        if begun.HasField("recorded"):
+            yield _result(begun.recorded)
+            return
+        wanted = self._completed(session, request)
+        wanted.request_id = begin.request_id
+        if begun.parent and not begin.HasField("token_ids"):
+            wanted.continues.token_ids.extend(begun.continues.ids)
+            wanted.continues.messages = keys.prefixes[begun.prefix].messages
+            wanted.continues.only_as_rendered = self._config.history == "template"
+        recorded = False
+        try:
+            async with self._claimed(session.principal, begin):
+                async with self._engine.stream(wanted, [session.episode_id, session.group_id]) as stream:
+                    async for part in _parts(stream, wanted):
+                        yield part
+                    response = stream.response
+                generation = session_pb2.RecordedGeneration(
+                    request_id=begin.request_id,
+                    response=response,
+                    parent=begun.parent,
+                    keys=[
+                        extended_key(keys.whole, _message(each)) if request.generate.HasField("conversation") else b""
+                        for each in response.samples
+                    ],
+                    body_digest=identity.digest,
+                    temperature=wanted.sampling.temperature,
+                    not_trained=request.not_trained,
+                    conversation=request.generate.conversation,
+                    dialect=request.dialect,
+                )
+                generation.parent = await self._record(session, generation, until)
+            recorded = True
+        finally:
+            if not recorded:
+                await self._release(session, begin.request_id)
+        yield _result(generation)
+
+    async def _begin(
+        self, who: str, request: session_pb2.BeginGenerationRequest, until: float
+    ) -> session_pb2.BeginGenerationResponse:
+        """Claim a request, or get what was recorded for it; wait while it is sampled elsewhere."""
+        while True:
+            begun = await self._call(self._sessions.BeginGeneration, request, who, patience_s=until - time.monotonic())
+            if not begun.running:
+                request.ClearField("joins")
+                return begun
+            request.joins = begun.running
+
+    async def _record(
+        self, session: session_pb2.FindSessionResponse, generation: session_pb2.RecordedGeneration, until: float
+    ) -> str:
+        """Record what was sampled; return what it continues. It is tried again while the orchestrator is away."""
+        request = session_pb2.RecordGenerationRequest(
+            episode_id=session.episode_id, gateway=self._name, generation=generation
+        )
+        answer = await self._call(
+            self._sessions.RecordGeneration, request, session.principal, patience_s=until - time.monotonic()
+        )
+        return answer.parent
+
+    async def _release(self, session: session_pb2.FindSessionResponse, request_id: str) -> None:
+        """Let another gateway sample the request at once; if that fails, the claim ends by itself."""
+        request = session_pb2.ReleaseGenerationRequest(
+            episode_id=session.episode_id, request_id=request_id, gateway=self._name
+        )
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            await self._sessions.ReleaseGeneration(request, metadata=_for(session.principal), timeout=RELEASE_S)
+
+    @contextlib.asynccontextmanager
+    async def _claimed(self, who: str, request: session_pb2.BeginGenerationRequest) -> AsyncIterator[None]:
+        """Keep a claim while the block runs."""
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(CLAIM_S / 3)
+                try:
+                    await self._sessions.BeginGeneration(request, metadata=_for(who), timeout=CLAIM_S / 3)
+                except grpc.aio.AioRpcError as error:
+                    # What was sampled may still be recorded: the claim only keeps others from doing the same work.
+                    log.debug("a claim could not be renewed", request=request.request_id, error=error.details())
+
+        renewing = asyncio.create_task(renew(), name=f"claim {request.request_id}")
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait({renewing})
+
+    def _completed(
+        self, session: session_pb2.FindSessionResponse, request: CapturedRequest
+    ) -> rollout_pb2.GenerateRequest:
+        """Return the request to a replica: the session's sampling where the client set none."""
+        wanted = rollout_pb2.GenerateRequest()
+        wanted.CopyFrom(request.generate)
+        wanted.sampling.CopyFrom(session.sampling)
+        wanted.sampling.MergeFrom(request.generate.sampling)
+        if not wanted.sampling.HasField("temperature"):
+            wanted.sampling.temperature = 1.0
+        wanted.min_policy_version.CopyFrom(session.min_policy_version)
+        wanted.return_text = True
+        wanted.return_message = wanted.HasField("conversation")
+        return wanted
+
+    async def _call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer],
+        request: _Request,
+        principal: str,
+        *,
+        patience_s: float | None = None,
+        answer_s: float = CALL_S,
+    ) -> _Answer:
+        """Call the orchestrator for a principal, again and again while it is away.
+
+        Args:
+            method: What to call; it is idempotent.
+            request: With what.
+            principal: Whose call it is.
+            patience_s: Seconds to try for; None: `capture.deadlines.orchestrator_s`.
+            answer_s: Seconds for one answer.
+
+        Raises:
+            SluiceError: what the orchestrator raised, or the last failure to reach it.
+        """
+        limit = self._config.deadlines.orchestrator_s if patience_s is None else patience_s
+        until, backoff = time.monotonic() + limit, Backoff(first_s=0.1, longest_s=2.0)
+        while True:
+            left = until - time.monotonic()
+            try:
+                return await method(request, metadata=_for(principal), timeout=max(_LEAST_S, min(answer_s, left)))
+            except grpc.aio.AioRpcError as error:
+                again = error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+                pause_s = backoff.fail()
+                if not again or left <= pause_s:
+                    raise SluiceError.from_rpc(error) from error
+                await asyncio.sleep(pause_s)
+
+
+async def _parts(stream: TokenStream, wanted: rollout_pb2.GenerateRequest) -> AsyncGenerator[Begun | Delta, None]:
+    """Yield what a client may see while its request is sampled.
+
+    Of a conversation nothing but its beginning: which part of the text is content, and which one reasoning or a tool call, is known at
+    the end.
+    """
+    async for message in stream:
+        if message.HasField("opening"):
+            yield Begun(wanted.request_id, len(message.opening.prompt_token_ids))
+        if wanted.HasField("conversation"):
+            continue
+        for delta in message.chunk.deltas:
+            if delta.tokens.text:
+                yield Delta(delta.tokens.index, delta.tokens.text)
+
+
+def _message(sample: rollout_pb2.GeneratedSample) -> tokens_pb2.ChatMessage:
+    """Return what a sample says, as its client gets it."""
+    if not sample.HasField("message"):
+        return tokens_pb2.ChatMessage(role="assistant", content=sample.text)
+    return visible_message(sample.message, sample.stop_string)
+
+
+def _result(recorded: session_pb2.RecordedGeneration) -> Result:
+    """Return what the client gets of a recorded request."""
+    result = Result(parent=recorded.parent, prompt_token_ids=recorded.response.prompt_token_ids)
+    for index, sample in enumerate(recorded.response.samples):
+        result.generations.add(generation_id=f"{recorded.request_id}/{index}", message=_message(sample), sample=sample)
+    return result
+
+
+def _for(principal: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call for a principal."""
+    return ((ON_BEHALF_OF, principal),)
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
