@@ -8,12 +8,11 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
-from sluice.sampling.listed import follow_list
-
 from gateway_svc.config import GatewayConfig
 from sluice.config import CommonConfig, Service
 from sluice.rpc import RpcServer, connect
 from sluice.rpc.server import free_ports
+from sluice.sampling.listed import follow_list
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica

@@ -111,7 +111,7 @@ class RecordedSessions:
         found = await self._call(self._sessions.FindSession, request, who)
         if ref.episode_id and found.episode_id != ref.episode_id:
             raise SluiceError.not_found(
-                "NO_SUCH_SESSION",
+                "UNKNOWN_EPISODE",
                 f"the session key does not open {ref.episode_id!r}: send the key of that session, or leave its name out",
             )
         self._found[place] = (time.monotonic() + found.cacheable.ToNanoseconds() / 1e9, found)
@@ -174,7 +174,7 @@ class RecordedSessions:
         found = await self._call(self._sessions.FindSession, request, caller().name)
         if found.episode_id != ref.episode_id:
             raise SluiceError.not_found(
-                "NO_SUCH_SESSION", f"the session key does not open {ref.episode_id!r}: send the key of that session"
+                "UNKNOWN_EPISODE", f"the session key does not open {ref.episode_id!r}: send the key of that session"
             )
         return found.principal
 
