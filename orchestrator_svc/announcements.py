@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import structlog
-import xxhash
 
 from orchestrator_svc.config import FoundReplicasConfig
 from sluice.rpc import SluiceError
@@ -29,8 +28,8 @@ log = structlog.get_logger(__name__)
 _LEAST_SEARCH_S = 0.05
 """Least seconds between two looks at who is announced."""
 
-_LONGEST_WAIT_S = 60.0
-"""Most seconds that ListReplicas waits for another list, as the contract says."""
+_AGAIN_S = 10.0
+"""Seconds after which the list is sent again, as the contract says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,44 +257,28 @@ class Announcements:
         self._pool.use(self.targets)
 
 
-async def list_replicas(
-    pool: ReplicaPool, request: session_pb2.ListReplicasRequest, *, from_here: bool
-) -> session_pb2.ListReplicasResponse:
-    """Return the replicas for a gateway: `SessionService.ListReplicas`.
+async def watch_replicas(pool: ReplicaPool, *, from_here: bool) -> AsyncIterator[session_pb2.WatchReplicasResponse]:
+    """Yield the replicas for a gateway, now and when they change: `SessionService.WatchReplicas`.
 
     Args:
         pool: Knows them.
-        request: May ask to wait until the list is another one.
         from_here: Whether the gateway is on this machine: only that one reaches the ports and sockets of this machine.
-
-    Raises:
-        SluiceError: INVALID_ARGUMENT if the wait is too long.
     """
-    wait_s = request.wait.ToTimedelta().total_seconds()
-    if not 0 <= wait_s <= _LONGEST_WAIT_S:
-        raise SluiceError.invalid_argument("wait", f"between 0 and {_LONGEST_WAIT_S:.0f} s, not {wait_s:g} s")
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(wait_s):
-            while (listed := _listed(pool, from_here=from_here)).digest == request.known_digest:
-                await pool.changed()
-    return listed
+    while True:
+        listed = _listed(pool, from_here=from_here)
+        yield listed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_AGAIN_S):
+                while _listed(pool, from_here=from_here) == listed:
+                    await pool.changed()
 
 
-def _listed(pool: ReplicaPool, *, from_here: bool) -> session_pb2.ListReplicasResponse:
-    listed = session_pb2.ListReplicasResponse()
+def _listed(pool: ReplicaPool, *, from_here: bool) -> session_pb2.WatchReplicasResponse:
+    listed = session_pb2.WatchReplicasResponse()
     for each in pool.replicas:
-        reason = each.why_out()
-        if (
-            not reason
-            and not from_here
-            and is_local(each.target if each.target.startswith(UNIX) else each.target.rpartition(":")[0])
-        ):
-            reason = f"{each.target} is an address of the orchestrator's machine: let the replica announce another one (rollout.advertise)"
-        listed.replicas.add(
-            replica=each.status.replica or each.announced_as or "",
-            address=each.target,
-            usable=not reason,
-            reason=reason,
-        )
-    listed.digest = xxhash.xxh3_128_digest(listed.SerializeToString(deterministic=True))
+        reason, target = each.why_out(), each.target
+        if not (reason or from_here) and is_local(target if target.startswith(UNIX) else target.rpartition(":")[0]):
+            reason = f"{target} is on the orchestrator's machine: let it announce another address (rollout.advertise)"
+        name = each.status.replica or each.announced_as or ""
+        listed.replicas.add(replica=name, address=target, usable=not reason, reason=reason)
     return listed

@@ -109,7 +109,6 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "RecordGeneration",
         "GetGeneration",
         "ReleaseGeneration",
-        "ListReplicas",
     ),
     "sluice.v1.EnvironmentService": ("Describe", "ListTasks", "Reset", "Step", "Score", "CloseEpisode"),
 }

@@ -199,7 +199,7 @@ class PolicyEngine:
         request: rollout_pb2.GenerateRequest,
         prefix_keys: Sequence[str] = (),
         *,
-        coalesce_s: float = 0.02,
+        coalesce_s: float = 0.05,
         alive_s: float = 1.0,
     ) -> AsyncIterator[TokenStream]:
         """Sample as `agenerate` does while the block reads the tokens. Leaving the block ends the sampling.

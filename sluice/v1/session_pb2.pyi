@@ -426,43 +426,29 @@ class ReleaseGenerationResponse(_message.Message):
 Global___ReleaseGenerationResponse: _TypeAlias = ReleaseGenerationResponse  # noqa: Y015
 
 @_typing.final
-class ListReplicasRequest(_message.Message):
-    """Request of SessionService.ListReplicas."""
+class WatchReplicasRequest(_message.Message):
+    """Request of SessionService.WatchReplicas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    KNOWN_DIGEST_FIELD_NUMBER: _builtins.int
-    WAIT_FIELD_NUMBER: _builtins.int
-    known_digest: _builtins.bytes
-    """Digest of the list that the gateway has: answer when there is another one, instead of at once. Empty: it has none."""
-    @_builtins.property
-    def wait(self) -> _duration_pb2.Duration:
-        """Answer after this time even so; at most 60 s. Unset: at once."""
-
     def __init__(
         self,
-        *,
-        known_digest: _builtins.bytes = ...,
-        wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_digest", b"known_digest", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListReplicasRequest: _TypeAlias = ListReplicasRequest  # noqa: Y015
+Global___WatchReplicasRequest: _TypeAlias = WatchReplicasRequest  # noqa: Y015
 
 @_typing.final
-class ListReplicasResponse(_message.Message):
+class WatchReplicasResponse(_message.Message):
     """The replicas of the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    digest: _builtins.bytes
-    """Digest of the list."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListedReplica]:
         """All that the orchestrator knows. A gateway keeps using one that is no longer listed for 30 s, since an orchestrator that was
@@ -473,15 +459,14 @@ class ListReplicasResponse(_message.Message):
         self,
         *,
         replicas: _abc.Iterable[Global___ListedReplica] | None = ...,
-        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+Global___WatchReplicasResponse: _TypeAlias = WatchReplicasResponse  # noqa: Y015
 
 @_typing.final
 class ListedReplica(_message.Message):

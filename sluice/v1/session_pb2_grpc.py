@@ -64,10 +64,10 @@ class SessionServiceStub:
                 request_serializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationResponse.FromString,
                 _registered_method=True)
-        self.ListReplicas = channel.unary_unary(
-                '/sluice.v1.SessionService/ListReplicas',
-                request_serializer=sluice_dot_v1_dot_session__pb2.ListReplicasRequest.SerializeToString,
-                response_deserializer=sluice_dot_v1_dot_session__pb2.ListReplicasResponse.FromString,
+        self.WatchReplicas = channel.unary_stream(
+                '/sluice.v1.SessionService/WatchReplicas',
+                request_serializer=sluice_dot_v1_dot_session__pb2.WatchReplicasRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_session__pb2.WatchReplicasResponse.FromString,
                 _registered_method=True)
 
 
@@ -119,9 +119,9 @@ class SessionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListReplicas(self, request, context):
-        """Lists the replicas that sample for the run, at once or when the list is another one than the gateway has. Whether a replica works
-        is for the gateway to see by itself. No side effects.
+    def WatchReplicas(self, request, context):
+        """Streams the replicas that sample for the run: the list as it is, and again when it changes or ten seconds have passed. Whether a
+        replica works is for the gateway to see by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,10 +155,10 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     request_deserializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_session__pb2.ReleaseGenerationResponse.SerializeToString,
             ),
-            'ListReplicas': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListReplicas,
-                    request_deserializer=sluice_dot_v1_dot_session__pb2.ListReplicasRequest.FromString,
-                    response_serializer=sluice_dot_v1_dot_session__pb2.ListReplicasResponse.SerializeToString,
+            'WatchReplicas': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchReplicas,
+                    request_deserializer=sluice_dot_v1_dot_session__pb2.WatchReplicasRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_session__pb2.WatchReplicasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -312,7 +312,7 @@ class SessionService:
             _registered_method=True)
 
     @staticmethod
-    def ListReplicas(request,
+    def WatchReplicas(request,
             target,
             options=(),
             channel_credentials=None,
@@ -322,12 +322,12 @@ class SessionService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
-            '/sluice.v1.SessionService/ListReplicas',
-            sluice_dot_v1_dot_session__pb2.ListReplicasRequest.SerializeToString,
-            sluice_dot_v1_dot_session__pb2.ListReplicasResponse.FromString,
+            '/sluice.v1.SessionService/WatchReplicas',
+            sluice_dot_v1_dot_session__pb2.WatchReplicasRequest.SerializeToString,
+            sluice_dot_v1_dot_session__pb2.WatchReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,9 +56,9 @@ class SessionServiceStub:
     """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
     ReleaseGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]
     """Ends a claim without a recording, since the request failed. Idempotent."""
-    ListReplicas: _grpc.UnaryUnaryMultiCallable[_session_pb2.ListReplicasRequest, _session_pb2.ListReplicasResponse]
-    """Lists the replicas that sample for the run, at once or when the list is another one than the gateway has. Whether a replica works
-    is for the gateway to see by itself. No side effects.
+    WatchReplicas: _grpc.UnaryStreamMultiCallable[_session_pb2.WatchReplicasRequest, _session_pb2.WatchReplicasResponse]
+    """Streams the replicas that sample for the run: the list as it is, and again when it changes or ten seconds have passed. Whether a
+    replica works is for the gateway to see by itself.
     """
 
 @_typing.type_check_only
@@ -89,9 +89,9 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
     ReleaseGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]  # type: ignore[assignment]
     """Ends a claim without a recording, since the request failed. Idempotent."""
-    ListReplicas: _aio.UnaryUnaryMultiCallable[_session_pb2.ListReplicasRequest, _session_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """Lists the replicas that sample for the run, at once or when the list is another one than the gateway has. Whether a replica works
-    is for the gateway to see by itself. No side effects.
+    WatchReplicas: _aio.UnaryStreamMultiCallable[_session_pb2.WatchReplicasRequest, _session_pb2.WatchReplicasResponse]  # type: ignore[assignment]
+    """Streams the replicas that sample for the run: the list as it is, and again when it changes or ten seconds have passed. Whether a
+    replica works is for the gateway to see by itself.
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -151,13 +151,13 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a claim without a recording, since the request failed. Idempotent."""
 
     @_abc_1.abstractmethod
-    def ListReplicas(
+    def WatchReplicas(
         self,
-        request: _session_pb2.ListReplicasRequest,
+        request: _session_pb2.WatchReplicasRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_session_pb2.ListReplicasResponse, _abc.Awaitable[_session_pb2.ListReplicasResponse]]:
-        """Lists the replicas that sample for the run, at once or when the list is another one than the gateway has. Whether a replica works
-        is for the gateway to see by itself. No side effects.
+    ) -> _typing.Union[_abc.Iterator[_session_pb2.WatchReplicasResponse], _abc.AsyncIterator[_session_pb2.WatchReplicasResponse]]:
+        """Streams the replicas that sample for the run: the list as it is, and again when it changes or ten seconds have passed. Whether a
+        replica works is for the gateway to see by itself.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -60,7 +60,7 @@ READ_OR_TOO_MANY = {
         "RecordGeneration",
         "GetGeneration",
         "ReleaseGeneration",
-        "ListReplicas",
+        "WatchReplicas",
     },
     "EnvironmentService": {"Describe", "ListTasks", "Reset", "Step", "Score", "CloseEpisode"},
     "TrainerService": {"SubmitBatch", "GetTrainerState", "WatchSteps", "ListCheckpoints"},

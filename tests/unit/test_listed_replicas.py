@@ -9,12 +9,12 @@ from sluice.sampling.listed import KEPT_S, ListedReplicas
 from sluice.v1 import session_pb2
 
 
-def listed(*usable: str, unusable: tuple[str, ...] = ()) -> session_pb2.ListReplicasResponse:
+def listed(*usable: str, unusable: tuple[str, ...] = ()) -> session_pb2.WatchReplicasResponse:
     replicas = [
         session_pb2.ListedReplica(replica=f"name-{each}", address=each, usable=each in usable)
         for each in (*usable, *unusable)
     ]
-    return session_pb2.ListReplicasResponse(replicas=replicas)
+    return session_pb2.WatchReplicasResponse(replicas=replicas)
 
 
 def test_a_replica_that_is_listed_as_leaving_is_left_at_once() -> None:
@@ -27,10 +27,8 @@ def test_an_orchestrator_that_was_restarted_takes_nothing_away_until_it_knows_it
     replicas = ListedReplicas()
     replicas.take(listed("a", "b"), 0.0)
     assert set(replicas.take(listed(), 1000.0)) == {"a", "b"}
-    assert replicas.next_end_s(1001.0) == KEPT_S - 1.0
     assert set(replicas.take(listed("a"), 1010.0)) == {"a", "b"}
     assert set(replicas.take(listed("a"), 1000.0 + KEPT_S)) == {"a"}
-    assert replicas.next_end_s(1000.0 + KEPT_S) == float("inf")
 
 
 LISTS = st.lists(st.tuples(st.floats(0, 2 * KEPT_S), st.dictionaries(st.sampled_from("abcd"), st.booleans())))
