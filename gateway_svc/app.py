@@ -70,6 +70,7 @@ async def serve(common: CommonConfig, config: GatewayConfig) -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         await http.stop(0)
         await server.stop(0)
+        await sessions.close()
         await channel.close()
     for result in results:
         if isinstance(result, Exception):

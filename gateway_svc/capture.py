@@ -7,13 +7,15 @@ is a notice. Notices are counted, and none is an error unless the settings say s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import grpc
+import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sluice.openai.dialect import StopStringFilter
 from sluice.openai.errors import describe_faults
 from sluice.rpc import SluiceError
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
@@ -101,14 +103,47 @@ Result: TypeAlias = episode_pb2.EpisodeServiceGenerateResponse
 message is the text."""
 
 
-def visible_message(sample: tokens_pb2.ChatMessage, stop_string: str) -> tokens_pb2.ChatMessage:
-    """Return a sampled message as the client gets it: without the stop string that ended it."""
-    if not stop_string or stop_string not in sample.content:
-        return sample
+def visible_message(sample: rollout_pb2.GeneratedSample, generation_id: str) -> tokens_pb2.ChatMessage:
+    """Return a sampled message as the client gets it, and sends it back.
+
+    It has no stop string, and each of its tool calls has an id: one of ours where the model's format has none.
+
+    Args:
+        sample: The sample. Without a message, its text is the content.
+        generation_id: Its name.
+    """
     shown = tokens_pb2.ChatMessage()
-    shown.CopyFrom(sample)
-    shown.content = sample.content.rpartition(stop_string)[0]
+    if sample.HasField("message"):
+        shown.CopyFrom(sample.message)
+    else:
+        shown.content = sample.text
+    shown.role = "assistant"
+    if sample.stop_string:
+        shown.content = shown.content.partition(sample.stop_string)[0]
+        shown.reasoning = shown.reasoning.partition(sample.stop_string)[0]
+    for index, call in enumerate(shown.tool_calls):
+        call.id = call.id or f"call_{xxhash.xxh3_64_hexdigest(f'{generation_id}/{index}'.encode())}"
     return shown
+
+
+class TextDeltas:
+    """The texts of samples that are no messages, as they come and without their stop strings.
+
+    Args:
+        stops: The stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._filters: dict[int, StopStringFilter] = {}
+
+    def of(self, chunk: rollout_pb2.StreamChunk) -> Iterator[Delta]:
+        """Yield the text that can be shown after a message of the stream."""
+        for delta in chunk.deltas:
+            new = delta.tokens
+            visible = self._filters.setdefault(new.index, StopStringFilter(self._stops))
+            if text := visible.after(new.text, new.stop_string, last=bool(new.finish_reason)):
+                yield Delta(new.index, text)
 
 
 class Unshown:

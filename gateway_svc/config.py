@@ -24,6 +24,11 @@ class CaptureDeadlines(Section):
         gt=0,
         description="Seconds for which a call that is no request for samples waits for an orchestrator or a replica that is away.",
     )
+    linger_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds for which a request goes on whose client has left, so that a client with a short limit finds its reply when it asks again.",
+    )
     keepalive_s: float = Field(
         5.0,
         gt=0,

@@ -19,9 +19,10 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from gateway_svc.canonical import conversation_keys, extended_key
-from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, visible_message
+from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, TextDeltas, visible_message
 from gateway_svc.config import CaptureConfig
 from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
+from gateway_svc.shared import SharedSampling
 from sluice.backoff import Backoff
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
@@ -79,7 +80,16 @@ class RecordedSessions:
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
         self._engine, self._config, self._run = engine, config, run
         self._base_url, self._name = base_url.rstrip("/"), name
+        self._running: dict[tuple[str, bytes], SharedSampling] = {}
         self._found: OrderedDict[tuple[str, str, str], tuple[float, session_pb2.FindSessionResponse]] = OrderedDict()
+
+    async def close(self) -> None:
+        """End all sampling; its claims are given back."""
+        tasks = [each.task for each in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     # The run.
 
@@ -193,7 +203,7 @@ class RecordedSessions:
         conversation = tokens_pb2.Conversation()
         conversation.CopyFrom(found.generation.conversation)
         sample = found.generation.response.samples[int(generation_id.rpartition("/")[2])]
-        conversation.messages.append(_message(sample))
+        conversation.messages.append(visible_message(sample, generation_id))
         return conversation
 
     async def count_tokens(
@@ -210,7 +220,7 @@ class RecordedSessions:
         identity: RequestIdentity,
         request_id: str = "",
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
-        """Sample and record. The last part is the result, which is in the journal.
+        """Sample and record, or join the request with the same body that is sampled. The last part is the result.
 
         Args:
             session: Whose request it is.
@@ -221,6 +231,25 @@ class RecordedSessions:
         Raises:
             SluiceError: as EpisodeService.Generate.
         """
+        place = (session.episode_id, identity.digest)
+        shared = self._running.get(place)
+        if shared is None:
+            deadlines = self._config.deadlines
+            source = self._sample(session, request, identity, request_id)
+            shared = self._running[place] = SharedSampling(source, deadlines.request_s, deadlines.linger_s)
+            shared.task.add_done_callback(lambda _: self._running.pop(place, None))
+        async with contextlib.aclosing(shared.read()) as parts:
+            async for part in parts:
+                yield part
+
+    async def _sample(
+        self,
+        session: session_pb2.FindSessionResponse,
+        request: CapturedRequest,
+        identity: RequestIdentity,
+        request_id: str,
+    ) -> AsyncGenerator[Begun | Delta | Result, None]:
+        """Claim, sample and record."""
         until = time.monotonic() + self._config.deadlines.request_s
         keys = conversation_keys(request.generate.conversation)
         begin = session_pb2.BeginGenerationRequest(
@@ -256,8 +285,10 @@ class RecordedSessions:
                     response=response,
                     parent=begun.parent,
                     keys=[
-                        extended_key(keys.whole, _message(each)) if request.generate.HasField("conversation") else b""
-                        for each in response.samples
+                        extended_key(keys.whole, visible_message(each, f"{begin.request_id}/{index}"))
+                        if request.generate.HasField("conversation")
+                        else b""
+                        for index, each in enumerate(response.samples)
                     ],
                     body_digest=identity.digest,
                     temperature=wanted.sampling.temperature,
@@ -379,28 +410,21 @@ async def _parts(stream: TokenStream, wanted: rollout_pb2.GenerateRequest) -> As
     Of a conversation nothing but its beginning: which part of the text is content, and which one reasoning or a tool call, is known at
     the end.
     """
+    texts = TextDeltas(wanted.sampling.stop)
     async for message in stream:
         if message.HasField("opening"):
             yield Begun(wanted.request_id, len(message.opening.prompt_token_ids))
-        if wanted.HasField("conversation"):
-            continue
-        for delta in message.chunk.deltas:
-            if delta.tokens.text:
-                yield Delta(delta.tokens.index, delta.tokens.text)
-
-
-def _message(sample: rollout_pb2.GeneratedSample) -> tokens_pb2.ChatMessage:
-    """Return what a sample says, as its client gets it."""
-    if not sample.HasField("message"):
-        return tokens_pb2.ChatMessage(role="assistant", content=sample.text)
-    return visible_message(sample.message, sample.stop_string)
+        if not wanted.HasField("conversation"):
+            for delta in texts.of(message.chunk):
+                yield delta
 
 
 def _result(recorded: session_pb2.RecordedGeneration) -> Result:
     """Return what the client gets of a recorded request."""
     result = Result(parent=recorded.parent, prompt_token_ids=recorded.response.prompt_token_ids)
     for index, sample in enumerate(recorded.response.samples):
-        result.generations.add(generation_id=f"{recorded.request_id}/{index}", message=_message(sample), sample=sample)
+        name = f"{recorded.request_id}/{index}"
+        result.generations.add(generation_id=name, message=visible_message(sample, name), sample=sample)
     return result
 
 

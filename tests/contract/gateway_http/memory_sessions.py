@@ -14,7 +14,7 @@ from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, visible_m
 from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY
-from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
+from sluice.v1 import episode_pb2, rollout_pb2, session_pb2, tokens_pb2
 
 END = 2
 MAX_MODEL_LEN = 200_000
@@ -149,12 +149,19 @@ class MemorySessions:
         conversation = request.generate.conversation
         result = Result(prompt_token_ids=prompt, parent=parent)
         for index in range(request.generate.n):
-            message = self.say(conversation) if conversation.messages else tokens_pb2.ChatMessage(content="more text")
-            ids = [*encoded(rendered(message)), END]
-            message = visible_message(message, self.stop_string)
-            sample = {"index": index, "token_ids": ids, "logprobs": [-0.25] * len(ids), "finish_reason": self.finish}
-            generation = result.generations.add(generation_id=f"{request_id}/{index}", message=message, sample=sample)
-            generation.sample.stop_string = self.stop_string
+            said = self.say(conversation) if conversation.messages else tokens_pb2.ChatMessage(content="more text")
+            ids = [*encoded(rendered(said)), END]
+            sample = rollout_pb2.GeneratedSample(
+                index=index,
+                token_ids=ids,
+                logprobs=[-0.25] * len(ids),
+                finish_reason=self.finish,
+                stop_string=self.stop_string,
+                message=said,
+            )
+            name = f"{request_id}/{index}"
+            message = visible_message(sample, name)
+            generation = result.generations.add(generation_id=name, message=message, sample=sample)
             whole = tokens_pb2.Conversation()
             whole.CopyFrom(conversation)
             whole.messages.append(message)

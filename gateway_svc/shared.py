@@ -1,0 +1,86 @@
+"""One sampling for all requests with the same body, which outlives its clients for a while.
+
+A client with a short limit leaves and asks again. Without this, each of its attempts would begin anew, and none would ever end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import TypeAlias
+
+import grpc
+
+from gateway_svc.capture import Begun, Delta, Result
+from sluice.rpc import SluiceError
+from sluice.tasks import discard_outcome
+
+Part: TypeAlias = Begun | Delta | Result
+
+
+class SharedSampling:
+    """The parts of one reply so far, which any number of requests with the same body read from the beginning.
+
+    Args:
+        source: Samples. It is read to its end, unless nobody has read it for a time.
+        deadline_s: Seconds that it may take.
+        linger_s: Seconds that it goes on without a reader.
+
+    Attributes:
+        task: Reads the source.
+    """
+
+    def __init__(self, source: AsyncGenerator[Part, None], deadline_s: float, linger_s: float) -> None:
+        self._parts: list[Part] = []
+        self._linger_s = linger_s
+        self._readers = 0
+        self._changed = asyncio.Event()
+        self._leaving: asyncio.TimerHandle | None = None
+        self.task = asyncio.create_task(self._read(source, deadline_s), name="sample for a session")
+        discard_outcome(self.task)  # its last reader may leave while it fails
+
+    async def read(self) -> AsyncGenerator[Part, None]:
+        """Yield all parts. Raise what ended the sampling."""
+        self._readers += 1
+        if self._leaving is not None:
+            self._leaving.cancel()
+        given = 0
+        try:
+            while True:
+                changed = self._changed
+                while given < len(self._parts):
+                    given += 1
+                    yield self._parts[given - 1]
+                if self.task.done():
+                    break
+                await changed.wait()
+            if self.task.cancelled():
+                raise SluiceError.unavailable(
+                    "DRAINING", "this gateway ends; send the same request to another one", 0.5
+                )
+            self.task.result()
+        finally:
+            self._readers -= 1
+            if not self._readers and not self.task.done():
+                self._leaving = asyncio.get_running_loop().call_later(self._linger_s, self.task.cancel)
+
+    async def _read(self, source: AsyncGenerator[Part, None], deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s), contextlib.aclosing(source):
+                async for part in source:
+                    self._parts.append(part)
+                    self._wake()
+        except TimeoutError:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "REQUEST_DEADLINE",
+                f"no reply within {deadline_s:g} s (capture.deadlines.request_s); send the same request again to wait on",
+            ) from None
+        finally:
+            # The task is not done yet: readers look again when it is.
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

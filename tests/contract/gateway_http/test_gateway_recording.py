@@ -1,0 +1,229 @@
+# ruff: noqa: N802 - gRPC names the methods
+"""Requests through a whole gateway: HTTP, the rules and the journal of sessions, a replica over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from orchestrator_doubles import served
+from scripted_replica import Cable, ScriptedReplica, connected
+
+from gateway_svc.config import CaptureConfig
+from gateway_svc.http import create_app
+from gateway_svc.recording import RecordedSessions
+from orchestrator_svc.config import ExternalConfig
+from orchestrator_svc.journal.store import Journal, JournalLimits
+from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded
+from orchestrator_svc.sessions.lending import Lending
+from sluice.config import SecurityConfig
+from sluice.openai.server import HttpServer
+from sluice.rpc import SluiceError, connect
+from sluice.rpc.access import SESSION_KEY, Access
+from sluice.sampling.config import ReplicasConfig
+from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.pool import ReplicaPool
+from sluice.v1 import episode_pb2, rollout_pb2, session_pb2, session_pb2_grpc
+from sluice.v1 import journal_pb2 as pb
+from sluice.versions import BASE
+
+CHAT = "/v1/chat/completions"
+TOKENS = 30
+USER: Any = [{"role": "user", "content": "Where is it?"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+BODY: Any = {"model": "m", "messages": USER, "max_tokens": TOKENS}
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+class Orchestrator(session_pb2_grpc.SessionServiceServicer):
+    """The rules of sessions and their journal, over gRPC: one open session of the principal `anyone`."""
+
+    def __init__(self, journal: Journal) -> None:
+        limits = ExternalConfig()
+        self._journal = journal
+        self._lending = Lending(journal, limits, 0.0)
+        self._claims = Claims(journal, self._lending, limits)
+        task = pb.TaskDrawn(environment="e", task_id="t", group=1, episodes=1, policy_version=BASE.to_proto())
+        journal.record(pb.Fact(task_drawn=task))
+        self._lending.offer(1)
+        lease = episode_pb2.LeaseTasksRequest(request_id="r", max_tasks=1)
+        (given,) = self._lending.lease("anyone", lease, 0.0)
+        opening = episode_pb2.OpenEpisodeRequest(lease_id=given.lease_id, request_id="o")
+        self.session = self._lending.open("anyone", opening, 0.0)
+        self.recorded: dict[str, session_pb2.RecordedGeneration] = {}
+        self.released = 0
+
+    @property
+    def key(self) -> str:
+        return f"{SESSION_KEY}{self.session.name}"
+
+    async def FindSession(self, request, context):
+        if request.session_key != self.key:
+            raise SluiceError.not_found("UNKNOWN_EPISODE", "the session key opens no episode of this run")
+        return session_pb2.FindSessionResponse(episode_id=self.session.name, principal="anyone", group_id="g1")
+
+    async def BeginGeneration(self, request, context):
+        for _ in range(100):
+            answer = self._claims.begin("anyone", request, time.monotonic(), joined=request.joins)
+            if isinstance(answer, Recorded):
+                return session_pb2.BeginGenerationResponse(recorded=self.recorded[answer.request.request_id])
+            if isinstance(answer, Claimed):
+                response = session_pb2.BeginGenerationResponse(prefix=answer.prefix)
+                if answer.parent is not None:
+                    request_id, _, index = answer.parent.generation_id.rpartition("/")
+                    made = self.recorded[request_id].response
+                    response.parent = answer.parent.generation_id
+                    response.continues.ids.extend([*made.prompt_token_ids, *made.samples[int(index)].token_ids])
+                return response
+            await asyncio.sleep(0.02)
+        return session_pb2.BeginGenerationResponse(running=answer.request_id)
+
+    async def RecordGeneration(self, request, context):
+        names, parent = self._claims.record("anyone", request, time.monotonic())
+        self.recorded[request.generation.request_id] = request.generation
+        await self._journal.durable()
+        return session_pb2.RecordGenerationResponse(generation_ids=names, parent=parent)
+
+    async def ReleaseGeneration(self, request, context):
+        self._claims.release("anyone", request, time.monotonic())
+        self.released += 1
+        return session_pb2.ReleaseGenerationResponse()
+
+
+@dataclass
+class Stack:
+    url: str
+    orchestrator: Orchestrator
+    cable: Cable
+    replica: ScriptedReplica
+
+    def http(self) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {self.orchestrator.key}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=20)
+
+
+@contextlib.asynccontextmanager
+async def stack(directory: Any, replica: ScriptedReplica, **deadlines: float) -> AsyncIterator[Stack]:
+    """A gateway between a replica and an orchestrator whose cable can be cut."""
+    capture = CaptureConfig.model_validate({"deadlines": {"keepalive_s": 0.05, **deadlines}})
+    security = SecurityConfig()
+    journal = Journal(directory, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
+    orchestrator = Orchestrator(journal)
+    register = session_pb2_grpc.add_SessionServiceServicer_to_server
+    async with contextlib.AsyncExitStack() as opened:
+        opened.push_async_callback(journal.close)
+        address, _ = await opened.enter_async_context(connected(replica))
+        target = await opened.enter_async_context(served((register, orchestrator, "sluice.v1.SessionService")))
+        cable = Cable(target)
+        await cable.plug_in()
+        opened.push_async_callback(cable.cut)
+        pool = ReplicaPool([address], security, ReplicasConfig(poll_s=0.05), lambda _: None)
+        following = asyncio.create_task(pool.run())
+        opened.push_async_callback(_ended, following)
+        channel = await opened.enter_async_context(connect(f"127.0.0.1:{cable.port}", security, role="gateway"))
+        sessions = RecordedSessions(
+            channel, PolicyEngine(pool, "test", 60.0), capture, run="test", base_url="http://gateway", name="east"
+        )
+        server = HttpServer(create_app(sessions, capture, Access(security), "127.0.0.1"), "127.0.0.1", 0, security)
+        port = await server.start()
+        opened.push_async_callback(sessions.close)
+        opened.push_async_callback(server.stop, 0)
+        yield Stack(f"http://127.0.0.1:{port}", orchestrator, cable, replica)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+
+
+async def test_turns_with_tools_continue_the_tokens_that_were_sampled(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("one", pace_s=0.0)) as gateway:
+        messages = list(USER)
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.orchestrator.key) as client:
+            for _ in range(2):
+                reply = await client.chat.completions.create(
+                    model="m", messages=messages, tools=TOOLS, max_tokens=TOKENS, extra_body={"return_token_ids": True}
+                )
+                message = reply.choices[0].message
+                messages.append(message.model_dump(exclude_unset=True))
+                messages += [
+                    {"role": "tool", "tool_call_id": call.id, "content": "a cat"} for call in message.tool_calls
+                ]
+        first, second = gateway.replica.requests
+        one, two = gateway.orchestrator.recorded.values()
+    assert not first.HasField("continues")
+    assert list(second.continues.token_ids) == [*one.response.prompt_token_ids, *one.response.samples[0].token_ids]
+    assert (second.continues.messages, second.continues.only_as_rendered) == (2, False)
+    assert reply.id == f"{two.request_id}/0"
+    assert len({message["tool_call_id"] for message in messages if message["role"] == "tool"}) == 2
+
+
+async def test_a_client_with_a_short_limit_gets_its_reply_when_it_asks_again(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("slow", pace_s=0.1)) as gateway, gateway.http() as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(CHAT, json=BODY, timeout=0.3)
+        for _ in range(20):
+            with contextlib.suppress(httpx.ReadTimeout):
+                reply = await http.post(CHAT, json=BODY, headers=RETRY, timeout=0.3)
+                break
+        (recorded,) = gateway.orchestrator.recorded.values()
+        assert reply.json()["id"] == f"{recorded.request_id}/0"
+        assert len(gateway.replica.requests) == 1
+
+
+async def test_a_request_that_nobody_asks_for_again_ends_and_gives_its_claim_back(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("slow", pace_s=5.0), linger_s=0.1) as gateway, gateway.http() as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(CHAT, json=BODY, timeout=0.3)
+        await until(lambda: gateway.orchestrator.released)
+        await until(lambda: not gateway.replica.open)
+        assert not gateway.orchestrator.recorded
+
+
+async def test_requests_with_one_body_at_one_time_share_a_sampling(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("slow", pace_s=0.02)) as gateway, gateway.http() as http:
+        replies = await asyncio.gather(*(http.post(CHAT, json=BODY) for _ in range(3)))
+        later = await http.post(CHAT, json=BODY)
+        assert len({reply.json()["id"] for reply in replies}) == 1
+        assert later.json()["id"] != replies[0].json()["id"]
+        assert len(gateway.replica.requests) == 2
+
+
+async def test_a_reply_waits_for_an_orchestrator_that_is_away_and_is_recorded_before_its_end(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("one", pace_s=0.01)) as gateway, gateway.http() as http:
+        gateway.replica.after_opening = lambda: asyncio.ensure_future(gateway.cable.cut())
+        async with http.stream("POST", CHAT, json=BODY | {"stream": True}) as response:
+            lines = response.aiter_lines()
+            held = [await anext(lines) for _ in range(40)]
+            assert ": waiting" in held
+            assert not gateway.orchestrator.recorded
+            await gateway.cable.plug_in()
+            rest = [line async for line in lines]
+        assert "data: [DONE]" in rest
+        assert len(gateway.orchestrator.recorded) == 1
+
+
+async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path):
+    class Refusing(ScriptedReplica):
+        async def _stream(self, wanted):
+            raise SluiceError.invalid_argument("conversation", "the template takes no tools")
+            yield rollout_pb2.GenerateStreamResponse()
+
+    async with stack(tmp_path, Refusing("one")) as gateway, gateway.http() as http:
+        for stream in (False, True):
+            reply = await http.post(CHAT, json=BODY | {"stream": stream})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+        await until(lambda: gateway.orchestrator.released == 2)
