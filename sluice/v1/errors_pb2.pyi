@@ -154,6 +154,43 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A replica cannot be held at a version."""
     ERROR_REASON_VERSION_CHANGED: _ErrorReason.ValueType  # 58
     """A replica that was held serves another version."""
+    ERROR_REASON_ON_BEHALF_OF: _ErrorReason.ValueType  # 170
+    """Sessions of external agents.
+
+    The call of a gateway lacks the metadata `on-behalf-of`, or another principal than a gateway's sends it.
+    """
+    ERROR_REASON_NOTHING_ON_OFFER: _ErrorReason.ValueType  # 171
+    """No task is on offer now."""
+    ERROR_REASON_MOST_LEASED: _ErrorReason.ValueType  # 172
+    """The principal has as many episodes leased as it may have."""
+    ERROR_REASON_UNKNOWN_LEASE: _ErrorReason.ValueType  # 173
+    """The lease ended, or there is none of this principal."""
+    ERROR_REASON_LEASE_USED_UP: _ErrorReason.ValueType  # 174
+    """All episodes of the lease are open or ended."""
+    ERROR_REASON_MOST_SESSIONS: _ErrorReason.ValueType  # 175
+    """As many episodes are open as the run allows."""
+    ERROR_REASON_UNKNOWN_EPISODE: _ErrorReason.ValueType  # 176
+    """There is no such episode of this principal, or the session key is wrong."""
+    ERROR_REASON_UNKNOWN_GENERATION: _ErrorReason.ValueType  # 177
+    """The episode has no such generation."""
+    ERROR_REASON_SESSION_ENDED: _ErrorReason.ValueType  # 178
+    """The episode ended; the metadata `ended` says how."""
+    ERROR_REASON_NO_GENERATIONS: _ErrorReason.ValueType  # 179
+    """Nothing was sampled in the episode."""
+    ERROR_REASON_SUBMITTED_OTHERWISE: _ErrorReason.ValueType  # 180
+    """The episode was submitted before with other content."""
+    ERROR_REASON_GROUP_COMPLETE: _ErrorReason.ValueType  # 181
+    """All episodes of the group ended, so that no reward counts any more."""
+    ERROR_REASON_MOST_REQUESTS: _ErrorReason.ValueType  # 182
+    """As many requests of the session are under way as it may have."""
+    ERROR_REASON_SESSION_FULL: _ErrorReason.ValueType  # 183
+    """As much is recorded in the session as it may hold."""
+    ERROR_REASON_OTHER_BODY: _ErrorReason.ValueType  # 184
+    """The name of the request stands for another body."""
+    ERROR_REASON_RECORDED_OTHERWISE: _ErrorReason.ValueType  # 185
+    """Other tokens were recorded for the request."""
+    ERROR_REASON_NO_EXTERNAL_EPISODES: _ErrorReason.ValueType  # 186
+    """The run has no external episodes."""
     ERROR_REASON_BAD_SETTING: _ErrorReason.ValueType  # 59
     """OrchestratorService.
 
@@ -477,6 +514,43 @@ ERROR_REASON_HOLD_LOST: ErrorReason.ValueType  # 57
 """A replica cannot be held at a version."""
 ERROR_REASON_VERSION_CHANGED: ErrorReason.ValueType  # 58
 """A replica that was held serves another version."""
+ERROR_REASON_ON_BEHALF_OF: ErrorReason.ValueType  # 170
+"""Sessions of external agents.
+
+The call of a gateway lacks the metadata `on-behalf-of`, or another principal than a gateway's sends it.
+"""
+ERROR_REASON_NOTHING_ON_OFFER: ErrorReason.ValueType  # 171
+"""No task is on offer now."""
+ERROR_REASON_MOST_LEASED: ErrorReason.ValueType  # 172
+"""The principal has as many episodes leased as it may have."""
+ERROR_REASON_UNKNOWN_LEASE: ErrorReason.ValueType  # 173
+"""The lease ended, or there is none of this principal."""
+ERROR_REASON_LEASE_USED_UP: ErrorReason.ValueType  # 174
+"""All episodes of the lease are open or ended."""
+ERROR_REASON_MOST_SESSIONS: ErrorReason.ValueType  # 175
+"""As many episodes are open as the run allows."""
+ERROR_REASON_UNKNOWN_EPISODE: ErrorReason.ValueType  # 176
+"""There is no such episode of this principal, or the session key is wrong."""
+ERROR_REASON_UNKNOWN_GENERATION: ErrorReason.ValueType  # 177
+"""The episode has no such generation."""
+ERROR_REASON_SESSION_ENDED: ErrorReason.ValueType  # 178
+"""The episode ended; the metadata `ended` says how."""
+ERROR_REASON_NO_GENERATIONS: ErrorReason.ValueType  # 179
+"""Nothing was sampled in the episode."""
+ERROR_REASON_SUBMITTED_OTHERWISE: ErrorReason.ValueType  # 180
+"""The episode was submitted before with other content."""
+ERROR_REASON_GROUP_COMPLETE: ErrorReason.ValueType  # 181
+"""All episodes of the group ended, so that no reward counts any more."""
+ERROR_REASON_MOST_REQUESTS: ErrorReason.ValueType  # 182
+"""As many requests of the session are under way as it may have."""
+ERROR_REASON_SESSION_FULL: ErrorReason.ValueType  # 183
+"""As much is recorded in the session as it may hold."""
+ERROR_REASON_OTHER_BODY: ErrorReason.ValueType  # 184
+"""The name of the request stands for another body."""
+ERROR_REASON_RECORDED_OTHERWISE: ErrorReason.ValueType  # 185
+"""Other tokens were recorded for the request."""
+ERROR_REASON_NO_EXTERNAL_EPISODES: ErrorReason.ValueType  # 186
+"""The run has no external episodes."""
 ERROR_REASON_BAD_SETTING: ErrorReason.ValueType  # 59
 """OrchestratorService.
 
