@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 import structlog
@@ -29,10 +29,13 @@ from orchestrator_svc.pacing import Pace
 from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.sessions.desk import Desk, Waiting, run_secret
+from orchestrator_svc.sessions.servicer import EXTERNAL, EpisodeServicer, SessionServicer
+from orchestrator_svc.sessions.workflow import External
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.training import Training
-from orchestrator_svc.workflows import GroupRunner, choose_workflow
+from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
@@ -41,12 +44,14 @@ from sluice.sampling.lockstep import Lockstep
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
-from sluice.v1 import journal_pb2, orchestrator_pb2_grpc
+from sluice.v1 import episode_pb2_grpc, journal_pb2, orchestrator_pb2_grpc, session_pb2_grpc
 from sluice.v1 import orchestrator_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
 SERVICE_NAME = "sluice.v1.OrchestratorService"
+SESSIONS = "sluice.v1.SessionService"
+EPISODES = "sluice.v1.EpisodeService"
 
 _NAME_CHARACTERS = 255
 
@@ -75,12 +80,12 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         UnfinishedError: if a signal ended it early.
     """
     try:
-        async with asyncio.timeout(None) as ending, _built(common, config) as (run, status, servicer):
+        async with asyncio.timeout(None) as ending, _built(common, config) as (run, status, servicers):
             gc.collect()
             gc.freeze()  # what is loaded by now stays, and is not looked at again
             gc.set_threshold(*_COLLECTIONS)
             sys.setswitchinterval(_SWITCH_S)
-            server = _server(common, config, servicer)
+            server = _server(common, config, servicers)
             await server.start()
             ended = asyncio.Event()
             running = asyncio.create_task(
@@ -126,7 +131,7 @@ async def _to_the_end(run: Run, events: EventLog, watchers_s: float, ended: asyn
         ended.set()
 
 
-def _server(common: CommonConfig, config: OrchestratorConfig, servicer: OrchestratorServicer) -> RpcServer:
+def _server(common: CommonConfig, config: OrchestratorConfig, servicers: _Servicers) -> RpcServer:
     server = RpcServer(
         "orchestrator",
         config.server,
@@ -136,14 +141,14 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicer: Orchestr
         call_log=common.run_dir / "calls/orchestrator.jsonl",
     )
     add = orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server
-    server.add(add, servicer, SERVICE_NAME)
+    server.add(add, servicers.orchestrator, SERVICE_NAME)
+    server.add(session_pb2_grpc.add_SessionServiceServicer_to_server, servicers.sessions, SESSIONS)
+    server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicers.episodes, EPISODES)
     return server
 
 
 @contextlib.asynccontextmanager
-async def _built(
-    common: CommonConfig, config: OrchestratorConfig
-) -> AsyncIterator[tuple[Run, RunStatus, OrchestratorServicer]]:
+async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncIterator[tuple[Run, RunStatus, _Servicers]]:
     """Build the run and its parts; those with files or processes are closed in reverse order."""
     start_limit = (config.deadlines.start_s, "orchestrator.deadlines.start_s")
     async with contextlib.AsyncExitStack() as stack:
@@ -153,7 +158,9 @@ async def _built(
             )
             for each in config.mix
         }
-        workflows = {each.name: choose_workflow(each, processes[each.name]) for each in config.mix}
+        workflows: dict[str, RolloutWorkflow] = {
+            each.name: choose_workflow(each, processes[each.name]) for each in config.mix if each.workflow != EXTERNAL
+        }
         try:
             tasks = [(each, await processes[each.name].tasks(each.split, common.seed)) for each in config.mix]
             curriculum = Curriculum(tasks, common.seed)
@@ -163,9 +170,12 @@ async def _built(
         pacing = config.pacing.model_copy(update={"enabled": False}) if common.deterministic else config.pacing
         pace = Pace(pacing, config.batch_size)
 
+        waiting = Waiting()
+
         def follow(fact: journal_pb2.Fact) -> None:
             curriculum.apply(fact)
             pace.apply(fact, time.monotonic())
+            waiting.follow(fact)
 
         # Of an old run it reads a million facts: signals, and the environments' processes, are served meanwhile.
         journal = await asyncio.to_thread(_journal, common, config, follow)
@@ -174,6 +184,12 @@ async def _built(
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
 
+        desk = Desk(journal, config.external, waiting, run_secret(common.run_dir))
+        workflows |= {
+            each.name: External(processes[each.name], desk, config.external)
+            for each in config.mix
+            if each.workflow == EXTERNAL
+        }
         changed, events = asyncio.Event(), EventLog(journal.ledger.start)
 
         def on_replica(replica: Replica) -> None:
@@ -240,8 +256,25 @@ async def _built(
             training=training,
             evaluations=evaluations,
             reporter=reporter,
+            desk=desk,
         )
-        yield run, status, OrchestratorServicer(common.run, run, status, announcements)
+        yield (
+            run,
+            status,
+            _Servicers(
+                OrchestratorServicer(common.run, run, status, announcements),
+                SessionServicer(desk, curriculum, pool),
+                EpisodeServicer(common.run, desk, curriculum),  # type: ignore[abstract]  # gateways sample: it has no Generate
+            ),
+        )
+
+
+class _Servicers(NamedTuple):
+    """What the orchestrator serves."""
+
+    orchestrator: OrchestratorServicer
+    sessions: SessionServicer
+    episodes: EpisodeServicer
 
 
 async def _close_files(journal: Journal, recorder: Recorder) -> None:

@@ -19,7 +19,7 @@ from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 NO_ADVANTAGE = "none"
 """Value of `advantage` with which batches bring no advantages and name no estimator."""
 
-WORKFLOWS = ("auto", "single_turn", "multi_turn")
+WORKFLOWS = ("auto", "single_turn", "multi_turn", "external")
 """Workflows that come with Sluice; others are named by their import path."""
 
 
@@ -263,6 +263,11 @@ class ExternalConfig(Section):
         gt=0,
         description="Seconds without a call after which an open episode is given up, and is on offer again.",
     )
+    group_s: float = Field(
+        7200.0,
+        gt=0,
+        description="Seconds from the first lease of a group until its episodes that are not submitted are given up, and the others are trained.",
+    )
     attempts: int = Field(
         4,
         ge=1,
@@ -273,6 +278,12 @@ class ExternalConfig(Section):
     most_generations: int = Field(1024, ge=1, description="Most requests that are recorded in one session.")
     most_requests: int = Field(64, ge=1, description="Most requests of one session that are under way at a time.")
     session_mb: int = Field(64, ge=1, description="Most MiB that are recorded in one session; then it samples no more.")
+    cache_mb: int = Field(
+        256,
+        ge=0,
+        description="Size of the last generations that are kept in memory, in MiB; others are read from disk.",
+    )
+    cacheable_s: float = Field(5.0, ge=0, description="Seconds that gateways keep what they know of a session.")
     retry_s: float = Field(
         1.0,
         gt=0,
@@ -286,7 +297,7 @@ class EpisodeConfig(Section):
     split: str = Field("train", description="Split of the environment that tasks are drawn from.")
     workflow: str = Field(
         "auto",
-        description="How an episode runs: `auto` (chosen by the environment), `single_turn`, `multi_turn`, or `module:Class`.",
+        description="How an episode runs: `auto` (chosen by the environment), `single_turn`, `multi_turn`, `external` (by agents that call a gateway), or `module:Class`.",
     )
     max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
     group_size: int = Field(8, ge=1, le=256, description="Episodes per group: attempts at one task.")
@@ -494,7 +505,16 @@ class OrchestratorConfig(EpisodeConfig):
         """Refuse settings that would make the orchestrator fail at start; see `Section.check_start`."""
         from orchestrator_svc.envs.loading import check_there, locate  # noqa: PLC0415  a run alone has an environment
 
-        del run
+        if any(each.workflow == "external" for each in self.mix):
+            if run.deterministic:
+                raise ValueError(
+                    'deterministic cannot hold for agents outside: set it to false, or choose another workflow than "external"'
+                )
+            if self.evaluation.wanted:
+                raise ValueError(
+                    "external agents run no evaluations: set evaluation.every_steps and evaluation.every_s to 0, or choose another"
+                    ' workflow than "external"'
+                )
         for each in self.mix:
             check_there(locate(each.environment), "environment")
             if each.workflow not in WORKFLOWS:

@@ -244,7 +244,9 @@ class Dispatcher:
         reason, problem = "", ""
         scored = ScoredGroup()
         try:
-            async with asyncio.timeout(self._config.deadlines.episode_s) as deadline:
+            # External agents have times of their own, which begin with the first lease.
+            limit_s = None if settings.workflow == "external" else self._config.deadlines.episode_s
+            async with asyncio.timeout(limit_s) as deadline:
                 records = await self._runners[group.environment].run(
                     task,
                     group.name,

@@ -23,6 +23,7 @@ from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.report import AppliedStep, RunReporter
+from orchestrator_svc.sessions.desk import Desk
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.training import Training
 from sluice.rpc import SluiceError
@@ -41,6 +42,7 @@ class Run:
         pool: The replicas; `run` polls them.
         announcements: Those that announce themselves; `run` follows them, too.
         evaluations: Evaluates between steps; None if the run never does.
+        desk: Has the episodes of external agents; `run` ends those whose time is over.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Run:
         training: Training,
         evaluations: Evaluations | None,
         reporter: RunReporter,
+        desk: Desk,
     ) -> None:
+        self._desk = desk
         self._settings, self._config = settings, settings.config
         self._journal, self._status, self._pool, self._announcements = journal, status, pool, announcements
         self._dispatcher, self._training = dispatcher, training
@@ -78,6 +82,7 @@ class Run:
             async with asyncio.TaskGroup() as tasks:
                 polling = tasks.create_task(self._pool.run(), name="replicas")
                 announced = tasks.create_task(self._announcements.run(), name="announced replicas")
+                expiring = tasks.create_task(self._desk.run(), name="external episodes")
                 await self._begin()
                 releasing = tasks.create_task(
                     release_left(self._journal, self._pool, self._config.deadlines.hold_s), name="holds"
@@ -87,7 +92,7 @@ class Run:
                     self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
                     # Leaving waits for the checkpoint and the evaluation under way; each has its own deadline.
                 await self._end()
-                for each in (polling, announced, releasing):
+                for each in (polling, announced, expiring, releasing):
                     each.cancel()
         except asyncio.CancelledError:
             await self._last_report("stopped")

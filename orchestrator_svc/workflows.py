@@ -123,6 +123,12 @@ def choose_workflow(config: EpisodeConfig, environment: EnvironmentProcesses) ->
         ConfigError: if the workflow does not fit the environment, or is not found.
     """
     name = config.workflow if config.workflow != "auto" else "single_turn" if environment.single_turn else "multi_turn"
+    if name == "external" or not (environment.single_turn or environment.multi_turn):
+        raise ConfigError(
+            f"only external agents can run episodes of environment {environment.name} as it is set, and this needs episodes of its own:"
+            ' set orchestrator.workflow = "auto", and give the environment messages(task) with score(task, completion), or'
+            " reset(task, seed)"
+        )
     workflow: RolloutWorkflow
     if name == "single_turn" and environment.single_turn:
         workflow = SingleTurn(environment)

@@ -9,7 +9,8 @@ A single-turn environment poses messages and scores completions::
         def messages(self, task: Task) -> list[Message]: ...
         def score(self, task: Task, completion: str) -> float: ...
 
-A multi-turn environment has `reset` instead of `messages` and `score`. All methods run in processes of their own
+A multi-turn environment has `reset` instead of `messages` and `score`. Where external agents run the episodes, `messages` (what
+they begin with) and `score` (where they give no reward) are each optional. All methods run in processes of their own
 (`orchestrator.environment_processes`), each call with a time limit; the environment is constructed once in each process. Methods may
 be coroutines: many calls then run side by side in one process. What a method returns must be plain data: texts, numbers, booleans,
 None, lists, and dicts whose keys are texts.
@@ -60,8 +61,9 @@ class Turn:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Environment(Protocol):
-    """What every environment has."""
+    """What every environment has. It is enough if external agents run the episodes (`orchestrator.workflow = "external"`)."""
 
     name: str
 

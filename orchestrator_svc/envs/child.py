@@ -295,6 +295,8 @@ def main() -> None:
             "name": str(environment.name),
             "single_turn": isinstance(environment, SingleTurnEnvironment),
             "multi_turn": isinstance(environment, MultiTurnEnvironment),
+            "poses": hasattr(environment, "messages"),
+            "scores": hasattr(environment, "score"),
             "coroutines": coroutines,
         }
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
+from orchestrator_svc.envs.base import Environment
 from sluice.errors import ConfigError
 
 _SHORTEST_SECRET = 4
@@ -26,7 +26,7 @@ ENVIRONMENT_GROUP = "sluice.environments"
 BUILT_IN: Mapping[str, str] = {"question_answer": "orchestrator_svc.envs.question_answer:QuestionAnswer"}
 
 
-def load_environment(reference: str, arguments: Mapping[str, Any]) -> SingleTurnEnvironment | MultiTurnEnvironment:
+def load_environment(reference: str, arguments: Mapping[str, Any]) -> Environment:
     """Construct an environment.
 
     Args:
@@ -44,10 +44,10 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> SingleTurn
         raise ConfigError(
             f"environment {reference} refuses its environment_args ({names}): {without_values(str(error), arguments)}"
         ) from error
-    if not isinstance(environment, SingleTurnEnvironment | MultiTurnEnvironment) or not hasattr(environment, "name"):
+    if not isinstance(environment, Environment):
         raise ConfigError(
             f"{reference} is not an environment: it needs name, tasks(split, seed), and either messages(task) with"
-            " score(task, completion), or reset(task, seed)"
+            " score(task, completion), or reset(task, seed); name and tasks are enough if external agents run its episodes"
         )
     return environment
 

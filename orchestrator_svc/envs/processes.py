@@ -100,14 +100,16 @@ class EnvironmentProcesses:
         start_limit: Seconds to construct the environment, and to list its tasks; and the setting that says so.
 
     Attributes:
-        name: The environment's name, known once the context is entered, as the next two.
+        name: The environment's name, known once the context is entered, as the next four.
         single_turn: Whether it poses questions and scores answers.
         multi_turn: Whether it opens episodes of several turns.
+        poses: Whether it has the messages that an episode begins with.
+        scores: Whether it scores answers.
         failures: Failed calls by `Reason`; "missing" counts rewards that were given up.
     """
 
     name = ""
-    single_turn = multi_turn = False
+    single_turn = multi_turn = poses = scores = False
 
     def __init__(
         self,
@@ -428,6 +430,7 @@ class EnvironmentProcesses:
         if not self._described.done():
             self.name, self.single_turn = description["name"], description["single_turn"]
             self.multi_turn = description["multi_turn"]
+            self.poses, self.scores = description["poses"], description["scores"]
             self._described.set_result(None)
             withheld = sorted(os.environ.keys() - variables.keys())
             log.info("environment is ready", name=self.name, processes=self._most, variables_withheld=withheld)

@@ -169,7 +169,7 @@ class Worker(asyncio.Protocol):
         """Start the process and let it construct the environment; the caller sets the deadline.
 
         Returns:
-            What the environment is: name, single_turn, multi_turn, coroutines.
+            What the environment is: name, single_turn, multi_turn, poses, scores, coroutines.
 
         Raises:
             ConfigError: if the environment cannot be constructed.

@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import (
+    GROUP_ENDED,
     SUBMITTED,
     EndedSession,
     ExternalEpisodes,
@@ -56,6 +57,7 @@ class Lending:
     def __init__(self, journal: Journal, limits: ExternalConfig, now: float) -> None:
         self._journal, self._ledger, self._limits = journal, journal.ledger, limits
         self._offered: dict[int, None] = {}  # an ordered set
+        self._closed: set[int] = set()
         self._lease_ends: dict[str, float] = {}
         self._idle_ends: dict[str, float] = {}
         for external in self._running():
@@ -71,6 +73,15 @@ class Lending:
     def withdraw(self, group: int) -> None:
         """Offer them no more; what is lent stays lent while the group runs."""
         self._offered.pop(group, None)
+
+    def close(self, group: int) -> None:
+        """Take nothing more for a group that is about to end: what is open in it counts as given up."""
+        self.withdraw(group)
+        self._closed.add(group)
+
+    def lease_left(self, lease: Lease, now: float) -> float:
+        """Return the seconds that a lease lasts without a renewal."""
+        return max(0.0, self._lease_ends.get(lease.lease_id, now) - now)
 
     def lease(self, principal: str, request: episode_pb2.LeaseTasksRequest, now: float) -> list[Lease]:
         """Lend episodes, the oldest groups first; none if nothing is on offer.
@@ -142,7 +153,7 @@ class Lending:
 
     def _find_lease(self, principal: str, lease_id: str) -> tuple[ExternalEpisodes, Lease]:
         external, lease = self._lease(lease_id)
-        if external is None or lease is None or lease.principal != principal:
+        if external is None or lease is None or lease.principal != principal or lease.group in self._closed:
             raise SluiceError.not_found(
                 "UNKNOWN_LEASE",
                 f"principal {principal!r} has no lease {lease_id!r}: it ended, or its group did; call LeaseTasks again",
@@ -194,6 +205,8 @@ class Lending:
         group = self._ledger.groups.get(number)
         external = group.external if group is not None else None
         live = external.session(episode, attempt) if external is not None else None
+        if live is not None and live.submission is None and number in self._closed:
+            return EndedSession(live.principal, GROUP_ENDED, (), live.last_reward)
         return live or self._ledger.ended_sessions.get(name)
 
     def known(self, principal: str, name: str) -> Session | EndedSession:
@@ -250,7 +263,7 @@ class Lending:
             self.touch(session, now)
         if session.rewards.get(target) == request.reward:
             return
-        if self._external(session.group).complete:
+        if session.group in self._closed or self._external(session.group).complete:
             raise SluiceError.failed_precondition(
                 "GROUP_COMPLETE",
                 f"all episodes of the group of {session.name} have ended, so its rewards count already: submit with reward_follows"
@@ -326,6 +339,7 @@ class Lending:
 
     def expire(self, now: float) -> None:
         """End the leases and give up the sessions whose time is over."""
+        self._closed &= self._ledger.groups.keys()
         for name in [name for name, end in self._idle_ends.items() if end <= now]:
             del self._idle_ends[name]
             session = self.find(name)
@@ -334,7 +348,9 @@ class Lending:
         for name in [name for name, end in self._lease_ends.items() if end <= now]:
             del self._lease_ends[name]
             external, lease = self._lease(name)
-            if external is not None and lease is not None and self._unsettled(lease):
+            if external is None or lease is None or lease.group in self._closed:
+                continue
+            if self._unsettled(lease):
                 self._end_lease(external, lease)
 
     def _end_lease(self, external: ExternalEpisodes, lease: Lease) -> None:

@@ -191,6 +191,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """Other tokens were recorded for the request."""
     ERROR_REASON_NO_EXTERNAL_EPISODES: _ErrorReason.ValueType  # 186
     """The run has no external episodes."""
+    ERROR_REASON_GENERATION_DAMAGED: _ErrorReason.ValueType  # 187
+    """What was sampled cannot be read from the journal any more."""
     ERROR_REASON_BAD_SETTING: _ErrorReason.ValueType  # 59
     """OrchestratorService.
 
@@ -551,6 +553,8 @@ ERROR_REASON_RECORDED_OTHERWISE: ErrorReason.ValueType  # 185
 """Other tokens were recorded for the request."""
 ERROR_REASON_NO_EXTERNAL_EPISODES: ErrorReason.ValueType  # 186
 """The run has no external episodes."""
+ERROR_REASON_GENERATION_DAMAGED: ErrorReason.ValueType  # 187
+"""What was sampled cannot be read from the journal any more."""
 ERROR_REASON_BAD_SETTING: ErrorReason.ValueType  # 59
 """OrchestratorService.
 

@@ -1,0 +1,188 @@
+"""The external episodes of a run as they happen: the state machines with a clock, the journal's payloads, and those who wait.
+
+The workflow offers groups here and waits for their end; the servicers answer gateways. Whoever waits is woken by the fact that it
+waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+import structlog
+
+from orchestrator_svc.config import ExternalConfig
+from orchestrator_svc.journal.external import RecordedRequest, Session
+from orchestrator_svc.journal.store import GroupDamagedError, Journal
+from orchestrator_svc.sessions.claims import Claims
+from orchestrator_svc.sessions.lending import Lending
+from sluice.rpc import SluiceError
+from sluice.rpc.principals import replace_private
+from sluice.v1 import journal_pb2, session_pb2, tokens_pb2
+
+log = structlog.get_logger(__name__)
+
+OFFERS = "offers"
+"""What those wait for who want a lease."""
+
+SECRET = "sessions.key"  # noqa: S105 - a file's name
+_SECRET_BYTES = 32
+_KEY = "sk-"
+
+_FREES = frozenset({"lease_ended", "episode_given_up"})
+_SETTLES = frozenset(
+    {"lease_granted", "lease_ended", "episode_given_up", "episode_submitted", "reward_recorded", "group_dropped"}
+)
+
+
+class Waiting:
+    """Wakes those who wait for something; a fact of the journal, or what a claim does."""
+
+    def __init__(self) -> None:
+        self._events: dict[Hashable, asyncio.Event] = {}
+
+    def wake(self, key: Hashable) -> None:
+        """Wake all who wait for this."""
+        if (event := self._events.pop(key, None)) is not None:
+            event.set()
+
+    async def until(self, key: Hashable, seconds: float | None) -> None:
+        """Wait until woken, or so long; look at the condition again then."""
+        event = self._events.setdefault(key, asyncio.Event())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
+
+    def follow(self, fact: journal_pb2.Fact) -> None:
+        """Wake those who wait for what a fact says; follows the journal."""
+        if not self._events:
+            return
+        kind = fact.WhichOneof("kind") or ""
+        if kind in _FREES:
+            self.wake(OFFERS)
+        if kind in _SETTLES:
+            self.wake(getattr(fact, kind).group)
+        elif kind == "session_generation_recorded":
+            each = fact.session_generation_recorded
+            self.wake((each.group, each.episode, each.attempt))
+
+
+class Desk:
+    """Where external episodes are offered, and gateways served.
+
+    Args:
+        journal: The run's journal.
+        limits: Times and bounds.
+        waiting: Follows the facts of the journal.
+        secret: Session keys are derived with it.
+        clock: Monotonic seconds.
+
+    Attributes:
+        lending: Who has which episode.
+        claims: Who samples what.
+        openings: Messages and tools to begin with, of each group that is on offer.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        limits: ExternalConfig,
+        waiting: Waiting,
+        secret: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.journal, self.limits, self.clock, self.waiting = journal, limits, clock, waiting
+        self.lending = Lending(journal, limits, clock())
+        self.claims = Claims(journal, self.lending, limits)
+        self.openings: dict[int, tokens_pb2.Conversation] = {}
+        self._secret = secret
+        self._cache: OrderedDict[tuple[str, str], session_pb2.RecordedGeneration] = OrderedDict()
+        self._cached_bytes = 0
+
+    async def run(self) -> None:
+        """End leases, sessions and claims whose time is over, until cancelled.
+
+        Raises:
+            JournalError: if that cannot be written.
+        """
+        while True:
+            now = self.clock()
+            self.lending.expire(now)
+            self.claims.expire(now)
+            # What begins meanwhile ends no earlier than this.
+            least = min(self.limits.lease_s, self.limits.idle_s)
+            await asyncio.sleep(max(0.0, min(self.lending.next_deadline() - now, least)))
+
+    # Offers.
+
+    def offer(self, group: int, opening: tokens_pb2.Conversation) -> None:
+        """Offer the episodes of a running group."""
+        self.openings[group] = opening
+        self.lending.offer(group)
+        self.waiting.wake(OFFERS)
+
+    def withdraw(self, group: int) -> None:
+        """Offer them no more."""
+        self.openings.pop(group, None)
+        self.lending.withdraw(group)
+
+    # Keys.
+
+    def session_key(self, session: str) -> str:
+        """Return the secret that opens a session, and nothing else; the same one in each process."""
+        return f"{_KEY}{session}.{hmac.new(self._secret, session.encode(), hashlib.sha256).hexdigest()}"
+
+    def session_of_key(self, key: str) -> str:
+        """Return the name of the session that a key opens; empty if it is not one of this run's."""
+        name = key.removeprefix(_KEY).rpartition(".")[0]
+        return name if hmac.compare_digest(self.session_key(name).encode(), key.encode()) else ""
+
+    # Payloads.
+
+    def remember(self, session: Session, made: session_pb2.RecordedGeneration) -> None:
+        """Keep a generation in memory: its session will soon continue it."""
+        size, bound = made.ByteSize(), self.limits.cache_mb << 20
+        if (session.name, made.request_id) in self._cache or size > bound:
+            return
+        self._cache[session.name, made.request_id] = made
+        self._cached_bytes += size
+        while self._cached_bytes > bound:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].ByteSize()
+
+    async def generation(self, session: Session, request: RecordedRequest) -> session_pb2.RecordedGeneration:
+        """Return what was sampled for a request.
+
+        Raises:
+            SluiceError: DATA_LOSS if the disk damaged it.
+            JournalError: if nothing can be read now.
+        """
+        key = (session.name, request.request_id)
+        if (found := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            return found
+        try:
+            (made,) = await self.journal.read([request.place], session_pb2.RecordedGeneration)
+        except GroupDamagedError as error:
+            log.warning("a damaged generation of a session", session=session.name, error=str(error))
+            raise SluiceError.data_loss(
+                "GENERATION_DAMAGED",
+                f"what was sampled for request {request.request_id!r} of episode {session.name} cannot be read any more: sample it"
+                " again, or begin another episode",
+            ) from error
+        self.remember(session, made)
+        return made
+
+
+def run_secret(run_dir: Path) -> bytes:
+    """Return the secret of a run; made at its first start, and read by nobody but its owner."""
+    path = run_dir / SECRET
+    if not path.exists():
+        replace_private(path, secrets.token_bytes(_SECRET_BYTES))
+    return path.read_bytes()

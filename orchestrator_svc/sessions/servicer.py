@@ -1,0 +1,304 @@
+# ruff: noqa: N802 - gRPC names the methods
+"""Serves gateways: SessionService, and EpisodeService without what samples.
+
+An answer is given when the journal has on disk what it says. Calls that come together share one write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import ParseDict
+
+from orchestrator_svc.announcements import watch_replicas
+from orchestrator_svc.curriculum import Curriculum
+from orchestrator_svc.journal.external import EndedSession, Lease, Session, parse_session_name
+from orchestrator_svc.journal.ledger import Group
+from orchestrator_svc.sessions.claims import Claimed, Recorded, Running
+from orchestrator_svc.sessions.desk import OFFERS, Desk
+from sluice.rpc import SluiceError
+from sluice.rpc.access import caller, is_local_peer, require_role
+from sluice.sampling.pool import ReplicaPool
+from sluice.v1 import episode_pb2, episode_pb2_grpc, session_pb2, session_pb2_grpc, tokens_pb2
+
+ON_BEHALF_OF = "on-behalf-of"
+"""Metadata of a gateway's call: the principal whose call it is."""
+
+EXTERNAL = "external"
+"""The workflow whose episodes are on offer."""
+
+_LONGEST_WAIT_S = 60.0
+"""Seconds that LeaseTasks waits at most, as the contract says."""
+
+_LONGEST_JOIN_S = 30.0
+"""Seconds that BeginGeneration waits for the same request elsewhere, if its caller has no deadline."""
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+def principal_of(context: Context) -> str:
+    """Return the principal whose call a gateway passes on.
+
+    Raises:
+        SluiceError: PERMISSION_DENIED if the caller is no gateway; INVALID_ARGUMENT if it does not say whose call it is.
+    """
+    require_role("gateway")
+    for key, value in context.invocation_metadata() or ():
+        if key == ON_BEHALF_OF and value:
+            return value if isinstance(value, str) else value.decode()
+    raise SluiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "ON_BEHALF_OF",
+        f"the call of gateway {caller().name!r} lacks the metadata {ON_BEHALF_OF}: name the principal whose call it is",
+    )
+
+
+class SessionServicer(session_pb2_grpc.SessionServiceServicer):
+    """Serves SessionService.
+
+    Args:
+        desk: Has the sessions.
+        curriculum: Knows tasks and settings of the environments.
+        pool: The replicas.
+    """
+
+    def __init__(self, desk: Desk, curriculum: Curriculum, pool: ReplicaPool) -> None:
+        self._desk, self._curriculum, self._pool = desk, curriculum, pool
+
+    async def FindSession(
+        self, request: session_pb2.FindSessionRequest, context: Context
+    ) -> session_pb2.FindSessionResponse:
+        """Find a session by its name or its key."""
+        lending = self._desk.lending
+        if request.WhichOneof("by") == "session_key":
+            require_role("gateway")
+            name = self._desk.session_of_key(request.session_key)
+            found = lending.find(name) if name else None
+            if found is None:
+                raise SluiceError.not_found("UNKNOWN_EPISODE", "the session key opens no episode of this run")
+        else:
+            name = request.episode_id
+            found = lending.known(principal_of(context), name)
+        if not request.ended:
+            found = lending.open_session(found.principal, name)
+        response = session_pb2.FindSessionResponse(episode_id=name, principal=found.principal)
+        response.cacheable.CopyFrom(_duration(self._desk.limits.cacheable_s))
+        if (place := parse_session_name(name)) is not None:
+            response.group_id = f"g{place[0]}"
+        if isinstance(found, Session):
+            group = lending.group_of(found)
+            response.sampling.CopyFrom(sampling_of(self._curriculum, group))
+            response.min_policy_version.CopyFrom(group.floor.to_proto())
+        return response
+
+    async def BeginGeneration(
+        self, request: session_pb2.BeginGenerationRequest, context: Context
+    ) -> session_pb2.BeginGenerationResponse:
+        """Say what a request continues, and claim it, or return what was recorded for it."""
+        principal, desk = principal_of(context), self._desk
+        left = context.time_remaining()
+        until = desk.clock() + (_LONGEST_JOIN_S if left is None else left / 2)
+        joined = request.joins
+        while True:
+            now = desk.clock()
+            answer = desk.claims.begin(principal, request, now, joined=joined)
+            if not isinstance(answer, Running):
+                break
+            if now >= until:
+                return session_pb2.BeginGenerationResponse(running=answer.request_id)
+            joined = answer.request_id
+            seconds = max(0.0, min(until, answer.until) - now)
+            await desk.waiting.until(parse_session_name(request.episode_id), seconds)
+        session = desk.lending.open_session(principal, request.episode_id)
+        if isinstance(answer, Recorded):
+            await desk.journal.durable()
+            return session_pb2.BeginGenerationResponse(recorded=await desk.generation(session, answer.request))
+        return await self._continued(session, answer)
+
+    async def _continued(self, session: Session, claimed: Claimed) -> session_pb2.BeginGenerationResponse:
+        """Return the tokens that a claimed request continues."""
+        response = session_pb2.BeginGenerationResponse()
+        if claimed.parent is None:
+            return response
+        request_id, _, index = claimed.parent.generation_id.rpartition("/")
+        try:
+            made = await self._desk.generation(session, session.requests[request_id])
+        except SluiceError:
+            return response  # rendered whole, it is a fork: nothing is lost but the tokens that the disk damaged
+        response.parent, response.prefix = claimed.parent.generation_id, claimed.prefix
+        response.continues.ids.extend(made.response.prompt_token_ids)
+        response.continues.ids.extend(made.response.samples[int(index)].token_ids)
+        return response
+
+    async def RecordGeneration(
+        self, request: session_pb2.RecordGenerationRequest, context: Context
+    ) -> session_pb2.RecordGenerationResponse:
+        """Record what was sampled for a claimed request, and end the claim."""
+        principal, desk = principal_of(context), self._desk
+        generation_ids, parent = desk.claims.record(principal, request, desk.clock())
+        session = desk.lending.find(request.episode_id)
+        await desk.journal.durable()
+        if isinstance(session, Session):
+            desk.remember(session, request.generation)
+        return session_pb2.RecordGenerationResponse(generation_ids=generation_ids, parent=parent)
+
+    async def GetGeneration(
+        self, request: session_pb2.GetGenerationRequest, context: Context
+    ) -> session_pb2.GetGenerationResponse:
+        """Return one generation of a session."""
+        session = self._desk.lending.known(principal_of(context), request.episode_id)
+        request_id = request.generation_id.rpartition("/")[0]
+        if isinstance(session, EndedSession) or request.generation_id not in session.samples:
+            raise SluiceError.not_found(
+                "UNKNOWN_GENERATION",
+                f"episode {request.episode_id} has no generation {request.generation_id!r}, or its group has ended",
+            )
+        made = await self._desk.generation(session, session.requests[request_id])
+        return session_pb2.GetGenerationResponse(generation=made)
+
+    async def ReleaseGeneration(
+        self, request: session_pb2.ReleaseGenerationRequest, context: Context
+    ) -> session_pb2.ReleaseGenerationResponse:
+        """End a claim without a recording."""
+        self._desk.claims.release(principal_of(context), request, self._desk.clock())
+        self._desk.waiting.wake(parse_session_name(request.episode_id))
+        return session_pb2.ReleaseGenerationResponse()
+
+    async def WatchReplicas(
+        self, _request: session_pb2.WatchReplicasRequest, context: Context
+    ) -> AsyncIterator[session_pb2.WatchReplicasResponse]:
+        """Stream the replicas of the run."""
+        async for listed in watch_replicas(self._pool, from_here=is_local_peer(context.peer())):
+            yield listed
+
+
+class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
+    """Serves EpisodeService to gateways, which sample themselves.
+
+    Args:
+        run: Name of the run.
+        desk: Has the episodes.
+        curriculum: Knows tasks and settings of the environments.
+    """
+
+    def __init__(self, run: str, desk: Desk, curriculum: Curriculum) -> None:
+        self._run, self._desk, self._curriculum = run, desk, curriculum
+
+    async def LeaseTasks(
+        self, request: episode_pb2.LeaseTasksRequest, context: Context
+    ) -> episode_pb2.LeaseTasksResponse:
+        """Lease episodes, as soon as some are on offer."""
+        principal, desk = principal_of(context), self._desk
+        if request.run != f"runs/{self._run}":
+            raise SluiceError.not_found(
+                "WRONG_RUN",
+                f"this orchestrator has runs/{self._run}, not {request.run or '(none)'}: check the name or the address",
+            )
+        if not any(each.workflow == EXTERNAL for each in self._curriculum.environments.values()):
+            raise SluiceError.failed_precondition(
+                "NO_EXTERNAL_EPISODES",
+                'the run has no external episodes: set orchestrator.workflow = "external", for one environment at least',
+            )
+        wait_s = request.wait.ToTimedelta().total_seconds()
+        if not 0 <= wait_s <= _LONGEST_WAIT_S:
+            raise SluiceError.invalid_argument("wait", f"is {wait_s:g} s; give 0 to {_LONGEST_WAIT_S:g} s")
+        until = desk.clock() + wait_s
+        while not (leases := desk.lending.lease(principal, request, now := desk.clock())):
+            if now >= until:
+                raise SluiceError.resource_exhausted(
+                    "NOTHING_ON_OFFER",
+                    "no task is on offer: as many groups are under way as the staleness bound allows, or all are lent",
+                    desk.limits.retry_s,
+                )
+            await desk.waiting.until(OFFERS, until - now)
+        tasks = [self._leased(each, now) for each in leases]
+        await desk.journal.durable()
+        return episode_pb2.LeaseTasksResponse(tasks=tasks)
+
+    def _leased(self, lease: Lease, now: float) -> episode_pb2.LeasedTask:
+        group = self._desk.journal.ledger.groups[lease.group]
+        task = self._curriculum.task(group.environment, group.task_id, group.position)
+        opening = self._desk.openings.get(lease.group)
+        if task is None or opening is None:
+            raise SluiceError.unavailable(
+                "STARTING", f"the run takes up group {group.name} again; repeat the call", self._desk.limits.retry_s
+            )
+        leased = episode_pb2.LeasedTask(
+            task=episode_pb2.Task(task_id=task.task_id, environment=group.environment),
+            group_id=group.name,
+            episodes=len(lease.lent),
+            lease_id=lease.lease_id,
+            lease=_duration(self._desk.lending.lease_left(lease, now)),
+            opening=opening,
+        )
+        ParseDict(json.loads(json.dumps(dict(task.data))), leased.task.data)
+        return leased
+
+    async def RenewLease(
+        self, request: episode_pb2.RenewLeaseRequest, context: Context
+    ) -> episode_pb2.RenewLeaseResponse:
+        """Prolong a lease."""
+        lease = self._desk.lending.renew(principal_of(context), request.lease_id, self._desk.clock())
+        return episode_pb2.RenewLeaseResponse(lease=_duration(lease.seconds))
+
+    async def OpenEpisode(
+        self, request: episode_pb2.OpenEpisodeRequest, context: Context
+    ) -> episode_pb2.OpenEpisodeResponse:
+        """Begin an episode of a lease; the gateway adds the addresses that it is reached at."""
+        desk = self._desk
+        session = desk.lending.open(principal_of(context), request, desk.clock())
+        response = episode_pb2.OpenEpisodeResponse(
+            episode_id=session.name,
+            sampling=sampling_of(self._curriculum, desk.lending.group_of(session)),
+            session_key=desk.session_key(session.name),
+            idle=_duration(desk.limits.idle_s),
+        )
+        await desk.journal.durable()
+        return response
+
+    async def RecordReward(
+        self, request: episode_pb2.RecordRewardRequest, context: Context
+    ) -> episode_pb2.RecordRewardResponse:
+        """Record a reward."""
+        self._desk.lending.reward(principal_of(context), request, self._desk.clock())
+        await self._desk.journal.durable()
+        return episode_pb2.RecordRewardResponse()
+
+    async def SubmitTrajectory(
+        self, request: episode_pb2.SubmitTrajectoryRequest, context: Context
+    ) -> episode_pb2.SubmitTrajectoryResponse:
+        """End an episode with what was sampled in it."""
+        trajectory_ids = self._desk.lending.submit(principal_of(context), request)
+        await self._desk.journal.durable()
+        return episode_pb2.SubmitTrajectoryResponse(trajectory_ids=trajectory_ids)
+
+    async def AbandonEpisode(
+        self, request: episode_pb2.AbandonEpisodeRequest, context: Context
+    ) -> episode_pb2.AbandonEpisodeResponse:
+        """Give an episode up."""
+        self._desk.lending.abandon(principal_of(context), request)
+        await self._desk.journal.durable()
+        return episode_pb2.AbandonEpisodeResponse()
+
+
+def sampling_of(curriculum: Curriculum, group: Group) -> tokens_pb2.SamplingParams:
+    """Return how the episodes of a group are sampled."""
+    settings = curriculum.environments[group.environment].sampling
+    task = curriculum.task(group.environment, group.task_id, group.position)
+    own = task.max_tokens if task is not None else None
+    return tokens_pb2.SamplingParams(
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens if own is None else own,
+        stop=settings.stop,
+        ignore_eos=settings.ignore_eos,
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

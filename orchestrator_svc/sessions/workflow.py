@@ -1,0 +1,110 @@
+"""The workflow of external episodes: offer a group, wait for its end, and make trajectories of what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from orchestrator_svc.config import ExternalConfig
+from orchestrator_svc.envs.processes import EnvironmentProcesses
+from orchestrator_svc.journal.external import EPISODE, ExternalEpisodes, Session, Target
+from orchestrator_svc.sessions.desk import Desk
+from orchestrator_svc.sessions.trajectories import TreeError, build, episode_reward
+from orchestrator_svc.workflows import EpisodeData, chat_messages
+from sluice.rpc import SluiceError
+from sluice.sampling.policy import PolicyEngine
+from sluice.v1 import orchestrator_pb2, session_pb2, tokens_pb2
+
+log = structlog.get_logger(__name__)
+
+
+class External:
+    """Lets external agents run the episodes of a group.
+
+    A start finds leases, sessions and rewards as they were, so that a group continues with its episodes as they stand.
+
+    Args:
+        environment: Poses the task if it has `messages`, and scores what comes without a reward if it has `score`.
+        desk: Where the episodes are offered.
+        limits: Times and bounds.
+    """
+
+    def __init__(self, environment: EnvironmentProcesses, desk: Desk, limits: ExternalConfig) -> None:
+        self._environment, self._desk, self._limits = environment, desk, limits
+
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Offer the episodes, and return the trajectories of those that were submitted.
+
+        Raises:
+            SluiceError: if nobody can be asked, as in an evaluation.
+        """
+        if data.log is None:
+            raise SluiceError.failed_precondition(
+                "NO_EXTERNAL_EPISODES", "external agents run the episodes of training alone, not those of evaluations"
+            )
+        number = int(data.group_id.removeprefix("g"))
+        posed = chat_messages(await self._environment.messages(data.task)) if self._environment.poses else []
+        self._desk.offer(number, tokens_pb2.Conversation(messages=posed))
+        try:
+            external = await self._ended(number)
+        finally:
+            self._desk.withdraw(number)
+        submitted = [each for each in external.sessions if each.submission is not None]
+        built = await asyncio.gather(*(self._trajectories(engine, data, each) for each in submitted))
+        return [record for records in built for record in records]
+
+    async def _ended(self, number: int) -> ExternalEpisodes:
+        """Wait until all episodes of a group have ended, or its time is over: what was submitted by then is trained."""
+        desk, groups = self._desk, self._desk.journal.ledger.groups
+        until: float | None = None
+        while True:
+            external = groups[number].external
+            if external is not None and external.complete:
+                return external
+            now = desk.clock()
+            if until is None and external is not None:  # it waits for its first agent as long as it takes
+                until = now + self._limits.group_s
+            if external is not None and until is not None and now >= until:
+                left = sum(not each.settled for each in external.slots)
+                log.warning(
+                    "episodes of external agents are given up: their group's time is over", group=number, episodes=left
+                )
+                desk.lending.close(number)
+                return external
+            await desk.waiting.until(number, None if until is None else until - now)
+
+    async def _trajectories(
+        self, engine: PolicyEngine, data: EpisodeData, session: Session
+    ) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Return the trajectories of a session; none if what was sampled in it was damaged."""
+        try:
+            made = [await self._desk.generation(session, each) for each in session.requests.values()]
+            rewards = session.rewards
+            if episode_reward(session.submitted_branches, rewards) is None and self._environment.scores:
+                rewards = await self._scored(data, session, made)
+            built = build(session, made, rewards, data.task.task_id)
+        except (SluiceError, TreeError) as error:
+            log.error("an external episode is left out", session=session.name, error=str(error))  # noqa: TRY400 - says all
+            return []
+        engine.counts["requests"] += len(made)
+        engine.counts["tokens"] += sum(len(sample.token_ids) for each in made for sample in each.response.samples)
+        for reason, tokens in built.not_trained.items():
+            engine.counts[f"not_trained/{reason}"] += tokens
+        return built.records
+
+    async def _scored(
+        self, data: EpisodeData, session: Session, made: list[session_pb2.RecordedGeneration]
+    ) -> dict[Target, float]:
+        """Return the rewards of a session with those that the environment gives the last message of each branch."""
+        said = {
+            f"{each.request_id}/{index}": sample.message.content if sample.HasField("message") else sample.text
+            for each in made
+            for index, sample in enumerate(each.response.samples)
+        }
+        branches = session.submitted_branches
+        values = await self._environment.score(data.task, [said[each[-1]] for each in branches])
+        targets = [EPISODE] if len(branches) == 1 else [Target(branch=each[-1]) for each in branches]
+        return session.rewards | {
+            target: value for target, value in zip(targets, values, strict=True) if value is not None
+        }
