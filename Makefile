@@ -21,7 +21,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench quickstart picture real test test-fast chaos lint format proto proto-check clean
+.PHONY: help install install-dev install-bench quickstart picture real test test-fast test-ecosystem chaos lint format proto proto-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -41,7 +41,7 @@ install: $(VENV)/.installed ## create .venv with everything that runs Sluice on 
 
 install-dev: $(VENV)/.installed-dev ## ... and what tests and linters need
 
-install-bench: .venv-bench/.installed ## what `sluice bench trainer` compares with, apart from .venv
+install-bench: .venv-bench/.installed ## what `sluice bench trainer` and `make test-ecosystem` compare with, apart from .venv
 
 .venv-bench/.installed: requirements/bench.lock $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-bench -r requirements/bench.lock
@@ -57,13 +57,16 @@ real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quar
 	$(BIN)/sluice quickstart --task sums --seed $(SEED) $(if $(LR),--lr $(LR))
 
 # Workers share the cores: one thread each.
-test test-fast: export OMP_NUM_THREADS ?= 1
+test test-fast test-ecosystem: export OMP_NUM_THREADS ?= 1
 
 test: install-dev ## run every test
-	$(PYTEST)
+	$(PYTEST) -m "not ecosystem"
 
 test-fast: install-dev ## run the tests that take seconds
-	$(PYTEST) -m "not slow and not docker and not gpu"
+	$(PYTEST) -m "not slow and not docker and not gpu and not ecosystem"
+
+test-ecosystem: install-dev install-bench ## run the tests against what others publish, such as the chat templates that TRL ships
+	$(BIN)/pytest -m ecosystem
 
 SEEDS ?= 1
 FIRST_SEED ?= 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -31,7 +31,7 @@ from rollout_svc.engines.base import (
 )
 from rollout_svc.responses import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
-from rollout_svc.tokenizer import ModelTokenizer, TextStream
+from rollout_svc.tokenizer import ModelTokenizer, Prompt, TextStream
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc, tokens_pb2
@@ -153,7 +153,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         yield await self._generate(request)
 
     async def _generate(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
-        async with self._admitted(request) as wanted:
+        async with self._admitted(request) as (wanted, prompt):
             copies = _greedy_copies(wanted)
             try:
                 result = await self._engine.current.sample(replace(wanted, n=1) if copies > 1 else wanted)
@@ -165,6 +165,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             tokenizer_digest=self._tokenizer.digest,
             prompt_logprobs=result.prompt_logprobs,
             cached_prompt_tokens=result.cached_prompt_tokens,
+            continued=prompt.continued,
         )
         for sample in result.samples:
             text = self._tokenizer.decode([*wanted.continued, *sample.token_ids]) if request.return_text else ""
@@ -215,13 +216,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: pb.GenerateRequest, pace: Pace
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         texts: dict[int, TextStream] = {}
-        async with self._admitted(request) as wanted:
+        async with self._admitted(request) as (wanted, prompt):
             copies = _greedy_copies(wanted)
             response = pb.GenerateStreamResponse(
                 opening=pb.StreamOpening(
                     request_id=wanted.request_id,
                     prompt_token_ids=wanted.prompt_ids,
                     tokenizer_digest=self._tokenizer.digest,
+                    continued=prompt.continued,
                 )
             )
             try:
@@ -282,13 +284,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, request: pb.GenerateRequest) -> AsyncIterator[GenerationRequest]:
-        """Check a request and reserve its place in the queue for as long as the block runs. Yield the engine's request."""
+    async def _admitted(self, request: pb.GenerateRequest) -> AsyncIterator[tuple[GenerationRequest, Prompt]]:
+        """Check a request and reserve its place in the queue for as long as the block runs.
+
+        Yield the engine's request and the prompt that it samples from.
+        """
         engine, n = self._engine.ready, self._places(request)
         self.samples += n
         self._idle.clear()
         try:
-            wanted = generation_request(request, await self._tokenizer.ids_of(request), engine.info)
+            check_continuation(request, engine.info)
+            prompt = await self._tokenizer.prompt_of(request)
+            wanted = generation_request(request, prompt.ids, engine.info)
             if request.HasField("min_policy_version"):
                 least, held = Version.from_proto(request.min_policy_version), engine.held()
                 present = engine.status().version if held is None else held.serving
@@ -298,7 +305,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     )
             self._in_progress[id(wanted)] = wanted
             try:
-                yield wanted
+                yield wanted, prompt
             finally:
                 del self._in_progress[id(wanted)]
         finally:
@@ -386,14 +393,7 @@ def generation_request(request: pb.GenerateRequest, prompt_ids: list[int], info:
     Raises:
         SluiceError: INVALID_ARGUMENT with every field at fault.
     """
-    violations = dict(violations_of(request, prompt_ids, info))
-    if violations:
-        raise SluiceError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "INVALID_REQUEST",
-            "; ".join(f"{name}: {text}" for name, text in violations.items()),
-            violations=violations,
-        )
+    _refuse(dict(violations_of(request, prompt_ids, info)))
     return GenerationRequest(
         request_id=request.request_id or uuid.uuid4().hex,
         prompt_ids=prompt_ids,
@@ -404,6 +404,44 @@ def generation_request(request: pb.GenerateRequest, prompt_ids: list[int], info:
         adapter=request.adapter,
         continued=prompt_ids[len(prompt_ids) - request.continued_tokens :],
     )
+
+
+def check_continuation(request: pb.GenerateRequest, info: ModelInfo) -> None:
+    """Check the ids that a request continues, before its conversation is rendered.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT with every field at fault.
+    """
+    if request.HasField("continues"):
+        _refuse(dict(_continuation_violations(request, info)))
+
+
+def _continuation_violations(request: pb.GenerateRequest, info: ModelInfo) -> Iterator[tuple[str, str]]:
+    if request.WhichOneof("prompt") != "conversation":
+        yield "continues", "needs a conversation, the whole one from its first message"
+        return
+    known, messages = request.continues.messages, request.conversation.messages
+    if not 1 <= known < len(messages):
+        yield (
+            "continues.messages",
+            f"at least 1 and less than the {len(messages)} messages of the conversation, not {known}",
+        )
+    elif messages[known - 1].role != "assistant":
+        yield (
+            "continues.messages",
+            f"the ids must end with a message of the assistant; message {known - 1} has the role {messages[known - 1].role[:64]!r}",
+        )
+    yield from _prompt_violations("continues.token_ids", request.continues.token_ids, info)
+
+
+def _refuse(violations: dict[str, str]) -> None:
+    if violations:
+        raise SluiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_REQUEST",
+            "; ".join(f"{name}: {text}" for name, text in violations.items()),
+            violations=violations,
+        )
 
 
 def sampling_of(wire: tokens_pb2.SamplingParams) -> Sampling:
@@ -441,7 +479,7 @@ def violations_of(request: pb.GenerateRequest, prompt_ids: list[int], info: Mode
     yield from _token_violations(request.sampling, info)
 
 
-def _prompt_violations(field: str, prompt_ids: list[int], info: ModelInfo) -> Iterator[tuple[str, str]]:
+def _prompt_violations(field: str, prompt_ids: Sequence[int], info: ModelInfo) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the prompt, under the field that the caller set."""
     if not prompt_ids:
         yield field, "has no tokens"

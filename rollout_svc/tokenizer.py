@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.struct_pb2 import Struct, Value
@@ -62,6 +64,19 @@ async def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
     return await asyncio.to_thread(load)
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The token ids of a prompt.
+
+    Attributes:
+        ids: The ids.
+        continued: Whether they begin with the ids that the request continues.
+    """
+
+    ids: list[int]
+    continued: bool = False
+
+
 class ModelTokenizer:
     """Renders prompts and decodes what was sampled.
 
@@ -78,7 +93,7 @@ class ModelTokenizer:
         self._special_ids, self._byte_ids = _special_ids(tokenizer), _byte_ids(tokenizer)
         self._threads = DeadlineThreads("rendering", RENDER_THREADS, RENDER_DEADLINE_S, MAX_HUNG_RENDERINGS)
 
-    async def ids_of(self, request: rollout_pb2.GenerateRequest) -> list[int]:
+    async def prompt_of(self, request: rollout_pb2.GenerateRequest) -> Prompt:
         """Return the token ids of a request's prompt.
 
         Raises:
@@ -96,11 +111,15 @@ class ModelTokenizer:
             return list(request.rendered.ids)
         match prompt:
             case "token_ids":
-                return list(request.token_ids.ids)
+                return Prompt(list(request.token_ids.ids))
             case "text":
-                return await self._in_thread("text", lambda: self._encode(request.text))
+                return Prompt(await self._in_thread("text", lambda: self._encode(request.text)))
+            case "conversation" if request.HasField("continues"):
+                return await self._in_thread(
+                    "conversation", lambda: self._continue(request.conversation, request.continues)
+                )
             case "conversation":
-                return await self._in_thread("conversation", lambda: self.render(request.conversation))
+                return Prompt(await self._in_thread("conversation", lambda: self.render(request.conversation)))
             case _:
                 raise SluiceError.invalid_argument("prompt", "set token_ids, text or conversation")
 
@@ -131,21 +150,44 @@ class ModelTokenizer:
             SluiceError: INVALID_ARGUMENT if it is too large, sets a template variable that it may not set, or the template
                 refuses it.
         """
-        self._require_tokenizer("conversation")
-        check_size(conversation)
-        messages = [message_dict(message) for message in conversation.messages]
-        tools = [tool_dict(tool) for tool in conversation.tools] or None
-        try:
-            renderer = self._renderer(conversation.template_arguments.SerializeToString(deterministic=True))
+        renderer, messages, tools = self._read(conversation)
+        with _template_errors():
             if continued:
                 return renderer.render_continuation(
                     continued, messages, add_generation_prompt=generation_prompt, tools=tools
                 )
             return renderer.render(messages, add_generation_prompt=generation_prompt, tools=tools)
-        except TemplateArgumentError as error:
-            raise SluiceError.invalid_argument("conversation.template_arguments", str(error)) from error
-        except TemplateError as error:
-            raise SluiceError.invalid_argument("conversation", str(error)) from error
+
+    def _continue(self, conversation: tokens_pb2.Conversation, continues: rollout_pb2.Continuation) -> Prompt:
+        """Return the ids of a continuation with the rest of the conversation. Where that is not possible, render it whole.
+
+        Raises:
+            SluiceError: as `render`.
+        """
+        renderer, messages, tools = self._read(conversation)
+        earlier, rest = messages[: continues.messages], messages[continues.messages :]
+        with contextlib.suppress(TemplateError):
+            ids = renderer.render_continuation(list(continues.token_ids), rest, earlier=earlier, tools=tools)
+            if not continues.only_as_rendered or renderer.stands_for(ids, messages, tools=tools):
+                return Prompt(ids, continued=True)
+        with _template_errors():
+            return Prompt(renderer.render(messages, tools=tools))
+
+    def _read(
+        self, conversation: tokens_pb2.Conversation
+    ) -> tuple[ChatRenderer, list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Return the renderer of a conversation, its messages and its tools.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT if it is too large, or sets a template variable that it may not set.
+        """
+        self._require_tokenizer("conversation")
+        check_size(conversation)
+        messages = [message_dict(message) for message in conversation.messages]
+        tools = [tool_dict(tool) for tool in conversation.tools] or None
+        with _template_errors():
+            renderer = self._renderer(conversation.template_arguments.SerializeToString(deterministic=True))
+        return renderer, messages, tools
 
     def text_stream(self, continued: Sequence[int]) -> TextStream:
         """Return a decoder for one sample whose tokens come in parts. Its text begins with that of the continued tokens."""
@@ -211,6 +253,17 @@ class ModelTokenizer:
         arguments = tokens_pb2.Conversation().template_arguments
         arguments.ParseFromString(template_arguments)
         return ChatRenderer(self._tokenizer, struct_dict(arguments))
+
+
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn the refusals of a chat template into INVALID_ARGUMENT."""
+    try:
+        yield
+    except TemplateArgumentError as error:
+        raise SluiceError.invalid_argument("conversation.template_arguments", str(error)) from error
+    except TemplateError as error:
+        raise SluiceError.invalid_argument("conversation", str(error)) from error
 
 
 class TextStream:

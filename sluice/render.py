@@ -6,11 +6,13 @@ It checks that a template only appends: if more messages change the text of the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,14 @@ SENTINEL = "SLUICEturnSENTINEL"
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Roles that every chat template either renders or refuses with an error."""
 
-_STAND_IN = ({"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL})
+RESULT_SENTINEL = "SLUICEresultSENTINEL"
+"""Content of a placeholder for a tool's result."""
+
+UNKNOWN_TOOL = "SLUICEtoolSENTINEL"
+"""Name of the tool in a placeholder for a call whose tool is not known."""
+
+_QUESTION = {"role": "user", "content": "x"}
+_ANSWER = {"role": "assistant", "content": SENTINEL}
 
 
 RENDER_VARIABLES = frozenset({"messages", "self", "raise_exception", "strftime_now"})
@@ -57,6 +66,19 @@ class Rendered:
     loss_mask: list[bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """Where messages are appended to an assistant's turn.
+
+    Attributes:
+        turn_end: What ends the turn after the sampled text, such as an end token and a line feed.
+        addition: What the new messages add after it.
+    """
+
+    turn_end: str
+    addition: str
+
+
 class ChatRenderer:
     """Renders conversations with the chat template of one tokenizer.
 
@@ -72,7 +94,6 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         _check_arguments(tokenizer, template_arguments or {})
         self._arguments = dict(template_arguments or {})
-        self._closings: dict[str, list[int]] = {}
         self._own_roles: set[str] = set()
 
     def text(
@@ -87,12 +108,25 @@ class ChatRenderer:
         Raises:
             TemplateError: if the tokenizer has no template or the template refuses the messages.
         """
-        from jinja2 import TemplateError as JinjaError  # noqa: PLC0415  only where messages are rendered
-
         if not self.tokenizer.chat_template:
             raise TemplateError(
                 "the tokenizer has no chat template: send the prompt as text or token ids, or add a template"
             )
+        # Most templates read the arguments of a call as an object, and few as text. The others raise.
+        forms = [_with_arguments(messages, _as_object)]
+        if any(message.get("tool_calls") for message in messages):
+            forms.append(_with_arguments(messages, _as_text))
+        for form in forms[:-1]:
+            with contextlib.suppress(TemplateError):
+                return self._filled(form, add_generation_prompt=add_generation_prompt, tools=tools)
+        return self._filled(forms[-1], add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def _filled(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
+        """Return the text of messages whose calls have the form that the template reads."""
+        from jinja2 import TemplateError as JinjaError  # noqa: PLC0415  only where messages are rendered
+
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -135,6 +169,7 @@ class ChatRenderer:
         ids: Sequence[int],
         new_messages: Sequence[Message],
         *,
+        earlier: Sequence[Message] = (),
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
@@ -143,16 +178,42 @@ class ChatRenderer:
         Return `ids` unchanged, followed by the missing part of the end of that turn and by the new messages. If the turn was
         cut off at its maximum length, all of its end is missing.
 
+        Args:
+            ids: The ids so far.
+            new_messages: What follows, at least one message.
+            earlier: The messages that the ids stand for, if they are known; the last one is the assistant's. A template may
+                write a tool's result, or the beginning of the next turn, according to them.
+            add_generation_prompt: End with the beginning of the assistant's next turn.
+            tools: Tools offered to the model.
+
         Raises:
-            TemplateError: if there are no messages, or the template does not render an earlier turn separately.
+            TemplateError: if there are no messages, or the template cannot append them: it would write them differently, or leave
+                a tool's result out, if the whole conversation was rendered.
         """
         if not new_messages:
             raise TemplateError("there are no messages to append: send at least one")
-        after = self._after_stand_in(new_messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        addition = self.encode(after)
-        closing = self._closing(after)
-        given = next((n for n in range(len(closing), 0, -1) if list(ids[-n:]) == closing[:n]), 0)
-        return [*ids, *addition[given:]]
+        seam = self._seam(new_messages, earlier, add_generation_prompt=add_generation_prompt, tools=tools)
+        end = self.encode(seam.turn_end)
+        given = next((n for n in range(len(end), 0, -1) if list(ids[-n:]) == end[:n]), 0)
+        added = self.encode(seam.turn_end + seam.addition)
+        if added[: len(end)] != end:  # a token spans the end of the turn and what follows
+            added = [*end, *self.encode(seam.addition)]
+        return [*ids, *added[given:]]
+
+    def stands_for(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> bool:
+        """Return whether ids have the text that the template renders for a conversation.
+
+        The tokens may differ, since a model may sample others for the same text.
+        """
+        whole = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return list(ids) == whole or self._decoded(ids) == self._decoded(whole)
 
     def render_sft(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Rendered:
         """Return the token ids of a whole conversation and a mask of the assistant's turns with their end tokens.
@@ -214,33 +275,184 @@ class ChatRenderer:
         ends = [position for position, token in enumerate(answer) if token == self.tokenizer.eos_token_id]
         return ends[-1] + 1 if ends else len(answer)
 
-    def _after_stand_in(
+    def _seam(
         self,
+        new_messages: Sequence[Message],
+        earlier: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Seam:
+        """Return what follows the assistant's last turn, as a stand-in for that turn shows it.
+
+        A turn with calls is stood in for by the same calls, since templates write a result according to its call. Where a template
+        cannot be cut after a call, a turn of text stands in. In both cases the whole conversation must end in the same way.
+
+        Raises:
+            TemplateError: if no stand-in shows what the template appends.
+        """
+        before = earlier[:-1] or [_QUESTION]
+        calls = earlier[-1].get("tool_calls") if earlier else _calls_of_results(new_messages)
+        turn = earlier[-1] if earlier else {"role": "assistant", "content": "", "tool_calls": calls}
+        whole = self.text([*before, turn, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
+        stand_ins: list[Message] = [_ANSWER]
+        if calls:
+            stand_ins.insert(0, {"role": "assistant", "content": "", "tool_calls": _marked_calls(calls)})
+        cut = functools.partial(self._cut, before, add_generation_prompt=add_generation_prompt, tools=tools)
+        reasons = []
+        for stand_in in stand_ins:
+            try:
+                return self._checked(cut, stand_in, new_messages, whole)
+            except TemplateError as error:
+                reasons.append(error)
+        raise reasons[-1]
+
+    def _checked(
+        self,
+        cut: Callable[[Message, Sequence[Message]], Seam],
+        stand_in: Message,
+        new_messages: Sequence[Message],
+        whole: str,
+    ) -> Seam:
+        """Return what follows a stand-in, if the whole conversation ends with it and no tool's result is missing.
+
+        Raises:
+            TemplateError: otherwise.
+        """
+        seam = cut(stand_in, new_messages)
+        if not whole.endswith(seam.addition) or UNKNOWN_TOOL in seam.addition:
+            raise TemplateError(
+                "the chat template writes these messages differently after the turn that they answer, so that they cannot be "
+                "appended: send the whole conversation instead, with the name of the tool in each of its results"
+            )
+        marks = {
+            index: RESULT_SENTINEL + "x" * index + "E"
+            for index, message in enumerate(new_messages)
+            if message["role"] == "tool"
+        }
+        if marks:
+            marked = [
+                {**message, "content": marks[index]} if index in marks else message
+                for index, message in enumerate(new_messages)
+            ]
+            text = cut(stand_in, marked).addition
+            if not all(mark in text for mark in marks.values()):
+                raise TemplateError(
+                    "the chat template leaves out a tool's result after this turn, so that it cannot be appended: send the whole "
+                    "conversation instead"
+                )
+        return seam
+
+    def _cut(
+        self,
+        before: Sequence[Message],
+        stand_in: Message,
         new_messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """Return the text after the content of an assistant turn when messages follow it."""
-        text = self.text([*_STAND_IN, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
-        if text.count(SENTINEL) != 1:
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Seam:
+        """Return the end of a stand-in's turn and what new messages add to it.
+
+        Raises:
+            TemplateError: if the template does not render the stand-in once, or renders it differently when messages follow.
+        """
+        turn = [*before, stand_in]
+        text = self.text([*turn, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
+        alone = self.text(turn, add_generation_prompt=False, tools=tools)
+        if text.count(SENTINEL) != 1 or alone.count(SENTINEL) != 1:
             raise TemplateError(
                 "the chat template does not render an earlier assistant turn exactly once, so that turns cannot be "
                 "appended: send each request as a whole conversation instead"
             )
-        return text.partition(SENTINEL)[2]
-
-    def _closing(self, after: str) -> list[int]:
-        """Return the ids that end an assistant turn when messages follow it."""
-        alone = self.text(_STAND_IN, add_generation_prompt=False).rpartition(SENTINEL)[2]
-        if not after.startswith(alone):
+        after, end = text.partition(SENTINEL)[2], alone.partition(SENTINEL)[2]
+        if not after.startswith(end):
             raise TemplateError(
                 "the chat template ends an assistant turn differently when messages follow it, so that turns cannot "
                 "be appended: send each request as a whole conversation instead"
             )
-        if alone not in self._closings:
-            self._closings[alone] = self.encode(alone)
-        return self._closings[alone]
+        addition = after[len(end) :]
+        if stand_in.get("tool_calls"):
+            end = self._end_after_call(end, before, tools)
+        return Seam(end, addition)
+
+    def _end_after_call(self, rest: str, before: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Return what ends a turn with calls, without the end of the call, which the model has sampled.
+
+        Args:
+            rest: The text from the middle of the call to the end of the turn.
+            before: The messages before that turn.
+            tools: Tools offered to the model.
+
+        Raises:
+            TemplateError: if it is not clear where the call ends.
+        """
+        with contextlib.suppress(TemplateError):
+            _, mark, end = self.text([*before, _ANSWER], add_generation_prompt=False, tools=tools).rpartition(SENTINEL)
+            if mark and rest.endswith(end):
+                return end
+        starts = [rest.rfind(str(token)) for token in self.tokenizer.all_special_tokens]
+        if max(starts, default=-1) < 0:
+            raise TemplateError(
+                "the chat template ends a turn with a tool call without a special token, so that turns cannot be appended: "
+                "send each request as a whole conversation instead"
+            )
+        return rest[max(starts) :]
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of ids with their special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _marked_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls of a stand-in: the same tools and ids, and a sentinel as the last call's argument."""
+    marked = [{**call, "function": {**call["function"], "arguments": {"x": "x"}}} for call in calls]
+    marked[-1]["function"]["arguments"] = {"x": SENTINEL}
+    return marked
+
+
+def _calls_of_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the calls that the tools' results at the beginning of messages answer, as far as the results tell."""
+    results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages))
+    return [
+        {
+            "id": result.get("tool_call_id", f"call{index}"),
+            "type": "function",
+            "function": {"name": result.get("name") or UNKNOWN_TOOL, "arguments": {}},
+        }
+        for index, result in enumerate(results)
+    ]
+
+
+def _with_arguments(messages: Sequence[Message], form: Callable[[Any], Any]) -> list[Message]:
+    """Return messages whose calls have their arguments in another form."""
+    return [
+        {**message, "tool_calls": [_with_form(call, form) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_form(call: Mapping[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    if not isinstance(call.get("function"), Mapping):  # a row of training data may have it in a form of its own
+        return dict(call)
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": form(function.get("arguments"))}}
+
+
+def _as_object(arguments: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return the arguments of a call as an object. What is not the text of one stays as it is."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(arguments or "{}")
+            return parsed if isinstance(parsed, dict) else arguments
+    return arguments
+
+
+def _as_text(arguments: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return the arguments of a call as text."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:

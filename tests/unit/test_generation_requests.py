@@ -132,10 +132,10 @@ async def test_a_prompt_is_rendered_outside_of_the_event_loop(monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(prompts, "render", lambda _conversation: [int(released.wait(10))])
     wire = rollout_pb2.GenerateRequest(conversation={"messages": [{"role": "user", "content": "x"}]})
-    rendering = asyncio.create_task(prompts.ids_of(wire))
+    rendering = asyncio.create_task(prompts.prompt_of(wire))
     await asyncio.sleep(0)
     released.set()
-    assert await rendering == [1]
+    assert (await rendering).ids == [1]
 
 
 async def test_a_conversation_that_was_rendered_before_is_not_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +164,11 @@ async def test_prompts_that_hang_are_at_fault_and_do_not_hold_up_others(monkeypa
         for text in ("bad", "good")
     )
     try:
-        outcomes = await asyncio.gather(*(prompts.ids_of(bad) for _ in range(RENDER_THREADS)), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(prompts.prompt_of(bad) for _ in range(RENDER_THREADS)), return_exceptions=True
+        )
         codes = [each.code for each in outcomes if isinstance(each, SluiceError)]
         assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * RENDER_THREADS
-        assert await prompts.ids_of(good) == [1]
+        assert (await prompts.prompt_of(good)).ids == [1]
     finally:
         released.set()

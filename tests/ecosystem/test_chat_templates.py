@@ -1,0 +1,154 @@
+"""Each chat template that TRL ships: a turn with a tool's result is appended as the template itself writes it, or refused.
+
+The judge knows nothing of stand-ins: it renders the same conversation whole, with the real call, and compares what follows the call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sluice.render import ChatRenderer, TemplateError
+
+TEMPLATES = Path(__file__).parents[2] / ".venv-bench/trl/chat_templates"
+
+pytestmark = [
+    pytest.mark.ecosystem,
+    pytest.mark.skipif(not TEMPLATES.is_dir(), reason="TRL is not installed in .venv-bench: run `make install-bench`"),
+]
+
+WIDE_BAR = "\N{FULLWIDTH VERTICAL LINE}"
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Say what the weather is.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    for name in ("weather", "forecast")
+]
+QUESTION = {"role": "user", "content": "How warm is it?"}
+LAST_ARGUMENT = "Ushuaia"
+"""Argument of the last call of the sampled turn, and of nothing else."""
+
+
+def call(index: int, city: str, name: str = "weather") -> dict[str, Any]:
+    function = {"name": name, "arguments": f'{{"city": "{city}"}}'}
+    return {"id": f"call0000{index}", "type": "function", "function": function}
+
+
+def turn(*calls: dict[str, Any], **fields: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls), **fields}
+
+
+def result(index: int, content: str, name: str = "weather") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call0000{index}", "name": name, "content": content}
+
+
+ONE = turn(call(1, LAST_ARGUMENT))
+CONVERSATIONS = {  # messages, and how many of them the ids stand for
+    "one result": ([QUESTION, ONE, result(1, "4 degrees")], 2),
+    "two results": (
+        [
+            QUESTION,
+            turn(call(1, "Oslo"), call(2, LAST_ARGUMENT, "forecast")),
+            result(1, "3"),
+            result(2, "5", "forecast"),
+        ],
+        2,
+    ),
+    "text and call": ([QUESTION, {**ONE, "content": "Let me look."}, result(1, "4 degrees")], 2),
+    "reasoning": ([QUESTION, {**ONE, "reasoning_content": "I must look."}, result(1, "4 degrees")], 2),
+    "result and user": ([QUESTION, ONE, result(1, "4 degrees"), {"role": "user", "content": "And now?"}], 2),
+    "second call": (
+        [QUESTION, turn(call(1, "Oslo")), result(1, "3"), turn(call(2, LAST_ARGUMENT)), result(2, "4 degrees")],
+        4,
+    ),
+}
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer to which the markers of the template are special tokens."""
+    markers = set(
+        re.findall(
+            rf"<[|{WIDE_BAR}][^<>{{}}'\"\s]+[|{WIDE_BAR}]>|<\|[a-z_]+>|<[a-z_]+\|>|</?(?:s|start_of_turn|end_of_turn|eos|bos)>",
+            template,
+        )
+    )
+    backend = Tokenizer(
+        models.BPE({byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(sorted({*markers, "<|bos|>", "<|eos|>"}))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        extra_special_tokens=sorted(markers),
+        chat_template=template,
+    )
+
+
+def writes_results(renderer: ChatRenderer) -> bool:
+    """Whether the template writes the result of a tool."""
+    try:
+        return "4 degrees" in renderer.text(CONVERSATIONS["one result"][0], tools=TOOLS)
+    except TemplateError:
+        return False
+
+
+def outcome(renderer: ChatRenderer, messages: list[dict[str, Any]], known: int) -> str:
+    """Append what follows the sampled turn, and judge it by the whole conversation: right, refused or wrong; or not rendered."""
+    text = partial(renderer.text, tools=TOOLS)
+    try:
+        prompt, alone = text(messages[: known - 1]), text(messages[:known], add_generation_prompt=False)
+        whole = text(messages)
+    except TemplateError:
+        return "not rendered"
+    marks = [str(mark) for mark in renderer.tokenizer.all_special_tokens]
+    call_at = max(alone.rfind(LAST_ARGUMENT), 0)
+    ended = max((found.end() for mark in marks for found in re.finditer(re.escape(mark), alone[call_at:])), default=0)
+    end = call_at + ended if ended else len(alone)  # of what the model samples: up to its last special token
+    start = len(prompt) if alone.startswith(prompt) else call_at or alone.rfind("<", 0, end)
+    ids = renderer.encode(prompt + alone[start:end])
+    try:
+        continued = renderer.render_continuation(ids, messages[known:], earlier=messages[:known], tools=TOOLS)
+    except TemplateError:
+        return "refused"
+    if whole.startswith(prompt + alone[start:end]):
+        return "right" if continued == renderer.encode(whole) else "wrong"
+    # The template writes the turn differently when a result follows it; what comes after the call is the same.
+    found = renderer.tokenizer.decode(continued[len(ids) :])
+    if call_at:
+        wanted = whole[whole.rfind(LAST_ARGUMENT) :]
+        return "right" if continued[: len(ids)] == ids and alone[call_at:end] + found == wanted else "wrong"
+    return "right" if continued[: len(ids)] == ids and alone[:end] + found == whole else "wrong"
+
+
+def test_what_follows_a_tool_call_is_appended_as_the_template_writes_it_or_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table: dict[str, dict[str, str]] = {}
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        renderer = ChatRenderer(tokenizer_of(path.read_text()))
+        if writes_results(renderer):
+            table[path.stem] = {name: outcome(renderer, *each) for name, each in CONVERSATIONS.items()}
+    with capsys.disabled():
+        print("\n" + "template".ljust(38) + "".join(name.ljust(18) for name in CONVERSATIONS))
+        for stem, row in table.items():
+            print(stem.ljust(38) + "".join(each.ljust(18) for each in row.values()))
+        for name in CONVERSATIONS:
+            print(name.ljust(18), dict(Counter(row[name] for row in table.values())))
+    assert len(table) == 54
+    assert [(stem, name) for stem, row in table.items() for name, each in row.items() if each == "wrong"] == []
