@@ -108,7 +108,7 @@ class ModelTokenizer:
                     "rendered",
                     "are the token ids of a conversation: set conversation too, and neither another prompt nor continues",
                 )
-            return list(request.rendered.ids)
+            return Prompt(list(request.rendered.ids))
         match prompt:
             case "token_ids":
                 return Prompt(list(request.token_ids.ids))

@@ -143,11 +143,11 @@ async def test_a_conversation_that_was_rendered_before_is_not_rendered_again(mon
     monkeypatch.delattr(prompts.__class__, "render")
     conversation = {"messages": [{"role": "user", "content": "x"}]}
     wire = rollout_pb2.GenerateRequest(conversation=conversation, rendered={"ids": PROMPT}, continued_tokens=1)
-    assert await prompts.ids_of(wire) == PROMPT
+    assert (await prompts.prompt_of(wire)).ids == PROMPT
     for other in ({"text": "x"}, {"conversation": conversation, "continues": {"token_ids": [1]}}):
         wrong = rollout_pb2.GenerateRequest(rendered={"ids": PROMPT}, **other)
         with pytest.raises(SluiceError, match="rendered"):
-            await prompts.ids_of(wrong)
+            await prompts.prompt_of(wrong)
 
 
 async def test_prompts_that_hang_are_at_fault_and_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
