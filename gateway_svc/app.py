@@ -37,7 +37,7 @@ async def serve(common: CommonConfig, config: GatewayConfig) -> None:
         call_log=common.run_dir / "calls/gateway.jsonl",
     )
     http_port = config.server.http_port or free_ports(1)[0]
-    pool = ReplicaPool([], common.security, config.replicas, _ignore, concurrency=config.concurrency)
+    pool = ReplicaPool([], common.security, config.replicas, _ignore, concurrency=config.concurrency, holds_back=True)
     engine = PolicyEngine(pool, common.run, config.capture.deadlines.request_s)
     channel = connect(common.peers.orchestrator, common.security, role="gateway")
     sessions = RecordedSessions(

@@ -268,6 +268,8 @@ class PolicyEngine:
 
     async def _finish(self, asked: _Asked) -> None:
         """Ask one replica for the whole, and others, side by side, for what is left of it."""
+        if self._only is None:
+            await self.pool.room()
         left = await self._attempt(asked, asked.generation.whole())
         under_way: set[asyncio.Task[list[Part]]] = set()
         try:
@@ -298,6 +300,8 @@ class PolicyEngine:
         except SluiceError as error:
             problem = error
             await self._failed(replica, error)
+        finally:
+            self.pool.let_in()
         # A request that kills each replica that begins with it, or hangs it, must not go through the whole fleet.
         lost = problem is not None and part.opened and _is_lost(problem)
         interrupted = problem is None or problem.code is grpc.StatusCode.DATA_LOSS or lost

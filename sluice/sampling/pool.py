@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
@@ -39,6 +39,8 @@ class ReplicaPool:
         on_change: Called when a replica's version or fitness changed.
         concurrency: How many samples a replica is given at a time.
         group: Samples that are dispatched together.
+        holds_back: Whether new requests wait here, first in, first out, while each replica has as many samples as it is given at a
+            time. Without it whoever makes requests asks `has_room`.
 
     Attributes:
         counts: What happened at replicas, by name; `PolicyEngine` counts here too. Evictions are "evicted_" and a `Loss`.
@@ -56,6 +58,7 @@ class ReplicaPool:
         *,
         concurrency: ConcurrencyConfig | None = None,
         group: int = 1,
+        holds_back: bool = False,
     ) -> None:
         token_file(security, "dispatcher")
         self._addresses = []
@@ -83,6 +86,10 @@ class ReplicaPool:
         self._wanted: Version | None = None
         self._held_back = False
         self._used: dict[str, str] = {}
+        self._holds_back = holds_back
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._let_go = 0
+        """Requests that left the line and are not under way yet."""
         self._last_digest = self._last_dtype = ""
 
     @property
@@ -169,6 +176,7 @@ class ReplicaPool:
             if replica.model.tokenizer_digest:
                 self._last_digest, self._last_dtype = replica.model.tokenizer_digest, self.sampler_dtype()
             self._tell_changes(replica)
+            self.let_in()
             if replica.leaving and not replica.works:
                 self._search.set()
             await self._pause(replica, 0.0 if awaited is None else time.monotonic() - began)
@@ -217,6 +225,7 @@ class ReplicaPool:
                     self.evict(replica, loss)
             for replica in self.replicas:
                 self._move(replica, now)
+            self.let_in()  # cooldowns end without a notice
 
     def _move(self, replica: Replica, now: float) -> None:
         """Cancel the calls of a replica that is lost, or at which they are stuck, if they can be made elsewhere."""
@@ -296,6 +305,46 @@ class ReplicaPool:
         fit = [each.limit.samples for each in self._replicas.values() if not each.why_not()]
         self._held_back = bool(fit) and running_groups >= max(1, sum(fit) // self._group)
         return not self._held_back
+
+    async def room(self) -> None:
+        """Wait in line until a replica has room for a new request; where requests are not held back, return at once.
+
+        The line is as long as the callers let it be.
+        """
+        if not self._holds_back or (not self._line and self._places_left() > 0):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(turn)
+        self._held_back = True
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                with contextlib.suppress(ValueError):  # it may have come to its turn since
+                    self._line.remove(turn)
+            else:
+                self._let_go -= 1
+                self.let_in()
+            raise
+        self._let_go -= 1
+
+    def let_in(self) -> None:
+        """Let as many requests of the line go on as the replicas have room for; call it when a request has ended."""
+        if not self._line:
+            return
+        left = self._places_left()
+        while self._line and left > 0:
+            turn = self._line.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._let_go += 1
+                left -= 1
+        self._held_back = bool(self._line)
+
+    def _places_left(self) -> int:
+        """Return how many more samples the replicas can be given."""
+        fit = (each for each in self._replicas.values() if not each.why_not())
+        return sum(max(0, each.limit.samples - each.in_flight) for each in fit) - self._let_go
 
     def pick(self, wanted: Version, avoid: str = "", keys: Sequence[str] = ()) -> Replica | None:
         """Return the replica for a request, of those that serve `wanted` or newer; None if no replica does.
