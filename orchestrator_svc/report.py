@@ -49,6 +49,9 @@ _ALWAYS = "completion/mean_tokens"
 
 _STALENESS_PREFIX = "staleness/tokens_at_"
 
+NOT_TRAINED = "not_trained/"
+"""Begins the counters of sampled tokens of external agents that may not be trained; the reason follows."""
+
 
 @dataclass(frozen=True)
 class AppliedStep:
@@ -285,6 +288,12 @@ class RunReporter:
                 "tokens_kept": generated["tokens_kept"],
                 "tokens_lost": generated["tokens_lost"],
                 "tokens_lost_share": generated["tokens_lost"] / max(1, generated["tokens"] + generated["tokens_lost"]),
+                "sessions_ended": dict(ledger.session_ends),
+                "tokens_not_trained": {
+                    name.removeprefix(NOT_TRAINED): count
+                    for name, count in generated.items()
+                    if name.startswith(NOT_TRAINED)
+                },
                 "changed_settings": [
                     {
                         "key": each.key,

@@ -238,6 +238,7 @@ class Ledger:
         setting_changes: How they came about, oldest first; the last ones.
         weight_policies: Replicas that were told to stay at a version and not yet to follow the trainer again, by name.
         ended_sessions: Sessions of external agents that ended, by name; the last ones.
+        session_ends: How many of them there were so far, by how they ended.
         changed: Groups that changed since the scheduler looked last; it takes them away.
     """
 
@@ -267,6 +268,7 @@ class Ledger:
     weight_policies: dict[str, pb.WeightPolicyNoted] = field(default_factory=dict)
     last_segment: int = 0
     ended_sessions: dict[str, EndedSession] = field(default_factory=dict)
+    session_ends: Counter[str] = field(default_factory=Counter)
     changed: set[int] = field(default_factory=set, compare=False)
     # Of the batches that a rollback can still reach, and the last one that none can.
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -421,6 +423,7 @@ class Ledger:
 
     def _keep_sessions(self, ended: Mapping[str, EndedSession]) -> None:
         self.ended_sessions |= ended
+        self.session_ends.update(each.reason for each in ended.values())
         while len(self.ended_sessions) > KEPT_SESSIONS:
             del self.ended_sessions[next(iter(self.ended_sessions))]
 

@@ -46,23 +46,29 @@ class Waiting:
     """Wakes those who wait for something; a fact of the journal, or what a claim does."""
 
     def __init__(self) -> None:
-        self._events: dict[Hashable, asyncio.Event] = {}
+        self._waiters: dict[Hashable, set[asyncio.Event]] = {}
 
     def wake(self, key: Hashable) -> None:
         """Wake all who wait for this."""
-        if (event := self._events.pop(key, None)) is not None:
+        for event in self._waiters.get(key, ()):
             event.set()
 
     async def until(self, key: Hashable, seconds: float | None) -> None:
         """Wait until woken, or so long; look at the condition again then."""
-        event = self._events.setdefault(key, asyncio.Event())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await event.wait()
+        event = asyncio.Event()
+        self._waiters.setdefault(key, set()).add(event)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await event.wait()
+        finally:
+            self._waiters[key].discard(event)
+            if not self._waiters[key]:
+                del self._waiters[key]
 
     def follow(self, fact: journal_pb2.Fact) -> None:
         """Wake those who wait for what a fact says; follows the journal."""
-        if not self._events:
+        if not self._waiters:
             return
         kind = fact.WhichOneof("kind") or ""
         if kind in _FREES:

@@ -9,6 +9,7 @@ import structlog
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.journal.external import EPISODE, ExternalEpisodes, Session, Target
+from orchestrator_svc.report import NOT_TRAINED
 from orchestrator_svc.sessions.desk import Desk
 from orchestrator_svc.sessions.trajectories import TreeError, build, episode_reward
 from orchestrator_svc.workflows import EpisodeData, chat_messages
@@ -90,7 +91,7 @@ class External:
         engine.counts["requests"] += len(made)
         engine.counts["tokens"] += sum(len(sample.token_ids) for each in made for sample in each.response.samples)
         for reason, tokens in built.not_trained.items():
-            engine.counts[f"not_trained/{reason}"] += tokens
+            engine.counts[f"{NOT_TRAINED}{reason}"] += tokens
         return built.records
 
     async def _scored(

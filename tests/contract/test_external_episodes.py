@@ -18,6 +18,7 @@ from test_orchestrator_run import DEADLINE_S, Scene, make_scene, trained
 from orchestrator_svc.audit import audit
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.config import ConfigError, SecurityConfig
+from sluice.rpc import SluiceError
 from sluice.rpc.principals import add_token
 from sluice.v1 import episode_pb2, session_pb2
 from sluice.versions import Lineage
@@ -236,6 +237,38 @@ async def test_an_agent_cannot_speak_for_another_principal_with_its_own_token(sc
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
         running.cancel()
         await asyncio.wait({running})
+
+
+async def test_an_episode_that_its_agent_left_is_on_offer_again_as_its_next_attempt(scene) -> None:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent, gateway(scene.port, "bob") as other:
+        running = scene.start(**EXTERNAL, external={"idle_s": 0.3, "lease_s": 30}, max_concurrent=2)
+        await until_serving(running, agent)
+        left = [await agent.lease(), await agent.lease()]  # all that the bound allows
+        first = await agent.open(left[0][0].lease_id)
+        (again,) = await other.lease()  # it waits until the first agent was silent for too long
+        second = await other.open(again.lease_id)
+        assert (first.episode_id, second.episode_id) == ("g1-0-0", "g1-0-1")
+        assert first.session_key != second.session_key
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await agent.turn(first.episode_id, [], scene.replicas[0].version)
+        assert SluiceError.from_rpc(refused.value).metadata["ended"] == "IDLE"
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_a_group_whose_time_is_over_is_trained_with_what_was_submitted(scene) -> None:
+    settings = {**EXTERNAL, "max_steps": 1, "batch_size": 1, "external": {"group_s": 2.0}}
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+        running = scene.start(**settings)
+        await until_serving(running, agent)
+        (task,) = await agent.lease()
+        opened = [(await agent.open(task.lease_id)).episode_id for _ in range(2)]
+        for each in opened:
+            await agent.turn(each, [], scene.replicas[0].version)
+        await agent.submit(opened[0], reward=1.0)
+        await running
+    assert trained(scene) == ["g1-0"]
+    assert scene.report()["sessions_ended"] == {"SUBMITTED": 1, "GROUP_ENDED": 1}
 
 
 async def test_a_call_that_repeats_a_running_request_waits_and_gets_what_is_recorded(scene) -> None:
