@@ -120,8 +120,10 @@ class TokenStream:
         opens = not self._opened and bool(response.prompt_token_ids)
         if not opens and not self._unread:
             return None
-        message = rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk(deltas=self._unread))
-        self._unread = []
+        message = rollout_pb2.GenerateStreamResponse()
+        message.chunk.SetInParent()
+        message.chunk.deltas.extend(self._unread)
+        self._unread.clear()
         if opens:
             self._opened = True
             message.opening.request_id, message.opening.continued = response.request_id, response.continued
