@@ -295,7 +295,7 @@ async def test_a_call_that_repeats_a_running_request_waits_and_gets_what_is_reco
 class Killed:
     """The orchestrator as a process that is killed and started again."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, max_steps: int = 3) -> None:
         self.scene = scene
         path = scene.directory / "bare_env.py"
         path.write_text(BARE)
@@ -311,7 +311,7 @@ environment = "{path}:Bare"
 workflow = "external"
 batch_size = 2
 group_size = 2
-max_steps = 3
+max_steps = {max_steps}
 pacing = {{ enabled = false }}
 ''')
         self.process: asyncio.subprocess.Process | None = None
