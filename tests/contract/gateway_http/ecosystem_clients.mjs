@@ -1,0 +1,58 @@
+// Agents of libraries for Node.js, each in a few lines: `node ecosystem_clients.mjs AGENT URL KEY`, where the packages are.
+// Each asks where it is, lets the tool `look` answer, and prints the final text as JSON.
+
+const [agent, url, key] = process.argv.slice(2);
+const parameters = { type: "object", properties: { place: { type: "string" } }, required: ["place"] };
+const user = { role: "user", content: "Where is it?" };
+
+const agents = {
+  async openai_chat(streamed) {
+    const { default: OpenAI } = await import("openai");
+    const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key });
+    const tools = [{ type: "function", function: { name: "look", parameters } }];
+    for (const messages = [user]; ; ) {
+      const given = { model: "m", messages, tools };
+      const reply = streamed
+        ? await client.chat.completions.stream(given).finalChatCompletion()
+        : await client.chat.completions.create(given);
+      const message = reply.choices[0].message;
+      messages.push(message);
+      if (!message.tool_calls?.length) return message.content;
+      for (const call of message.tool_calls) messages.push({ role: "tool", tool_call_id: call.id, content: "a cat" });
+    }
+  },
+
+  async openai_responses(streamed) {
+    const { default: OpenAI } = await import("openai");
+    const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key });
+    const tools = [{ type: "function", name: "look", parameters, strict: false }];
+    for (const input = [user]; ; ) {
+      const given = { model: "m", input, tools };
+      const reply = streamed
+        ? await client.responses.stream(given).finalResponse()
+        : await client.responses.create(given);
+      input.push(...reply.output);
+      const calls = reply.output.filter((item) => item.type === "function_call");
+      if (!calls.length) return reply.output.find((item) => item.type === "message").content[0].text;
+      for (const call of calls) input.push({ type: "function_call_output", call_id: call.call_id, output: "a cat" });
+    }
+  },
+
+  async anthropic(streamed) {
+    const { default: Anthropic } = await import("@anthropic-ai/sdk");
+    const client = new Anthropic({ baseURL: url, apiKey: key });
+    const tools = [{ name: "look", input_schema: parameters }];
+    for (const messages = [user]; ; ) {
+      const given = { model: "m", max_tokens: 100, messages, tools };
+      const reply = streamed ? await client.messages.stream(given).finalMessage() : await client.messages.create(given);
+      messages.push({ role: "assistant", content: reply.content });
+      const calls = reply.content.filter((block) => block.type === "tool_use");
+      if (!calls.length) return reply.content.find((block) => block.type === "text").text;
+      const results = calls.map((call) => ({ type: "tool_result", tool_use_id: call.id, content: "a cat" }));
+      messages.push({ role: "user", content: results });
+    }
+  },
+};
+
+const streamed = agent.endsWith("_streamed");
+console.log(JSON.stringify({ final: await agents[agent.replace("_streamed", "")](streamed) }));
