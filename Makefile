@@ -21,7 +21,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench quickstart picture real test test-fast test-ecosystem chaos lint format proto proto-check clean
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem chaos lint format proto proto-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -47,6 +47,18 @@ install-bench: .venv-bench/.installed ## what `sluice bench trainer` and `make t
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-bench -r requirements/bench.lock
 	touch $@
 
+install-ecosystem: .venv-ecosystem-agents/.installed .venv-ecosystem-langchain/.installed .node-ecosystem/.installed ## agents for `make test-ecosystem`, apart from .venv
+
+.venv-ecosystem-%/.installed: requirements/ecosystem-%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet -r $<
+	touch $@
+
+.node-ecosystem/.installed: requirements/ecosystem-node.json
+	mkdir -p $(@D) && cp $< $(@D)/package.json
+	if command -v npm >/dev/null; then npm install --prefix $(@D) --no-audit --no-fund --loglevel=error; else echo "no npm: agents for Node.js are left out"; fi
+	touch $@
+
 quickstart: install ## train a small model by RL from nothing, with vLLM, in minutes (SEED=1, LR=0)
 	$(BIN)/sluice quickstart --seed $(SEED) $(if $(LR),--lr $(LR))
 
@@ -65,7 +77,7 @@ test: install-dev ## run every test
 test-fast: install-dev ## run the tests that take seconds
 	$(PYTEST) -m "not slow and not docker and not gpu and not ecosystem"
 
-test-ecosystem: install-dev install-bench ## run the tests against what others publish, such as the chat templates that TRL ships
+test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
 	$(BIN)/pytest -m ecosystem
 
 SEEDS ?= 1
@@ -99,4 +111,4 @@ proto-check: install-dev ## prove that the stubs are fresh
 	{ echo "sluice/v1 differs from proto/: run 'make proto' and commit the result" >&2; exit 1; }
 
 clean: ## remove the environment and caches; outputs stay
-	rm -rf $(VENV) .venv-bench build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-bench .venv-ecosystem-* .node-ecosystem build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -24,6 +24,7 @@ from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.sessions.claims import Claims
 from orchestrator_svc.sessions.lending import Lending
 from sluice.rpc import SluiceError
+from sluice.rpc.access import SESSION_KEY
 from sluice.rpc.principals import replace_private
 from sluice.v1 import journal_pb2, session_pb2, tokens_pb2
 
@@ -34,7 +35,6 @@ OFFERS = "offers"
 
 SECRET = "sessions.key"  # noqa: S105 - a file's name
 _SECRET_BYTES = 32
-_KEY = "sk-"
 
 _FREES = frozenset({"lease_ended", "episode_given_up"})
 _SETTLES = frozenset(
@@ -143,11 +143,11 @@ class Desk:
 
     def session_key(self, session: str) -> str:
         """Return the secret that opens a session, and nothing else; the same one in each process."""
-        return f"{_KEY}{session}.{hmac.new(self._secret, session.encode(), hashlib.sha256).hexdigest()}"
+        return f"{SESSION_KEY}{session}.{hmac.new(self._secret, session.encode(), hashlib.sha256).hexdigest()}"
 
     def session_of_key(self, key: str) -> str:
         """Return the name of the session that a key opens; empty if it is not one of this run's."""
-        name = key.removeprefix(_KEY).rpartition(".")[0]
+        name = key.removeprefix(SESSION_KEY).rpartition(".")[0]
         return name if hmac.compare_digest(self.session_key(name).encode(), key.encode()) else ""
 
     # Payloads.

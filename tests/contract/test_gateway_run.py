@@ -1,0 +1,153 @@
+"""Agents of three dialects train a run through a gateway: the real gateway, orchestrator and journal, a scripted replica and trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from orchestrator_doubles import RolloutDouble, Sampled
+from test_external_episodes import EXTERNAL, trained_ids
+from test_orchestrator_run import DEADLINE_S, Scene, make_scene, trained
+
+from gateway_svc.app import serve
+from gateway_svc.config import GatewayConfig
+from orchestrator_svc.audit import audit
+from orchestrator_svc.journal.store import DATABASE, read_facts
+from sluice.config import CommonConfig, PeersConfig
+from sluice.rpc.server import free_ports
+from sluice.v1 import rollout_pb2, tokens_pb2
+from sluice.versions import Lineage
+
+pytestmark = pytest.mark.slow
+
+SCHEMA: Any = {"type": "object", "properties": {"place": {"type": "string"}}}
+QUESTION: Any = {"role": "user", "content": "Where is it?"}
+
+
+@dataclass
+class ToolReplica(RolloutDouble):
+    """Calls the tool, then answers; each token that it samples or renders is another one."""
+
+    sampled: list[list[int]] = field(default_factory=list)
+    numbers: Any = field(default_factory=lambda: itertools.count(1000))
+
+    async def _sample(self, request):
+        self.calls.append(Sampled(request, self.version))
+        conversation = request.conversation
+        known = request.continues.messages if request.HasField("continues") else 0
+        prompt = [*request.continues.token_ids, *(next(self.numbers) for _ in conversation.messages[known:])]
+        ids = [next(self.numbers) for _ in range(3)]
+        self.sampled.append(ids)
+        message = tokens_pb2.ChatMessage(content="It said a cat.")
+        if conversation.messages[-1].role != "tool":
+            message = tokens_pb2.ChatMessage(
+                reasoning="Look.", tool_calls=[{"name": "look", "arguments": '{"place":"a"}'}]
+            )
+        sample = rollout_pb2.GeneratedSample(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            version_spans=[tokens_pb2.VersionSpan(start=0, policy_version=self.version.to_proto())],
+            finish_reason=tokens_pb2.FINISH_REASON_STOP,
+            text=message.content,
+            message=message,
+        )
+        return rollout_pb2.GenerateResponse(
+            prompt_token_ids=prompt, samples=[sample], tokenizer_digest=self.digest, continued=bool(known)
+        )
+
+
+async def play_chat(session: dict[str, Any]) -> str:
+    messages: list[Any] = [QUESTION]
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA, "strict": True}}]
+    async with openai.AsyncOpenAI(base_url=session["openai_base_url"], api_key=session["key"]) as client:
+        while True:
+            async with client.chat.completions.stream(model="m", messages=messages, tools=tools) as stream:
+                message = (await stream.get_final_completion()).choices[0].message
+            messages.append(message.model_dump(exclude_unset=True))
+            if not message.tool_calls:
+                return message.content or ""
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": "a cat"} for call in message.tool_calls]
+
+
+async def play_responses(session: dict[str, Any]) -> str:
+    given: Any = {"model": "m", "tools": [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": False}]}
+    asked: Any = [QUESTION]
+    async with openai.AsyncOpenAI(base_url=session["openai_base_url"], api_key=session["key"]) as client:
+        while True:
+            reply = await client.responses.create(**given, input=asked)
+            calls = [item for item in reply.output if item.type == "function_call"]
+            if not calls:
+                return reply.output_text
+            given["previous_response_id"] = reply.id
+            asked = [{"type": "function_call_output", "call_id": call.call_id, "output": "a cat"} for call in calls]
+
+
+async def play_messages(session: dict[str, Any]) -> str:
+    messages: list[Any] = [QUESTION]
+    body = {"model": "m", "max_tokens": 50, "tools": [{"name": "look", "input_schema": SCHEMA}]}
+    headers = {"x-api-key": session["key"]}
+    async with httpx.AsyncClient(base_url=session["anthropic_base_url"], headers=headers, timeout=20) as http:
+        while True:
+            content = (await http.post("/v1/messages", json=body | {"messages": messages})).json()["content"]
+            calls = [block for block in content if block["type"] == "tool_use"]
+            if not calls:
+                return str(content[-1]["text"])
+            results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "a cat"} for call in calls]
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(scene: Scene):
+    (port,) = free_ports(1)
+    peers = PeersConfig(orchestrator=f"127.0.0.1:{scene.port}")
+    common = CommonConfig(run="test", output_dir=scene.directory, model="double", peers=peers)
+    serving = asyncio.create_task(
+        serve(common, GatewayConfig.model_validate({"server": {"port": 0, "http_port": port}}))
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+async def opened(http: httpx.AsyncClient) -> dict[str, Any]:
+    """Open a session; wait until gateway, orchestrator and replica have found each other."""
+    while True:
+        with contextlib.suppress(httpx.ConnectError):
+            response = await http.post("/rl/sessions", json={"wait_s": 5})
+            if response.status_code == 200:
+                return dict(response.json())
+            assert response.status_code in {429, 503}, response.text
+        await asyncio.sleep(0.05)
+
+
+async def test_agents_of_each_dialect_train_a_run_and_each_token_is_trained_once(tmp_path) -> None:
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [ToolReplica()])
+        running = scene.start(**{**EXTERNAL, "max_steps": 1})
+        url = await stack.enter_async_context(running_gateway(scene))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
+        ended: list[str] = []
+        for play in (play_chat, play_responses, play_messages, play_chat):
+            session = await opened(http)
+            by_its_key_alone = {"openai_base_url": f"{url}/v1"} if ended else {}
+            assert await play(session | by_its_key_alone) == "It said a cat."
+            headers = {"authorization": f"Bearer {session['key']}"}
+            path = f"/rl/sessions/{session['id']}"
+            reward = await http.post(f"{path}/reward", json={"reward": len(ended) % 2}, headers=headers)
+            assert reward.status_code == 200, reward.text
+            ended += (await http.post(f"{path}/end", json={}, headers=headers)).json()["trajectory_ids"]
+        await running
+    assert sorted(trained(scene)) == sorted(ended)
+    assert len(ended) == 4, "no history forked"
+    assert trained_ids(scene) == dict.fromkeys(itertools.chain.from_iterable(scene.replicas[0].sampled), 1)
+    assert (scene.run_dir / DATABASE).exists()
+    assert not audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
