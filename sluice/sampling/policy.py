@@ -81,17 +81,17 @@ class TokenStream:
         self._unread: list[rollout_pb2.SampleDelta] = []
         self._opened = False
         self._changed = asyncio.Event()
-        self._sampling: asyncio.Task[None] | None = None
+        self._ended: asyncio.Task[None] | None = None
 
     @property
     def response(self) -> rollout_pb2.GenerateResponse:
         """What is known of the answer: all of it when the iteration has ended."""
         return self._generation.response
 
-    def begin(self, sampling: asyncio.Task[None]) -> None:
-        """Take the task that samples; its end is that of the stream."""
-        self._sampling = sampling
-        sampling.add_done_callback(lambda _: self._changed.set())
+    def end(self, sampling: asyncio.Task[None]) -> None:
+        """Note that the task that sampled has ended, by an error or not."""
+        self._ended = sampling
+        self._changed.set()
 
     def add(self, part: Part, model: rollout_pb2.GetModelResponse) -> None:
         """Take what became final of a part's samples, at a replica that serves `model`."""
@@ -103,16 +103,15 @@ class TokenStream:
         while True:
             while (message := self._news()) is not None:
                 yield message
-            if self._sampling is None or self._sampling.done():
-                break
+            if self._ended is not None:
+                self._ended.result()
+                return
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._alive_s):
                     await self._changed.wait()
             if not self._changed.is_set():
                 yield rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk())
             self._changed.clear()
-        if self._sampling is not None:
-            self._sampling.result()
 
     def _news(self) -> rollout_pb2.GenerateStreamResponse | None:
         """Return what is to be read next; None if there is nothing."""
@@ -219,7 +218,7 @@ class PolicyEngine:
         stream = TokenStream(generation, coalesce_s, alive_s)
         sampling = asyncio.create_task(self._sample(_Asked(generation, prefix_keys, stream)), name="stream tokens")
         discard_outcome(sampling)  # the reader may leave while it fails
-        stream.begin(sampling)
+        sampling.add_done_callback(stream.end)
         try:
             yield stream
         finally:
