@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -101,7 +102,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         captured = _captured(request)
         settle_sampling(captured, "allow" if session.evaluation else self._capture.on_unsupported)
         # A request without a name is another sample each time; one with a name is its own repetition.
-        content = request.SerializeToString(deterministic=True)
+        content = request.SerializeToString(deterministic=True) + (b"" if request.request_id else uuid.uuid4().bytes)
         identity = RequestIdentity(xxhash.xxh3_128_digest(content), is_retry=False)
         remaining_s = context.time_remaining()
         deadline_s = min(self._capture.deadlines.request_s, remaining_s or self._capture.deadlines.request_s)

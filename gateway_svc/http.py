@@ -531,10 +531,12 @@ def _add_description(app: FastAPI, sessions: Sessions, door: Door) -> None:
 def error_answer(error: SluiceError, path: str) -> JSONResponse:
     """Return the response to an error, in the form of the dialect that the path belongs to.
 
-    409 never occurs, since clients repeat it; a session that ended is 410, which they do not.
+    409 never occurs, since clients repeat it, nor does 429 where waiting does not help. A session that ended is 410.
     """
     status = error_status(error)
-    status = 410 if error.reason == "SESSION_ENDED" else 400 if status == 409 else status
+    if status == 409 or (status == 429 and error.retry_after_s is None):
+        status = 400
+    status = 410 if error.reason == "SESSION_ENDED" else status
     body = messages.anthropic_error(error) if path.startswith("/v1/messages") else error_body(error)
     return error_response(error, status=status, body=body)
 

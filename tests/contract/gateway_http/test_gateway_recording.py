@@ -17,6 +17,7 @@ from orchestrator_doubles import served
 from scripted_replica import Cable, ScriptedReplica, connected
 
 from gateway_svc.config import CaptureConfig
+from gateway_svc.episodes import EpisodeServicer
 from gateway_svc.http import create_app
 from gateway_svc.recording import RecordedSessions
 from orchestrator_svc.config import ExternalConfig
@@ -30,7 +31,7 @@ from sluice.rpc.access import SESSION_KEY, Access
 from sluice.sampling.config import ReplicasConfig
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
-from sluice.v1 import episode_pb2, rollout_pb2, session_pb2, session_pb2_grpc
+from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc
 from sluice.v1 import journal_pb2 as pb
 from sluice.versions import BASE
 
@@ -65,7 +66,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         return f"{SESSION_KEY}{self.session.name}"
 
     async def FindSession(self, request, context):
-        if request.session_key != self.key:
+        if request.session_key != self.key and request.episode_id != self.session.name:
             raise SluiceError.not_found("UNKNOWN_EPISODE", "the session key opens no episode of this run")
         return session_pb2.FindSessionResponse(episode_id=self.session.name, principal="anyone", group_id="g1")
 
@@ -103,6 +104,7 @@ class Stack:
     orchestrator: Orchestrator
     cable: Cable
     replica: ScriptedReplica
+    episodes: episode_pb2_grpc.EpisodeServiceAsyncStub
 
     def http(self) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {self.orchestrator.key}"}
@@ -135,7 +137,11 @@ async def stack(directory: Any, replica: ScriptedReplica, **deadlines: float) ->
         port = await server.start()
         opened.push_async_callback(sessions.close)
         opened.push_async_callback(server.stop, 0)
-        yield Stack(f"http://127.0.0.1:{port}", orchestrator, cable, replica)
+        service = (episode_pb2_grpc.add_EpisodeServiceServicer_to_server, EpisodeServicer(sessions, capture))
+        grpc_target = await opened.enter_async_context(served((*service, "sluice.v1.EpisodeService")))
+        agent = await opened.enter_async_context(connect(grpc_target, security, role="agent"))
+        episodes = episode_pb2_grpc.EpisodeServiceStub(agent)
+        yield Stack(f"http://127.0.0.1:{port}", orchestrator, cable, replica, episodes)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
@@ -227,3 +233,20 @@ async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path)
             reply = await http.post(CHAT, json=BODY | {"stream": stream})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
         await until(lambda: gateway.orchestrator.released == 2)
+
+
+async def test_over_grpc_a_request_with_a_name_is_its_own_repetition_and_one_without_is_another_sample(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("slow", pace_s=0.02)) as gateway:
+        conversation = {"messages": [{"role": "user", "content": "Where is it?"}]}
+        name = gateway.orchestrator.session.name
+        asked = episode_pb2.EpisodeServiceGenerateRequest(
+            episode_id=name, conversation=conversation, sampling={"max_tokens": TOKENS}
+        )
+        unnamed = await asyncio.gather(*(gateway.episodes.Generate(asked) for _ in range(2)))
+        asked.request_id = "mine"
+        together = await asyncio.gather(*(gateway.episodes.Generate(asked) for _ in range(2)))
+        later = await gateway.episodes.Generate(asked)
+    names = [reply.generations[0].generation_id for reply in (*unnamed, *together, later)]
+    assert len(set(names[:2])) == 2
+    assert names[2:] == ["mine/0"] * 3
+    assert len(gateway.replica.requests) == 3

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -303,6 +304,11 @@ class TestRefusals:
     @pytest.mark.parametrize("code", ["aborted", "already_exists"])
     async def test_409_never_occurs(self, gateway, code):
         gateway.sessions.failure = getattr(SluiceError, code)("OVERTAKEN", "another request won")
+        async with gateway.http() as http:
+            assert (await http.post(CHAT, json=BODY)).status_code == 400
+
+    async def test_a_session_that_is_full_is_no_429(self, gateway):
+        gateway.sessions.failure = SluiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "SESSION_FULL", "submit it")
         async with gateway.http() as http:
             assert (await http.post(CHAT, json=BODY)).status_code == 400
 
