@@ -17,6 +17,7 @@ BENCHMARKS = {
         "benchmarks.chaos",
         "runs whose services are killed, stopped, cut off and starved, and what became of them",
     ),
+    "dialects": ("benchmarks.dialects", "CPU time of a gateway's own work for a request of each dialect"),
     "e2e": ("benchmarks.e2e", "the quickstart's task against TRL: time to a reward, seconds and CPU a step"),
     "orchestrator": (
         "benchmarks.orchestrator",

@@ -228,6 +228,7 @@ class ResponsesReply:
     def __init__(self, body: ResponsesBody) -> None:
         self._body = body
         self._created = int(time.time())
+        self._tools = [tool.model_dump() for tool in body.tools or []]
         self._unshown = Unshown()
         self._number = 0
         self._id = ""
@@ -385,7 +386,7 @@ class ResponsesReply:
             "top_p": body.top_p,
             "max_output_tokens": body.max_output_tokens,
             "tool_choice": "none" if body.tool_choice == "none" else "auto",
-            "tools": [tool.model_dump() for tool in body.tools or []],
+            "tools": self._tools,
             "usage": usage,
         }
 
