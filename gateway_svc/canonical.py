@@ -9,7 +9,7 @@ The canonical form of a message leaves out what clients change while they send a
 * arguments of tool calls are parsed, so that spaces, the order of keys, escapes and 1 or 1.0 make no difference. Arguments that are
   not JSON count as text;
 * tool calls are compared by id, in any order;
-* content of the assistant that is only white space is empty;
+* white space around content of the assistant does not count: some clients remove it, since some servers refuse it;
 * the assistant's reasoning is left out. Most clients do not send it back, and the exact ids hold it anyway.
 """
 
@@ -84,8 +84,8 @@ def canonical_message(message: tokens_pb2.ChatMessage) -> list[Any]:
     if message.parts:
         text = "".join(part.text for part in message.parts)
         images = [xxhash.xxh3_128_hexdigest(part.image) for part in message.parts if part.WhichOneof("part") == "image"]
-    if message.role == ASSISTANT and not text.strip():
-        text = ""
+    if message.role == ASSISTANT:
+        text = text.strip()
     calls = [(call.id, call.name, *canonical_arguments(call.arguments)) for call in message.tool_calls]
     calls.sort(key=operator.itemgetter(0))
     return [message.role, text, images, calls, message.tool_call_id, message.name]

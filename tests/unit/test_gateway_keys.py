@@ -98,7 +98,8 @@ class Chat:
         given = chat.ChatReply(chat.ChatBody(messages=[chat.Message(role="user")])).whole(answer(message))
         reply = json.loads(json.dumps(given["choices"][0]["message"]))
         if reply["content"]:
-            reply["content"] = rewritten_text(draw, reply["content"], "text")
+            stripped = reply["content"].strip() if draw(st.booleans()) else reply["content"]
+            reply["content"] = rewritten_text(draw, stripped, "text")
         else:
             form = draw(st.sampled_from([None, "", [], "missing"]))
             reply["content"] = form
@@ -156,6 +157,8 @@ class Messages:
         for block in blocks:
             if block["type"] == "tool_use":
                 block["input"] = shuffled(block["input"])
+            elif block["type"] == "text" and draw(st.booleans()):
+                block["text"] = block["text"].rstrip()
             elif draw(st.booleans()):
                 block["cache_control"] = {"type": "ephemeral"}
         content: Any = blocks
@@ -292,7 +295,7 @@ def conversation() -> tokens_pb2.Conversation:
 CHANGES: dict[str, Callable[[tokens_pb2.Conversation], Any]] = {
     "text": lambda given: setattr(given.messages[1], "content", "Where was it?"),
     "role": lambda given: setattr(given.messages[0], "role", "user"),
-    "white space": lambda given: setattr(given.messages[2], "content", "It moved. "),
+    "white space": lambda given: setattr(given.messages[2], "content", "It  moved."),
     "name of a call": lambda given: setattr(given.messages[2].tool_calls[0], "name", "move"),
     "arguments": lambda given: setattr(given.messages[2].tool_calls[0], "arguments", '{"to": 2}'),
     "id of a call": lambda given: setattr(given.messages[2].tool_calls[0], "id", "call_7"),
