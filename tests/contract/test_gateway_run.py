@@ -39,6 +39,7 @@ class ToolReplica(RolloutDouble):
 
     async def _sample(self, request):
         self.calls.append(Sampled(request, self.version))
+        await self.gate.wait()
         conversation = request.conversation
         known = request.continues.messages if request.HasField("continues") else 0
         prompt = [*request.continues.token_ids, *(next(self.numbers) for _ in conversation.messages[known:])]
@@ -151,3 +152,51 @@ async def test_agents_of_each_dialect_train_a_run_and_each_token_is_trained_once
     assert trained_ids(scene) == dict.fromkeys(itertools.chain.from_iterable(scene.replicas[0].sampled), 1)
     assert (scene.run_dir / DATABASE).exists()
     assert not audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
+
+
+async def test_any_gateway_serves_any_session(tmp_path) -> None:
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [ToolReplica()])
+        running = scene.start(**EXTERNAL)
+        first = contextlib.AsyncExitStack()
+        urls = [await first.enter_async_context(running_gateway(scene))]
+        urls.append(await stack.enter_async_context(running_gateway(scene)))
+        one, two = [await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30)) for url in urls]
+        session = await opened(one)
+        for http in (one, two):
+            http.headers["authorization"] = f"Bearer {session['key']}"
+        tools = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
+        body: dict[str, Any] = {"model": "m", "messages": [QUESTION], "tools": tools, "return_token_ids": True}
+
+        async def ask(http: httpx.AsyncClient, **headers: str) -> dict[str, Any]:
+            return dict((await http.post("/v1/chat/completions", json=body, headers=headers)).raise_for_status().json())
+
+        # A reply that was lost is given again by the other gateway.
+        reply = await ask(one)
+        assert await ask(two, **{"x-stainless-retry-count": "1"}) | {"created": 0} == reply | {"created": 0}
+        # The same request at both is sampled once.
+        message = reply["choices"][0]["message"]
+        answer = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "a cat"}
+        body["messages"] = [QUESTION, message, answer]
+        scene.replicas[0].gate.clear()
+        asking = [asyncio.create_task(ask(http)) for http in (one, two)]
+        await scene.until(lambda: len(scene.replicas[0].calls) == 2)
+        scene.replicas[0].gate.set()
+        turns = await asyncio.gather(*asking)
+        assert turns[0]["id"] == turns[1]["id"]
+        whole = [*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]]
+        assert turns[0]["prompt_token_ids"][: len(whole)] == whole
+        # A request of a gateway that ends is sampled by the other one.
+        body["messages"] += [turns[0]["choices"][0]["message"], QUESTION]
+        scene.replicas[0].gate.clear()
+        left = asyncio.create_task(ask(one))
+        await scene.until(lambda: len(scene.replicas[0].calls) == 3)
+        await first.aclose()
+        scene.replicas[0].gate.set()
+        with contextlib.suppress(httpx.HTTPError):
+            await left
+        last = await ask(two, **{"x-stainless-retry-count": "1"})
+        assert last["prompt_token_ids"][: len(turns[0]["prompt_token_ids"])] == turns[0]["prompt_token_ids"]
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
