@@ -14,6 +14,7 @@ from rollout_svc.announce import Announcer
 from rollout_svc.config import RolloutConfig
 from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EnginePackage, InferenceEngine
+from rollout_svc.replies import reply_format
 from rollout_svc.servicer import HAND_OVER_S, RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
@@ -46,7 +47,13 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     engine = package.build(common.model, config, common.max_staleness)
     await engine.start()
     try:
-        tokenizer = ModelTokenizer(await load_tokenizer(common.model))
+        loaded = await load_tokenizer(common.model)
+        parsers = ENGINES[config.engine].parsers
+        # vLLM's parsers take seconds to import.
+        replies = await asyncio.to_thread(
+            reply_format, loaded, config.tool_parser, config.reasoning_parser, parsers=parsers
+        )
+        tokenizer = ModelTokenizer(loaded, replies)
         _freeze_what_is_loaded()
         await _serve(common, config, server, engine, tokenizer)
     finally:

@@ -21,6 +21,9 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parall
 """Arguments of vLLM whose product is the number of processes of an engine."""
 
 
+PARSER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
 class LimitsConfig(Section):
     """How many requests and responses a replica holds."""
 
@@ -167,6 +170,16 @@ class RolloutConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Precision of the weights in the engine. auto: what the trainer computes in, so that both sides use the same weights; with `follow_weights = false` the model's own.",
+    )
+    tool_parser: str = Field(
+        "auto",
+        pattern=PARSER_NAME,
+        description="What reads tool calls: json (`<tool_call>{...}</tool_call>`), none, or the name of a parser of vLLM. auto: the first that reads a call back as the chat template writes it.",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        pattern=PARSER_NAME,
+        description="What reads reasoning: think (`<think>...</think>`), none, or the name of a parser of vLLM. auto: think, if the chat template mentions it.",
     )
     max_model_len: int | None = Field(
         None,

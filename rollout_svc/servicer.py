@@ -170,7 +170,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         for sample in result.samples:
             text = self._tokenizer.decode([*wanted.continued, *sample.token_ids]) if request.return_text else ""
             for index in range(sample.index, sample.index + copies):
-                _fill(response.samples.add(), sample, index, text)
+                filled = response.samples.add()
+                _fill(filled, sample, index, text)
+                if request.return_message:
+                    filled.message.CopyFrom(await self._message(request, wanted, index, sample.token_ids))
         return response
 
     # gRPC also takes a coroutine that writes the messages; the stubs know generators only.
@@ -216,6 +219,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: pb.GenerateRequest, pace: Pace
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         texts: dict[int, TextStream] = {}
+        replies: dict[int, list[int]] = {}
         async with self._admitted(request) as (wanted, prompt):
             copies = _greedy_copies(wanted)
             response = pb.GenerateStreamResponse(
@@ -240,10 +244,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                             for index in range(part.index, part.index + copies):
                                 delta = response.chunk.deltas.add(offset=part.offset)
                                 _fill(delta.tokens, part, index, text)
+                                if request.return_message:
+                                    said = replies.setdefault(index, [])
+                                    said += part.token_ids
+                                    if part.finish_reason is not None:
+                                        delta.tokens.message.CopyFrom(await self._message(request, wanted, index, said))
                         yield response
                         response = pb.GenerateStreamResponse()
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
+
+    async def _message(
+        self, request: pb.GenerateRequest, wanted: GenerationRequest, index: int, token_ids: Sequence[int]
+    ) -> tokens_pb2.ChatMessage:
+        """Return what a sample says, with the tokens that it continues."""
+        before = wanted.prompt_ids[: len(wanted.prompt_ids) - len(wanted.continued)]
+        name = f"{wanted.request_id}/{index}"
+        return await self._tokenizer.message_of(request, name, before, [*wanted.continued, *token_ids])
 
     def _end(self, context: Context | None) -> float | None:
         """Return when a request must end, as a time of the event loop. None if its caller set a deadline, at which gRPC cancels it."""

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import structlog
+import xxhash
 from google.protobuf.struct_pb2 import Struct, Value
 
+from rollout_svc.replies import CALLS, MAX_BEFORE_REPLY, THINK_START, ReplyFormat, Said, reply_format
 from sluice.render import ChatRenderer, TemplateArgumentError, TemplateError, tokenizer_digest
 from sluice.rpc import SluiceError
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
@@ -19,6 +22,8 @@ from sluice.v1 import rollout_pb2, tokens_pb2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = structlog.get_logger()
 
 TOKEN_TEXTS = 1 << 16
 """Maximum number of cached texts of single tokens."""
@@ -31,6 +36,15 @@ RENDER_DEADLINE_S = 30.0
 
 MAX_HUNG_RENDERINGS = 32
 """Renderings that may hang at a time, such as in a template that loops for ever; a thread cannot be ended."""
+
+PARSE_THREADS = 2
+"""Threads that parse replies."""
+
+PARSE_DEADLINE_S = 5.0
+"""Seconds to parse one reply; a parser needs less than a millisecond."""
+
+MAX_QUICK_TOKENS = 16_384
+"""Maximum length of a reply that is parsed on the event loop by a parser that reads it once; that takes about a millisecond."""
 
 MAX_PARTS = 16_384
 """Maximum number of messages, parts, tool calls and tools of one conversation; each takes much more memory than bytes on the wire."""
@@ -82,15 +96,20 @@ class ModelTokenizer:
 
     Args:
         tokenizer: The model's tokenizer. None: prompts must be token ids.
+        replies: How the model's replies are read. None: as its template writes them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, replies: ReplyFormat | None = None) -> None:
         self._tokenizer = tokenizer
+        self.replies = reply_format(tokenizer, "auto", "auto") if replies is None else replies
+        self._parsing = DeadlineThreads("parsing", PARSE_THREADS, PARSE_DEADLINE_S, MAX_HUNG_RENDERINGS)
         self.digest = tokenizer_digest(tokenizer) if tokenizer is not None else ""
         # One renderer per set of template arguments, since each renderer examines the template once.
         self._renderer = functools.lru_cache(maxsize=32)(self._build_renderer)
         self._token_text = functools.lru_cache(maxsize=TOKEN_TEXTS)(self._decode_token)
         self._special_ids, self._byte_ids = _special_ids(tokenizer), _byte_ids(tokenizer)
+        kept = self.replies.kept or frozenset()
+        self._unread_ids = frozenset(id_ for id_ in self._special_ids if self.token_text(id_) not in kept)
         self._threads = DeadlineThreads("rendering", RENDER_THREADS, RENDER_DEADLINE_S, MAX_HUNG_RENDERINGS)
 
     async def prompt_of(self, request: rollout_pb2.GenerateRequest) -> Prompt:
@@ -202,6 +221,65 @@ class ModelTokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, also of a special one; an empty one without a tokenizer."""
         return self._token_text(token_id)
+
+    async def message_of(
+        self, request: rollout_pb2.GenerateRequest, name: str, prompt_ids: Sequence[int], ids: Sequence[int]
+    ) -> tokens_pb2.ChatMessage:
+        """Return what a reply says. What cannot be parsed stays in the content.
+
+        Args:
+            request: The request, with the tools that were offered.
+            name: Names the reply; ids of its calls are made from it.
+            prompt_ids: The ids before the reply.
+            ids: The reply.
+        """
+        read = functools.partial(self._read_reply, request.conversation, prompt_ids, ids)
+        try:
+            # The two formats of our own are read in microseconds; vLLM's parsers may search for long.
+            quick = self.replies.kept is not None and len(ids) <= MAX_QUICK_TOKENS
+            reasoning, said = read() if quick else await self._parsing.run(read)
+        except (CallHungError, TooManyHungError) as error:
+            log.warning("a reply was not parsed in time; all of it is content", name=name, problem=str(error))
+            reasoning, said = "", Said(self.decode(ids), malformed=1)
+        CALLS.labels("parsed").inc(len(said.calls))
+        CALLS.labels("malformed").inc(said.malformed)
+        message = tokens_pb2.ChatMessage(role="assistant", content=said.content, reasoning=reasoning)
+        for index, call in enumerate(said.calls):
+            id_ = f"call_{xxhash.xxh3_64_hexdigest(f'{name}/{index}'.encode())}"
+            message.tool_calls.add(id=id_, name=call.name, arguments=call.arguments)
+        return message
+
+    def _read_reply(
+        self, conversation: tokens_pb2.Conversation, prompt_ids: Sequence[int], ids: Sequence[int]
+    ) -> tuple[str, Said]:
+        """Return the reasoning of a reply, and its content and calls."""
+        tokenizer, how = self._tokenizer, self.replies
+        if tokenizer is None:
+            return "", Said("")
+        hidden = self._special_ids
+        if how.kept is None:
+            end = next((n for n in range(len(ids), 0, -1) if ids[n - 1] not in hidden), 0)
+            text = str(tokenizer.decode(list(ids[:end]), skip_special_tokens=False))
+        else:
+            shown = [id_ for id_ in ids if id_ not in self._unread_ids]
+            text = str(tokenizer.decode(shown, skip_special_tokens=False))
+        try:
+            reasoning, rest = "", text
+            if how.read_reasoning is not None:
+                reasoning, rest = how.read_reasoning(text, self._opens_reasoning(prompt_ids))
+            if how.read_calls is None or not conversation.tools:
+                return reasoning, Said(rest)
+            return reasoning, how.read_calls(rest, [tool_dict(tool) for tool in conversation.tools])
+        except Exception as error:  # noqa: BLE001 - a parser of vLLM may fail in any way on what a model says
+            log.warning("a reply could not be parsed; all of it is content", problem=str(error)[:200])
+            return "", Said(self.decode(ids), malformed=1)
+
+    def _opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt ends within reasoning that it has just opened."""
+        if self._tokenizer is None:
+            return False
+        end = str(self._tokenizer.decode(list(prompt_ids[-MAX_BEFORE_REPLY:]), skip_special_tokens=False))
+        return end.rstrip().endswith(THINK_START)
 
     def check_digest(self, expected: str) -> None:
         """Refuse a caller that expects another tokenizer or template."""

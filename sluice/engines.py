@@ -20,6 +20,7 @@ class Engine:
         library: The Python module that must be installed.
         several_devices: Whether one replica can use several devices, by `rollout.engine_args`; else it has one.
         reads_device: Whether `rollout.device` chooses its device; else it takes CUDA where there is a device.
+        parsers: Its module with further parsers of tool calls and reasoning; see `rollout_svc.replies`.
         repeatable: Values of `rollout.engine_args` with which it computes the same requests in the same way each time.
     """
 
@@ -27,6 +28,7 @@ class Engine:
     library: str
     several_devices: bool = False
     reads_device: bool = True
+    parsers: str | None = None
     repeatable: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -36,6 +38,7 @@ ENGINES: Mapping[str, Engine] = {
         "vllm",
         several_devices=True,
         reads_device=False,
+        parsers="rollout_svc.engines.vllm.parsers",
         repeatable={"enable_prefix_caching": False, "enable_chunked_prefill": False, "scheduling_policy": "priority"},
     ),
     "transformers": Engine("rollout_svc.engines.slots", "transformers"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -48,9 +48,10 @@ def save_model(directory: Path, seed: int, *, tied: bool = False, dtype: torch.d
     return directory
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is the character 256 + i; 0 and 1 are padding and end."""
-    vocabulary = {"<pad>": 0, "<end>": 1} | {chr(256 + id_): id_ for id_ in range(2, VOCABULARY)}
+def tokenizer(texts: Mapping[int, str] | None = None) -> PreTrainedTokenizerFast:
+    """Token i is the character 256 + i, or one of the given texts, which no text is encoded to; 0 and 1 are padding and end."""
+    vocabulary = {"<pad>": 0, "<end>": 1}
+    vocabulary |= {(texts or {}).get(id_, chr(256 + id_)): id_ for id_ in range(2, VOCABULARY)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     inner.decoder = decoders.Fuse()

@@ -285,6 +285,7 @@ def chat_request(body: ChatRequest) -> rollout_pb2.GenerateRequest:
         added = request.conversation.tools.add(name=tool.function.name, description=tool.function.description or "")
         added.parameters.update(tool.function.parameters or {})
     request.conversation.template_arguments.update(body.chat_template_kwargs or {})
+    request.return_message = bool(request.conversation.tools)
     return request
 
 
@@ -393,14 +394,23 @@ class ChatResponses:
 
     def __init__(self, body: ChatRequest, token_text: TokenText) -> None:
         self.body, self._token_text = body, token_text
+        self._returns_message = bool(body.tools) and body.tool_choice != "none"
 
     def choice(self, index: int, sample: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
         """Return a whole choice."""
-        return {"index": index, "message": {"role": "assistant", "content": text}} | self._rest(sample)
+        said = _said(sample) if sample.HasField("message") else {"content": text}
+        return {"index": index, "message": {"role": "assistant"} | said} | self._rest(sample)
 
     def chunk(self, index: int, new: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
-        """Return the choice of one chunk."""
-        return {"index": index, "delta": {"content": text} if text else {}} | self._rest(new)
+        """Return the choice of one chunk. Where tools are given, the last one has the message: which text is a call is known then."""
+        delta: dict[str, Any] = {}
+        if new.HasField("message"):
+            delta = {name: value for name, value in _said(new).items() if value}
+            for place, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = place
+        elif text and not self._returns_message:
+            delta = {"content": text}
+        return {"index": index, "delta": delta} | self._rest(new)
 
     def first_chunk(self, index: int) -> dict[str, Any]:
         """Return the choice of the chunk before the first token: it has the role."""
@@ -458,7 +468,25 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None 
 
 
 def _ending(sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
-    return {"finish_reason": FINISH_REASONS.get(sample.finish_reason), "stop_reason": sample.stop_string or None}
+    reason = FINISH_REASONS.get(sample.finish_reason)
+    if reason == "stop" and sample.message.tool_calls:
+        reason = "tool_calls"
+    return {"finish_reason": reason, "stop_reason": sample.stop_string or None}
+
+
+def _said(sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
+    """Return content, reasoning and tool calls of a sample's message, without a stop string."""
+    message, stop = sample.message, sample.stop_string
+    content, reasoning = (text.partition(stop)[0] if stop else text for text in (message.content, message.reasoning))
+    said: dict[str, Any] = {"content": content or (None if message.tool_calls else "")}
+    if reasoning:
+        said["reasoning_content"] = reasoning
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return said
 
 
 def _tokens(body: GenerationBody, sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:

@@ -15,8 +15,21 @@ import pytest_asyncio
 import torch
 from engine_waits import parts_of, until, until_tokens
 from safetensors.torch import load_file, save_file
-from small_models import CONTEXT, EOS, VOCABULARY, greedy, recompute, recompute_mixed, staged, text_of, versions_of
+from small_models import (
+    CONTEXT,
+    EOS,
+    VOCABULARY,
+    greedy,
+    recompute,
+    recompute_mixed,
+    staged,
+    text_of,
+    tokenizer,
+    versions_of,
+)
 
+from rollout_svc.config import LimitsConfig
+from rollout_svc.drain import Drain
 from rollout_svc.engines.base import (
     EngineError,
     FinishReason,
@@ -30,6 +43,12 @@ from rollout_svc.engines.base import (
 )
 from rollout_svc.engines.slots.engine import TransformersEngine
 from rollout_svc.engines.vllm import weights as vllm_weights
+from rollout_svc.replies import reply_format
+from rollout_svc.servicer import RolloutServicer
+from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.tokenizer import ModelTokenizer
+from sluice.engines import ENGINES
+from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedVersion
 
@@ -546,3 +565,38 @@ class TestVerification:
     async def test_a_version_that_cannot_be_read_is_an_error(self, engine, models, tmp_path):
         with pytest.raises(EngineError):
             await engine.verify_weights(replace(staged(models.second, self.FIRST), path=tmp_path / "gone.safetensors"))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_continued_sample_is_parsed_whole_by_the_parser_of_its_engine(engine, streamed):
+    """vLLM's own parser where vLLM is the engine. One token is a whole call; what it continues is content."""
+    said, call = 30, 31
+    speaking = tokenizer(
+        {said: "Let me look. ", call: '<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'}
+    )
+    parsers = ENGINES[engine.info.engine].parsers
+    replies = reply_format(speaking, "hermes" if parsers else "json", "none", parsers=parsers)
+    drain, limits = Drain(), LimitsConfig()
+    supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
+    servicer = RolloutServicer(
+        "runs/test", supervisor, ModelTokenizer(speaking, replies), limits, request_s=60.0, drain=drain
+    )
+    request = rollout_pb2.GenerateRequest(
+        conversation=tokens_pb2.Conversation(tools=[tokens_pb2.Tool(name="look")]),
+        rendered=tokens_pb2.TokenIds(ids=[10, 20, said]),
+        continued_tokens=1,
+        n=2,
+        sampling=tokens_pb2.SamplingParams(max_tokens=1, logit_bias={call: 100.0}),
+        return_message=True,
+    )
+    if streamed:
+        stream = servicer.stream(rollout_pb2.GenerateStreamRequest(request=request))
+        samples = [delta.tokens async for message in stream for delta in message.chunk.deltas]
+    else:
+        samples = list((await servicer.Generate(request)).samples)
+    assert [list(sample.token_ids) for sample in samples] == [[call]] * 2
+    for sample in samples:
+        assert sample.message.content.strip() == "Let me look."
+        assert [(each.name, each.arguments) for each in sample.message.tool_calls] == [("look", '{"x": 1}')]
+    ids = {each.id for sample in samples for each in sample.message.tool_calls}
+    assert len(ids) == 2

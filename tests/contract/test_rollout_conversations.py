@@ -1,24 +1,28 @@
-"""A request that continues ids keeps them and appends the rest of its conversation, or renders it whole and says so."""
+"""Conversations at a replica: what continues ids keeps them or is rendered whole, and what was said comes back as a message."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI
 from rollout_stack import Replica, refused, running_engine
-from small_models import CONTEXT, EOS, VOCABULARY, save_model, text_of
-from transformers import AutoTokenizer
+from small_models import CONTEXT, EOS, VOCABULARY, save_model, text_of, tokenizer
 
 from sluice.render import SENTINEL
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-UNKNOWN, USER, ASSISTANT, TOOL, CALL, CALL_END, THINK = 0, 10, 11, 12, 13, 14, 15
+UNKNOWN, USER, ASSISTANT, TOOL, CALL, THINK = 0, 10, 11, 12, 13, 15
+CALL_TEXT = '<tool_call>{"name":"look", "arguments": {"x":1}}</tool_call>'
+"""Text of the token CALL, which the template writes with other spaces, and which no text is encoded to."""
+TOOLS = [tokens_pb2.Tool(name="look")]
+
 TEMPLATE = (  # roles and calls are single tokens; as many do, it leaves out the reasoning before the last question
     "{%- set last = namespace(user=-1) -%}"
     "{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}"
@@ -29,7 +33,7 @@ TEMPLATE = (  # roles and calls are single tokens; as many do, it leaves out the
     f"{{%- if m.reasoning_content and loop.index0 > last.user -%}}{{{{- '{text_of([THINK])}' + m.reasoning_content + '{text_of([THINK])}' -}}}}{{%- endif -%}}"
     "{{- m.content -}}"
     "{%- for call in m.tool_calls or [] -%}"
-    f"{{{{- '{text_of([CALL])}' + call.function.name + (call.function.arguments.x or '') + '{text_of([CALL_END])}' -}}}}"
+    "{{- '<tool_call>' + {'name': call.function.name, 'arguments': call.function.arguments}|tojson + '</tool_call>' -}}"
     "{%- endfor -%}{{- '<end>' -}}"
     "{%- else -%}{{- raise_exception('no role ' ~ m.role) -}}{%- endif -%}{%- endfor -%}"
     f"{{%- if add_generation_prompt -%}}{{{{- '{text_of([ASSISTANT])}' -}}}}{{%- endif -%}}"
@@ -40,9 +44,9 @@ A, B, C = (text_of([id_]) for id_ in (20, 21, 22))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_model(tmp_path_factory.mktemp("continues") / "small", 1)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
+    speaking = tokenizer({CALL: CALL_TEXT})
+    speaking.chat_template = TEMPLATE
+    speaking.save_pretrained(directory)
     return directory
 
 
@@ -149,7 +153,7 @@ async def test_a_wrong_continuation_is_refused_with_its_field(agent, change, fie
 async def test_the_ids_of_many_turns_with_tools_stay_as_they_were_sampled(agent):
     """Each prompt begins with the prompt and the sample before it, also where encoding their text would give other ids."""
     chance = random.Random(0)
-    turns = 0
+    turns = calls = 0
     for _ in range(200):
         messages = [user(A * chance.randint(1, 5))]
         request = ask(messages, [], 0)
@@ -157,19 +161,83 @@ async def test_the_ids_of_many_turns_with_tools_stay_as_they_were_sampled(agent)
         before, added = [], [USER, *[20] * len(messages[0].content), ASSISTANT]
         for turn in range(chance.randint(2, 4)):
             request.sampling.temperature, request.sampling.max_tokens = 1.0, chance.randint(1, 8)
-            request.sampling.ignore_eos = False
+            request.sampling.ignore_eos, request.return_message = False, True
+            request.sampling.logit_bias[CALL] = 12.0
+            request.conversation.tools.extend(TOOLS)
             answer = await agent.Generate(request)
+            sample = answer.samples[0]
             assert answer.continued == bool(turn)
             assert list(answer.prompt_token_ids) == before + added
-            before = [*answer.prompt_token_ids, *answer.samples[0].token_ids]
-            call = tokens_pb2.ToolCall(id=f"c{turn}", name=B, arguments=json.dumps({"x": A}))
-            if chance.random() < 0.6:
-                said, role = tokens_pb2.ChatMessage(role="assistant", content=C, tool_calls=[call]), TOOL
-                follows = tokens_pb2.ChatMessage(role="tool", tool_call_id=call.id, name=B, content=A)
-            else:
-                said, role, follows = assistant(C), USER, user(A)
-            messages += [said, follows]
-            request = ask(messages, before, len(messages) - 1)
-            added = ([] if before[-1] == EOS else [EOS]) + [role, 20, ASSISTANT]
-            turns += 1
+            before = [*answer.prompt_token_ids, *sample.token_ids]
+            # As a client does: the message as it came, then the results of its calls or another question.
+            results = [
+                tokens_pb2.ChatMessage(role="tool", tool_call_id=call.id, name=call.name, content=A)
+                for call in sample.message.tool_calls
+            ]
+            assert len(results) == list(sample.token_ids).count(CALL)
+            follows = results or [user(A)]
+            messages += [sample.message, *follows]
+            request = ask(messages, before, len(messages) - len(follows))
+            role = TOOL if results else USER
+            added = ([] if before[-1] == EOS else [EOS]) + [role, 20] * len(follows) + [ASSISTANT]
+            turns, calls = turns + 1, calls + len(results)
     assert turns > 400
+    assert calls > turns // 2
+
+
+OPENAI_TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("called", [True, False])
+async def test_openais_client_gets_tool_calls(replica, stream, called):
+    """One token is the call, another is text."""
+    token = CALL if called else 20
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{replica.http_port}/v1", api_key="none") as client:
+        asked: Any = {
+            "model": str(replica.model),
+            "messages": [{"role": "user", "content": A}],
+            "tools": OPENAI_TOOLS,
+            "logit_bias": {str(token): 100.0},
+            "max_tokens": 4,
+            "temperature": 0,
+            "extra_body": {"return_token_ids": True, "stop_token_ids": [token]},
+        }
+        if stream:
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+            assert all(not chunk.choices[0].delta.content for chunk in chunks[:-1])
+            message, reason = chunks[-1].choices[0].delta, chunks[-1].choices[0].finish_reason
+            ids = [id_ for chunk in chunks for id_ in getattr(chunk.choices[0], "token_ids", None) or []]
+        else:
+            choice = (await client.chat.completions.create(**asked)).choices[0]
+            message, reason, ids = choice.message, choice.finish_reason, choice.token_ids
+    assert ids == [token]
+    if called:
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("look", '{"x":1}')]
+        assert (message.content, reason) == (None, "tool_calls")
+    else:
+        assert (message.content, message.tool_calls, reason) == (A, None, "stop")
+
+
+async def test_a_stream_has_the_message_with_the_last_tokens_of_each_sample(agent):
+    request = rollout_pb2.GenerateRequest(
+        conversation=tokens_pb2.Conversation(messages=[user(A)], tools=TOOLS),
+        sampling=tokens_pb2.SamplingParams(max_tokens=6, temperature=1, ignore_eos=True, logit_bias={CALL: 12.0}),
+        n=3,
+        return_message=True,
+    )
+    wire = rollout_pb2.GenerateStreamRequest(request=request, coalesce_tokens=1)
+    ids: dict[int, list[int]] = {}
+    messages: dict[int, tokens_pb2.ChatMessage] = {}
+    async for part in agent.GenerateStream(wire):
+        for delta in part.chunk.deltas:
+            new = delta.tokens
+            ids.setdefault(new.index, []).extend(new.token_ids)
+            assert new.HasField("message") == bool(new.finish_reason)
+            if new.HasField("message"):
+                messages[new.index] = new.message
+    assert sorted(messages) == [0, 1, 2]
+    for index, message in messages.items():
+        assert len(message.tool_calls) == ids[index].count(CALL)
+        assert "".join(message.content.split()) == text_of([id_ for id_ in ids[index] if id_ not in {CALL, EOS, 0}])
+    assert sum(len(message.tool_calls) for message in messages.values())

@@ -1,0 +1,93 @@
+"""vLLM's own parsers of tool calls and reasoning, for models whose format `rollout_svc.replies` does not read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from rollout_svc.replies import PROBE_NAME, Call, ReadCalls, ReadReasoning, Said, written_call
+from sluice.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = structlog.get_logger()
+
+LEAST_OPENING = 4
+"""Minimum length of what a template writes before the name of a tool for it to show that a reply without calls has a malformed one."""
+
+
+def tool_reader(tokenizer: PreTrainedTokenizerBase, name: str) -> ReadCalls:
+    """Return the tool parser of this name.
+
+    Raises:
+        ConfigError: if vLLM has none, or it does not fit the tokenizer.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415 - takes seconds
+    from vllm.parser.parser_manager import ParserManager  # noqa: PLC0415
+
+    parser = _found(
+        "tool_parser", name, lambda: ParserManager.get_parser(name, None, enable_auto_tools=True, tokenizer=tokenizer)
+    )
+    special = _special_tokens(tokenizer)
+    opening = ((written_call(tokenizer) or "").partition(PROBE_NAME)[0].split() or [""])[-1]
+
+    def read(text: str, tools: Sequence[Mapping[str, Any]]) -> Said:
+        request = ChatCompletionRequest(messages=[], model="", tools=list(tools), tool_choice="auto")
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        _, content, calls = parser(tokenizer, request.tools).parse(
+            text, request, enable_auto_tools=True, model_output_token_ids=ids
+        )
+        if not calls:  # a parser may leave parts of a malformed call out
+            return Said(special.sub("", text), malformed=int(len(opening) >= LEAST_OPENING and opening in text))
+        return Said(special.sub("", content or ""), [Call(call.name, call.arguments) for call in calls])
+
+    return read
+
+
+def reasoning_reader(tokenizer: PreTrainedTokenizerBase, name: str) -> ReadReasoning:
+    """Return the reasoning parser of this name.
+
+    Raises:
+        ConfigError: if vLLM has none, or it does not fit the tokenizer.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415 - takes seconds
+    from vllm.parser.parser_manager import ParserManager  # noqa: PLC0415
+
+    parser = _found("reasoning_parser", name, lambda: ParserManager.get_parser(None, name, tokenizer=tokenizer))
+
+    def read(text: str, opened: bool) -> tuple[str, str]:
+        del opened
+        request = ChatCompletionRequest(messages=[], model="")
+        reasoning, content = parser(tokenizer).extract_reasoning(text, request)
+        return reasoning or "", content or ""
+
+    return read
+
+
+def find_tool_parser(tokenizer: PreTrainedTokenizerBase, fits: Callable[[ReadCalls], bool]) -> str:
+    """Return the name of the first tool parser that fits, and "none" if none does."""
+    from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415 - takes seconds
+
+    for name in ToolParserManager.list_registered():
+        try:
+            if fits(tool_reader(tokenizer, name)):
+                return str(name)
+        except Exception as error:  # noqa: BLE001 - a parser of another model may fail in any way
+            log.debug("a tool parser does not fit", parser=name, problem=str(error)[:200])
+    return "none"
+
+
+def _found(setting: str, name: str, find: Callable[[], Any]) -> Any:  # noqa: ANN401 - vLLM's class
+    try:
+        return find()
+    except Exception as error:
+        raise ConfigError(f"rollout.{setting} is {name!r}, which vLLM refuses: {error}") from error
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    names = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
