@@ -1,4 +1,4 @@
-"""What a captured request is, whatever its dialect: what to sample, and what of it was not done as the client wrote it.
+"""A captured request of any dialect: what to sample, and which parts of it were not done as the client wrote them.
 
 A captured endpoint serves clients that nobody can change. What cannot change the tokens is ignored, what the engine does not enforce is
 not enforced, and what would make the log-probabilities those of another distribution follows `capture.on_unsupported`. Each of these
@@ -147,7 +147,7 @@ class TextDeltas:
 
 
 class Unshown:
-    """What of each message of a result a stream has not sent yet."""
+    """Tracks how much of each message a stream has sent."""
 
     def __init__(self) -> None:
         self._content: dict[int, int] = {}

@@ -27,7 +27,7 @@ class CaptureDeadlines(Section):
     linger_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds for which a request goes on whose client has left, so that a client with a short limit finds its reply when it asks again.",
+        description="Seconds that sampling continues after the client has disconnected, so that a client with a short timeout finds its reply when it retries.",
     )
     keepalive_s: float = Field(
         5.0,

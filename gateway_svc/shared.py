@@ -1,6 +1,6 @@
 """One sampling for all requests with the same body, which outlives its clients for a while.
 
-A client with a short limit leaves and asks again. Without this, each of its attempts would begin anew, and none would ever end.
+A client with a short timeout disconnects and retries. Without this, each retry would sample from the start, and none would finish.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SharedSampling:
     Args:
         source: Samples. It is read to its end, unless nobody has read it for a time.
         deadline_s: Seconds that it may take.
-        linger_s: Seconds that it goes on without a reader.
+        linger_s: Seconds that it continues without a reader.
 
     Attributes:
         task: Reads the source.
