@@ -90,6 +90,7 @@ class Run:
                 async with asyncio.TaskGroup() as beside:
                     await self._train(beside)
                     self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
+                    self._desk.end()
                     # Leaving waits for the checkpoint and the evaluation under way; each has its own deadline.
                 await self._end()
                 for each in (polling, announced, expiring, releasing):

@@ -94,6 +94,7 @@ class Desk:
         lending: Who has which episode.
         claims: Who samples what.
         openings: Messages and tools to begin with, of each group that is on offer.
+        ended: Whether the run has ended, so that nothing will be on offer.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Desk:
         self.lending = Lending(journal, limits, clock())
         self.claims = Claims(journal, self.lending, limits)
         self.openings: dict[int, tokens_pb2.Conversation] = {}
+        self.ended = False
         self._secret = secret
         self._cache: OrderedDict[tuple[str, str], session_pb2.RecordedGeneration] = OrderedDict()
         self._cached_bytes = 0
@@ -125,6 +127,11 @@ class Desk:
             # What begins meanwhile ends no earlier than this.
             least = min(self.limits.lease_s, self.limits.idle_s)
             await asyncio.sleep(max(0.0, min(self.lending.next_deadline() - now, least)))
+
+    def end(self) -> None:
+        """Tell those who wait for an offer that there will be none."""
+        self.ended = True
+        self.waiting.wake(OFFERS)
 
     # Offers.
 

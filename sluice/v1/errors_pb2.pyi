@@ -193,6 +193,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The run has no external episodes."""
     ERROR_REASON_GENERATION_DAMAGED: _ErrorReason.ValueType  # 187
     """What was sampled cannot be read from the journal any more."""
+    ERROR_REASON_RUN_ENDED: _ErrorReason.ValueType  # 188
+    """The run has ended: nothing will be on offer any more."""
     ERROR_REASON_BAD_SETTING: _ErrorReason.ValueType  # 59
     """OrchestratorService.
 
@@ -555,6 +557,8 @@ ERROR_REASON_NO_EXTERNAL_EPISODES: ErrorReason.ValueType  # 186
 """The run has no external episodes."""
 ERROR_REASON_GENERATION_DAMAGED: ErrorReason.ValueType  # 187
 """What was sampled cannot be read from the journal any more."""
+ERROR_REASON_RUN_ENDED: ErrorReason.ValueType  # 188
+"""The run has ended: nothing will be on offer any more."""
 ERROR_REASON_BAD_SETTING: ErrorReason.ValueType  # 59
 """OrchestratorService.
 

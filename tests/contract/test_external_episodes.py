@@ -256,6 +256,22 @@ async def test_an_episode_that_its_agent_left_is_on_offer_again_as_its_next_atte
         await asyncio.wait({running})
 
 
+async def test_who_waits_for_an_offer_learns_that_the_run_has_ended(scene) -> None:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+        running = scene.start(**{**EXTERNAL, "max_steps": 1, "batch_size": 1}, max_concurrent=1)
+        await until_serving(running, agent)
+        (task,) = await agent.lease()
+        waiting = asyncio.create_task(agent.lease())
+        for _ in range(2):
+            session = (await agent.open(task.lease_id)).episode_id
+            await agent.turn(session, [], scene.replicas[0].version)
+            await agent.submit(session, reward=1.0)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await waiting
+        assert SluiceError.from_rpc(refused.value).reason == "RUN_ENDED"
+        await running
+
+
 async def test_a_group_whose_time_is_over_is_trained_with_what_was_submitted(scene) -> None:
     settings = {**EXTERNAL, "max_steps": 1, "batch_size": 1, "external": {"group_s": 2.0}}
     async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
