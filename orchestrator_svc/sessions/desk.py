@@ -1,7 +1,7 @@
 """The external episodes of a run as they happen: the state machines with a clock, the journal's payloads, and those who wait.
 
-The workflow offers groups here and waits for their end; the servicers answer gateways. Whoever waits is woken by the fact that it
-waits for.
+The workflow offers groups here and waits for their end; the servicers answer gateways. A fact of the journal wakes the calls that
+wait for it.
 """
 
 from __future__ import annotations

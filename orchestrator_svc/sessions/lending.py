@@ -1,7 +1,7 @@
 """Who has which external episodes: leases, and how sessions begin and end.
 
 A state machine over the ledger: what it decides becomes true by a fact that it records. It has no clock: callers bring the time
-in seconds of a monotonic clock. Only deadlines are kept here, beside the ledger, so that they begin anew when a process starts.
+in seconds of a monotonic clock. Only deadlines are kept here, beside the ledger: after a restart all leases and sessions have their full time again.
 
 An answer may be given to an agent only when the journal is durable, also that of a call which is repeated.
 """

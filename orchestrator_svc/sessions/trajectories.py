@@ -171,7 +171,7 @@ def _record(path: Sequence[_Node], trained: Sequence[bool]) -> orchestrator_pb2.
 
 
 def _rest(reward: float | None, held: Iterable[str], rewards: Mapping[Target, float]) -> float:
-    """Return what of the episode's reward no turn has."""
+    """Return the episode's reward without the rewards of its turns."""
     return 0.0 if reward is None else reward - math.fsum(rewards.get(Target(each), 0.0) for each in held)
 
 
