@@ -154,6 +154,11 @@ def reply_format(
         if reasoning_parser in {"think", "none"} or others is None
         else others.reasoning_reader(tokenizer, reasoning_parser)
     )
+    if written is not None and tool_parser == "none":
+        log.warning(
+            "no parser reads the tool calls of this model's template, so that they stay in the content; set rollout.tool_parser",
+            call=written[:200],
+        )
     own = tool_parser in {"json", "none"} and reasoning_parser in {"think", "none"}
     log.info("replies are parsed", tool_parser=tool_parser, reasoning_parser=reasoning_parser)
     return ReplyFormat(tool_parser, reasoning_parser, read_calls, read_reasoning, MARKERS if own else None)

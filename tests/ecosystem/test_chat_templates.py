@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rollout_svc.replies import reply_format, written_call
 from sluice.render import ChatRenderer, TemplateError
 
 TEMPLATES = Path(__file__).parents[2] / ".venv-bench/trl/chat_templates"
@@ -152,3 +153,15 @@ def test_what_follows_a_tool_call_is_appended_as_the_template_writes_it_or_refus
             print(name.ljust(18), dict(Counter(row[name] for row in table.values())))
     assert len(table) == 54
     assert [(stem, name) for stem, row in table.items() for name, each in row.items() if each == "wrong"] == []
+
+
+def test_templates_that_write_calls_as_json_have_a_parser_in_both_engines():
+    templates = {path.stem: path.read_text() for path in TEMPLATES.glob("*.jinja")}
+    found = {
+        stem
+        for stem, text in templates.items()
+        if reply_format(tokenizer_of(text), "auto", "none").tool_parser == "json"
+    }
+    written = {stem for stem, text in templates.items() if "<tool_call>\n{" in (written_call(tokenizer_of(text)) or "")}
+    assert found == written
+    assert {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"} <= found

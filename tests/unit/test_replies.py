@@ -175,3 +175,11 @@ async def test_a_parser_that_fails_or_hangs_leaves_everything_in_the_content(mon
     message = await broken.message_of(ask(), "r/0", [9], [30, CALL])
     assert message.content == text_of([30]) + LOOK
     assert counted("malformed") - before == 1
+
+
+@pytest.mark.slow
+def test_a_parser_of_vllm_that_cannot_be_had_is_named_with_its_cause():
+    parsers = "rollout_svc.engines.vllm.parsers"
+    pytest.importorskip("vllm")
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser is 'herms', which vLLM refuses: .*herms"):
+        reply_format(word_piece(CALLS), "herms", "auto", parsers=parsers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -72,12 +73,18 @@ def find_tool_parser(tokenizer: PreTrainedTokenizerBase, fits: Callable[[ReadCal
     """Return the name of the first tool parser that fits, and "none" if none does."""
     from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415 - takes seconds
 
-    for name in ToolParserManager.list_registered():
-        try:
-            if fits(tool_reader(tokenizer, name)):
-                return str(name)
-        except Exception as error:  # noqa: BLE001 - a parser of another model may fail in any way
-            log.debug("a tool parser does not fit", parser=name, problem=str(error)[:200])
+    vllm_log = logging.getLogger("vllm")
+    level = vllm_log.level
+    vllm_log.setLevel(logging.CRITICAL)  # each parser that does not fit would log an error
+    try:
+        for name in ToolParserManager.list_registered():
+            try:
+                if fits(tool_reader(tokenizer, name)):
+                    return str(name)
+            except Exception as error:  # noqa: BLE001 - a parser of another model may fail in any way
+                log.debug("a tool parser does not fit", parser=name, problem=str(error)[:200])
+    finally:
+        vllm_log.setLevel(level)
     return "none"
 
 
@@ -85,7 +92,10 @@ def _found(setting: str, name: str, find: Callable[[], Any]) -> Any:  # noqa: AN
     try:
         return find()
     except Exception as error:
-        raise ConfigError(f"rollout.{setting} is {name!r}, which vLLM refuses: {error}") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # vLLM calls a parser that it cannot import an unknown one
+            cause = cause.__cause__
+        raise ConfigError(f"rollout.{setting} is {name!r}, which vLLM refuses: {cause}") from error
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
