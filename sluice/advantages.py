@@ -186,8 +186,11 @@ def slopes(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
         within = np.concatenate([_within_group(name, members) for members in groups])
         over_batch = _BATCH_SPREADS[name](within, *_columns(scored))
     alone = {members[0].group_id for members in groups if len(members) == 1}
+    least = float(np.finfo(np.float64).tiny)  # below it a quotient is no number any more
     return {
-        each.episode_id: 0.0 if each.group_id in alone else 1.0 / (spreads[each.group_id] * over_batch)
+        each.episode_id: 0.0
+        if each.group_id in alone or spreads[each.group_id] * over_batch < least
+        else 1.0 / (spreads[each.group_id] * over_batch)
         for each in scored
     }
 

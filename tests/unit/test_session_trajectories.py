@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from session_facts import digest, generation
 
@@ -175,6 +175,7 @@ def test_a_penalty_for_length_is_taken_from_the_whole_episode_and_all_its_branch
     st.lists(st.floats(0, 4), min_size=2, max_size=6),
     st.lists(st.floats(0, 4), min_size=1, max_size=4),
 )
+@example("maxrl", [0.0, 0.0], [2.2e-309])
 def test_the_mean_over_all_branches_of_an_episode_is_its_advantage(name, others, branches):
     """So a tree pushes as much as an episode that did not fork."""
     reward = float(np.mean(branches))
