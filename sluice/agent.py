@@ -1,0 +1,253 @@
+"""Runs episodes of a training run from any program: lease tasks, talk to the policy, give rewards.
+
+    async def play(episode: Episode) -> float:
+        messages = [*episode.opening.messages, ChatMessage(role="user", content="Guess a number.")]
+        reply = await episode.generate(messages)
+        return score(reply.message.content)
+
+    async with AgentClient("127.0.0.1:7105", run="my-run") as agent:
+        await agent.run(play, at_a_time=16)
+
+What an episode samples is recorded by the gateway, and trained when the episode was submitted. Messages that were sampled before keep
+their exact tokens: send each reply back as it came. proto/sluice/v1/episode.proto has the calls, for other languages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import grpc
+import structlog
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
+
+from sluice.backoff import Backoff
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError, connect
+from sluice.v1 import episode_pb2, episode_pb2_grpc, tokens_pb2
+
+ENDED = frozenset({"RUN_ENDED", "NOT_EXTERNAL"})
+"""Reasons of a gateway that has no more episodes."""
+
+RENEWALS = 3
+"""How often a lease is renewed within its time: two calls may be lost."""
+
+WAIT_S = 30.0
+"""Seconds that the gateway waits for an offer before it answers that there is none."""
+
+_LEAST_PAUSE_S = 0.1
+
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One sampled message.
+
+    Attributes:
+        generation_id: Its name, for a reward of its own.
+        message: What the assistant says, with its tool calls. Send it back unchanged in the next request.
+        finish_reason: Why it ended.
+        tokens: Number of sampled tokens.
+    """
+
+    generation_id: str
+    message: tokens_pb2.ChatMessage
+    finish_reason: tokens_pb2.FinishReason.ValueType
+    tokens: int
+
+
+class Episode:
+    """One attempt at a task.
+
+    Attributes:
+        task: The task: `task_id`, `environment` and `data`.
+        opening: Messages to begin with, and tools, where the environment gives them.
+        opened: Name, session key and base URLs, for clients of OpenAI's and Anthropic's libraries.
+    """
+
+    def __init__(
+        self,
+        stub: episode_pb2_grpc.EpisodeServiceAsyncStub,
+        leased: episode_pb2.LeasedTask,
+        opened: episode_pb2.OpenEpisodeResponse,
+    ) -> None:
+        self.task, self.opening, self.opened = leased.task, leased.opening, opened
+        self._stub = stub
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Return the data of the task."""
+        return MessageToDict(self.task.data)
+
+    async def generate(
+        self,
+        messages: Sequence[tokens_pb2.ChatMessage],
+        tools: Sequence[tokens_pb2.Tool] = (),
+        *,
+        sampling: tokens_pb2.SamplingParams | None = None,
+        timeout_s: float = 600.0,
+    ) -> Reply:
+        """Sample what the assistant says next.
+
+        Args:
+            messages: All messages so far.
+            tools: Tools on offer.
+            sampling: Where it differs from the run's; temperature, max_tokens and stops may be set.
+            timeout_s: Seconds to wait, also while all replicas are busy or away.
+
+        Raises:
+            SluiceError: as EpisodeService.Generate.
+        """
+        request = episode_pb2.EpisodeServiceGenerateRequest(
+            episode_id=self.opened.episode_id,
+            request_id=uuid.uuid4().hex,
+            conversation=tokens_pb2.Conversation(messages=messages, tools=tools),
+            sampling=sampling,
+        )
+        answer = await _patiently(self._stub.Generate, request, timeout_s)
+        made = answer.generations[0]
+        return Reply(made.generation_id, made.message, made.sample.finish_reason, len(made.sample.token_ids))
+
+    async def reward(self, value: float, *, generation_id: str | None = None, branch: str | None = None) -> None:
+        """Record a reward: of the episode, of one generation, or of the branch that ends with a generation."""
+        request = episode_pb2.RecordRewardRequest(episode_id=self.opened.episode_id, reward=value)
+        if generation_id is not None:
+            request.generation_id = generation_id
+        if branch is not None:
+            request.branch = branch
+        await _patiently(self._stub.RecordReward, request)
+
+    async def submit(self, reward: float | None = None, *, truncated: bool = False) -> list[str]:
+        """End the episode, and return the names of its trajectories. Without a reward the recorded one counts, or the environment scores."""
+        request = episode_pb2.SubmitTrajectoryRequest(
+            episode_id=self.opened.episode_id, reward=reward, truncated=truncated
+        )
+        return list((await _patiently(self._stub.SubmitTrajectory, request)).trajectory_ids)
+
+    async def abandon(self, reason: str, *, requeue: bool = False) -> None:
+        """Give the episode up. With `requeue` another attempt is offered."""
+        request = episode_pb2.AbandonEpisodeRequest(
+            episode_id=self.opened.episode_id, reason=reason[:128], requeue=requeue
+        )
+        await _patiently(self._stub.AbandonEpisode, request)
+
+
+class AgentClient:
+    """Leases and plays episodes through a gateway.
+
+    Args:
+        target: Address of the gateway's gRPC port.
+        run: Name of the run.
+        security: Token of a principal with the role `agent`, and TLS.
+    """
+
+    def __init__(self, target: str, run: str, security: SecurityConfig | None = None) -> None:
+        self._channel = connect(target, security or SecurityConfig(), role="agent")
+        self._stub = episode_pb2_grpc.EpisodeServiceStub(self._channel)
+        self._run = run
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._channel.close()
+
+    async def run(self, play: Callable[[Episode], Awaitable[float | None]], *, at_a_time: int = 8) -> int:
+        """Play episodes until the run has ended; return how many were submitted.
+
+        Args:
+            play: Plays one episode. Returns its reward, or None if it was recorded or the environment scores it. If it raises, the
+                episode is given up.
+            at_a_time: Episodes under way.
+
+        Raises:
+            SluiceError: if the gateway refuses to lease for another reason than that nothing is on offer.
+        """
+        submitted = 0
+
+        async def work() -> None:
+            nonlocal submitted
+            while (leased := await self._lease()) is not None:
+                async with self._renewed(leased):
+                    submitted += await self._play(play, leased)
+
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(at_a_time):
+                workers.create_task(work())
+        return submitted
+
+    async def _play(self, play: Callable[[Episode], Awaitable[float | None]], leased: episode_pb2.LeasedTask) -> int:
+        request = episode_pb2.OpenEpisodeRequest(lease_id=leased.lease_id, request_id=uuid.uuid4().hex)
+        episode = Episode(self._stub, leased, await _patiently(self._stub.OpenEpisode, request))
+        try:
+            reward = await play(episode)
+        except Exception as error:  # noqa: BLE001 - the agent's own code may raise anything
+            log.warning("an episode is given up", task=leased.task.task_id, error=repr(error))
+            with contextlib.suppress(SluiceError):
+                await episode.abandon(repr(error))
+            return 0
+        await episode.submit(reward)
+        return 1
+
+    async def _lease(self) -> episode_pb2.LeasedTask | None:
+        """Lease one episode; None when the run has ended."""
+        request = episode_pb2.LeaseTasksRequest(
+            run=f"runs/{self._run}", max_tasks=1, max_episodes=1, wait=Duration(seconds=int(WAIT_S))
+        )
+        while True:
+            request.request_id = uuid.uuid4().hex
+            try:
+                return (await _patiently(self._stub.LeaseTasks, request, 2 * WAIT_S)).tasks[0]
+            except SluiceError as error:
+                if error.reason in ENDED:
+                    return None
+                if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                await asyncio.sleep(max(_LEAST_PAUSE_S, error.retry_after_s or 0.0))
+
+    @contextlib.asynccontextmanager
+    async def _renewed(self, leased: episode_pb2.LeasedTask) -> AsyncIterator[None]:
+        """Keep a lease while the block runs."""
+
+        async def renew() -> None:
+            request = episode_pb2.RenewLeaseRequest(lease_id=leased.lease_id)
+            while True:
+                await asyncio.sleep(leased.lease.ToNanoseconds() / 1e9 / RENEWALS)
+                with contextlib.suppress(SluiceError):  # what is done to an episode whose lease has ended says so
+                    await _patiently(self._stub.RenewLease, request)
+
+        renewing = asyncio.create_task(renew(), name=f"lease {leased.lease_id}")
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait({renewing})
+
+
+async def _patiently(
+    method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer], request: _Request, timeout_s: float = 60.0
+) -> _Answer:
+    """Make an idempotent call, again and again while no gateway answers.
+
+    Raises:
+        SluiceError: what the gateway raised, or the last failure to reach one.
+    """
+    loop, backoff = asyncio.get_running_loop(), Backoff(first_s=0.1, longest_s=2.0)
+    until = loop.time() + timeout_s
+    while True:
+        try:
+            return await method(request, timeout=max(_LEAST_PAUSE_S, until - loop.time()))
+        except grpc.aio.AioRpcError as error:
+            pause_s = backoff.fail()
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or loop.time() + pause_s >= until:
+                raise SluiceError.from_rpc(error) from error
+            await asyncio.sleep(pause_s)
