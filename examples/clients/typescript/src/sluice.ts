@@ -1,0 +1,236 @@
+// Plays episodes of a training run: lease a task, talk to the policy, give a reward.
+//
+//   const agent = new Agent("127.0.0.1:7105", "my-run");
+//   await agent.run(async (episode) => {
+//     const reply = await episode.generate([{ role: "user", content: "Guess a number." }]);
+//     return reply.message.content === "7" ? 1 : 0;
+//   }, { atATime: 16 });
+//
+// What an episode samples is recorded by the gateway, and trained when it was submitted. The contract is read from proto/ at run time.
+import { randomUUID } from "node:crypto";
+import { readFileSync } from "node:fs";
+import { setTimeout as sleep } from "node:timers/promises";
+import { fileURLToPath } from "node:url";
+import grpc from "@grpc/grpc-js";
+import { loadSync } from "@grpc/proto-loader";
+
+export interface ToolCall { id: string; name: string; arguments: string }
+/** A message. Send each reply back as it came: then its exact tokens are kept. */
+export interface Message { role: string; content?: string; tool_calls?: ToolCall[]; tool_call_id?: string; reasoning?: string }
+export interface Tool { name: string; description?: string; parameters?: Record<string, unknown> }
+export interface Sampling { max_tokens?: number; temperature?: number; stop?: string[] }
+export interface Reply { generationId: string; message: Message; finishReason: string; tokens: number }
+
+/** A call that the gateway refused; `reason` is one of ErrorReason in proto/sluice/v1/errors.proto, without its prefix. */
+export class SluiceError extends Error {
+  constructor(readonly code: number, readonly reason: string, message: string, readonly retryAfterMs = 0) {
+    super(message);
+  }
+}
+
+const PROTOS = fileURLToPath(new URL("../../../../proto", import.meta.url));
+const LOADED = loadSync(["sluice/v1/episode.proto"], {
+  keepCase: true, includeDirs: [PROTOS], longs: Number, enums: String, defaults: true,
+});
+// The types of messages that are read at run time are not known to the compiler.
+// eslint-disable-next-line @typescript-eslint/no-explicit-any
+type Wire = any;
+const { sluice } = grpc.loadPackageDefinition(LOADED) as Wire;
+
+const ENDED = new Set(["RUN_ENDED", "NO_EXTERNAL_EPISODES"]);
+const WAIT_S = 30;
+const RENEWALS = 3;
+
+/** One attempt at a task. */
+export class Episode {
+  readonly id: string;
+  readonly openaiBaseUrl: string;
+  readonly anthropicBaseUrl: string;
+  /** API key for clients of OpenAI's and Anthropic's libraries. */
+  readonly sessionKey: string;
+  readonly taskId: string;
+  readonly data: Record<string, unknown>;
+  /** Messages to begin with, where the environment gives them. */
+  readonly opening: Message[];
+
+  constructor(private readonly agent: Agent, leased: Wire, opened: Wire) {
+    this.id = opened.episode_id;
+    [this.openaiBaseUrl, this.anthropicBaseUrl] = [opened.openai_base_url, opened.anthropic_base_url];
+    this.sessionKey = opened.session_key;
+    this.taskId = leased.task.task_id;
+    this.data = plain({ structValue: leased.task.data ?? { fields: {} } }) as Record<string, unknown>;
+    this.opening = leased.opening?.messages ?? [];
+  }
+
+  /** Samples what the assistant says next; `messages` are all so far. */
+  async generate(messages: Message[], options: { tools?: Tool[]; sampling?: Sampling; timeoutMs?: number } = {}): Promise<Reply> {
+    const tools = (options.tools ?? []).map((each) => ({ ...each, parameters: each.parameters && struct(each.parameters) }));
+    const request = { episode_id: this.id, request_id: randomUUID(), conversation: { messages, tools }, sampling: options.sampling };
+    const [made] = (await this.agent.call("Generate", request, options.timeoutMs ?? 600_000)).generations;
+    return {
+      generationId: made.generation_id,
+      message: made.message,
+      finishReason: made.sample.finish_reason,
+      tokens: made.sample.token_ids.length,
+    };
+  }
+
+  /** Records a reward: of the episode, of one generation, or of the branch that ends with one. */
+  async reward(value: number, target: { generation_id?: string; branch?: string } = {}): Promise<void> {
+    await this.agent.call("RecordReward", { episode_id: this.id, reward: value, ...target });
+  }
+
+  /** Ends the episode. Without a reward the recorded one counts, or the environment scores it. */
+  async submit(reward?: number, truncated = false): Promise<string[]> {
+    return (await this.agent.call("SubmitTrajectory", { episode_id: this.id, reward, truncated })).trajectory_ids;
+  }
+
+  /** Gives the episode up. With `requeue` another attempt is offered. */
+  async abandon(reason: string, requeue = false): Promise<void> {
+    await this.agent.call("AbandonEpisode", { episode_id: this.id, reason: reason.slice(0, 128), requeue });
+  }
+}
+
+/** Leases and plays episodes through a gateway. */
+export class Agent {
+  private readonly client: Wire;
+  private readonly metadata = new grpc.Metadata();
+
+  constructor(target: string, private readonly runName: string, options: { token?: string; tokenFile?: string } = {}) {
+    const token = options.token ?? (options.tokenFile && readFileSync(options.tokenFile, "utf8").trim());
+    if (token) this.metadata.set("authorization", `Bearer ${token}`);
+    this.client = new sluice.v1.EpisodeService(target, grpc.credentials.createInsecure());
+  }
+
+  close(): void {
+    this.client.close();
+  }
+
+  /** Plays episodes until the run has ended, or `episodes` were played; returns how many were submitted. If `play` throws, the episode is given up. */
+  async run(
+    play: (episode: Episode) => Promise<number | undefined>,
+    { atATime = 8, episodes = Infinity }: { atATime?: number; episodes?: number } = {},
+  ): Promise<number> {
+    let [begun, submitted] = [0, 0];
+    const work = async (): Promise<void> => {
+      while (begun < episodes) {
+        begun += 1;
+        const leased = await this.lease();
+        if (!leased) return;
+        const renewing = setInterval(
+          () => this.call("RenewLease", { lease_id: leased.lease_id }).catch(() => undefined),
+          (Number(leased.lease.seconds) * 1000) / RENEWALS,
+        );
+        try {
+          submitted += await this.play(play, leased);
+        } finally {
+          clearInterval(renewing);
+        }
+      }
+    };
+    await Promise.all(Array.from({ length: atATime }, work));
+    return submitted;
+  }
+
+  private async play(play: (episode: Episode) => Promise<number | undefined>, leased: Wire): Promise<number> {
+    const opened = await this.call("OpenEpisode", { lease_id: leased.lease_id, request_id: randomUUID() });
+    const episode = new Episode(this, leased, opened);
+    let reward: number | undefined;
+    try {
+      reward = await play(episode);
+    } catch (error) {
+      console.warn(`episode ${episode.id} of task ${episode.taskId} is given up:`, error);
+      await episode.abandon(String(error)).catch(() => undefined);
+      return 0;
+    }
+    await episode.submit(reward);
+    return 1;
+  }
+
+  private async lease(): Promise<Wire | undefined> {
+    for (;;) {
+      const request = { run: `runs/${this.runName}`, request_id: randomUUID(), max_tasks: 1, max_episodes: 1, wait: { seconds: WAIT_S } };
+      try {
+        return (await this.call("LeaseTasks", request, 2000 * WAIT_S)).tasks[0];
+      } catch (error) {
+        if (!(error instanceof SluiceError) || (error.code !== grpc.status.RESOURCE_EXHAUSTED && !ENDED.has(error.reason))) throw error;
+        if (ENDED.has(error.reason)) return undefined;
+        await sleep(Math.max(100, error.retryAfterMs));
+      }
+    }
+  }
+
+  /** Makes an idempotent call, again and again while no gateway answers. */
+  async call(method: string, request: object, timeoutMs = 60_000): Promise<Wire> {
+    const deadline = Date.now() + timeoutMs;
+    for (let pauseMs = 100; ; pauseMs = Math.min(2 * pauseMs, 2000)) {
+      try {
+        return await new Promise((resolve, reject) => {
+          const done = (error: grpc.ServiceError | null, answer: Wire) => (error ? reject(error) : resolve(answer));
+          this.client[method](request, this.metadata, { deadline }, done);
+        });
+      } catch (error) {
+        const failed = error as grpc.ServiceError;
+        if (failed.code !== grpc.status.UNAVAILABLE || Date.now() + pauseMs >= deadline) throw understood(failed);
+        await sleep(pauseMs);
+      }
+    }
+  }
+}
+
+/** Reads google.rpc.Status from the trailing metadata: ErrorInfo.reason and RetryInfo.retry_delay. */
+function understood(error: grpc.ServiceError): SluiceError {
+  let [reason, retryAfterMs] = [grpc.status[error.code] ?? "UNKNOWN", 0];
+  const [raw] = error.metadata.get("grpc-status-details-bin");
+  for (const any of raw instanceof Buffer ? fields(raw).filter(([number]) => number === 3) : []) {
+    const detail = new Map(fields(any[1] as Buffer));
+    const [type, value] = [String(detail.get(1)), fields((detail.get(2) as Buffer | undefined) ?? Buffer.alloc(0))];
+    if (type.endsWith("ErrorInfo")) reason = String(new Map(value).get(1));
+    if (type.endsWith("RetryInfo")) {
+      const delay = new Map(fields(new Map(value).get(1) as Buffer));
+      retryAfterMs = Number(delay.get(1) ?? 0) * 1000 + Number(delay.get(2) ?? 0) / 1e6;
+    }
+  }
+  return new SluiceError(error.code, reason, error.details, retryAfterMs);
+}
+
+/** Splits a protobuf message into its fields: varints as numbers, everything with a length as bytes. */
+function fields(bytes: Buffer): [number, number | Buffer][] {
+  const found: [number, number | Buffer][] = [];
+  let at = 0;
+  const varint = (): number => {
+    for (let [value, scale] = [0, 1]; ; scale *= 128) {
+      const byte = bytes[at++] ?? 0;
+      value += (byte & 127) * scale;
+      if (byte < 128) return value;
+    }
+  };
+  while (at < bytes.length) {
+    const tag = varint();
+    if (tag % 8 === 0) found.push([Math.floor(tag / 8), varint()]);
+    else if (tag % 8 === 2) {
+      const length = varint();
+      found.push([Math.floor(tag / 8), bytes.subarray(at, (at += length))]);
+    } else break;
+  }
+  return found;
+}
+
+/** google.protobuf.Value and Struct to plain values and back; proto-loader has no conversion of its own. */
+function plain(value: Wire): unknown {
+  if (value.structValue) return Object.fromEntries(Object.entries(value.structValue.fields).map(([key, each]) => [key, plain(each)]));
+  if (value.listValue) return value.listValue.values.map(plain);
+  return value[value.kind] ?? null;
+}
+
+function struct(object: Record<string, unknown>): Wire {
+  return { fields: Object.fromEntries(Object.entries(object).map(([key, each]) => [key, boxed(each)])) };
+}
+
+function boxed(value: unknown): Wire {
+  if (Array.isArray(value)) return { listValue: { values: value.map(boxed) } };
+  if (value && typeof value === "object") return { structValue: struct(value as Record<string, unknown>) };
+  if (typeof value === "number") return { numberValue: value };
+  if (typeof value === "boolean") return { boolValue: value };
+  return value === null || value === undefined ? { nullValue: "NULL_VALUE" } : { stringValue: String(value) };
+}
