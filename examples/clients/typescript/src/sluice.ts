@@ -8,7 +8,8 @@
 //
 // What an episode samples is recorded by the gateway, and trained when it was submitted. The contract is read from proto/ at run time.
 import { randomUUID } from "node:crypto";
-import { readFileSync } from "node:fs";
+import { existsSync, readFileSync } from "node:fs";
+import { dirname, join } from "node:path";
 import { setTimeout as sleep } from "node:timers/promises";
 import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
@@ -28,9 +29,16 @@ export class SluiceError extends Error {
   }
 }
 
-const PROTOS = fileURLToPath(new URL("../../../../proto", import.meta.url));
+/** Folder of the contracts: `proto` above this file, or SLUICE_PROTOS. */
+function protos(): string {
+  for (let folder = dirname(fileURLToPath(import.meta.url)); ; folder = dirname(folder)) {
+    const found = process.env.SLUICE_PROTOS ?? join(folder, "proto");
+    if (existsSync(join(found, "sluice/v1/episode.proto"))) return found;
+    if (folder === dirname(folder) || process.env.SLUICE_PROTOS) throw new Error(`${found} has no sluice/v1/episode.proto: set SLUICE_PROTOS to the folder proto of Sluice`);
+  }
+}
 const LOADED = loadSync(["sluice/v1/episode.proto"], {
-  keepCase: true, includeDirs: [PROTOS], longs: Number, enums: String, defaults: true,
+  keepCase: true, includeDirs: [protos()], longs: Number, enums: String, defaults: true,
 });
 // The types of messages that are read at run time are not known to the compiler.
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
@@ -96,7 +104,7 @@ export class Agent {
   private readonly client: Wire;
   private readonly metadata = new grpc.Metadata();
 
-  constructor(target: string, private readonly runName: string, options: { token?: string; tokenFile?: string } = {}) {
+  constructor(target: string, private readonly runName: string, options: { token?: string; tokenFile?: string | undefined } = {}) {
     const token = options.token ?? (options.tokenFile && readFileSync(options.tokenFile, "utf8").trim());
     if (token) this.metadata.set("authorization", `Bearer ${token}`);
     this.client = new sluice.v1.EpisodeService(target, grpc.credentials.createInsecure());
