@@ -31,8 +31,8 @@ from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import episode_pb2, episode_pb2_grpc, tokens_pb2
 
-ENDED = frozenset({"RUN_ENDED", "NOT_EXTERNAL"})
-"""Reasons of a gateway that has no more episodes."""
+RUN_ENDED = "RUN_ENDED"
+"""Reason of a gateway whose run has no more episodes."""
 
 RENEWALS = 3
 """How often a lease is renewed within its time: two calls may be lost."""
@@ -162,7 +162,7 @@ class AgentClient:
         await self._channel.close()
 
     async def run(self, play: Callable[[Episode], Awaitable[float | None]], *, at_a_time: int = 8) -> int:
-        """Play episodes until the run has ended; return how many were submitted.
+        """Play episodes until the run has ended; return how many were submitted. What is under way then is left.
 
         Args:
             play: Plays one episode. Returns its reward, or None if it was recorded or the environment scores it. If it raises, the
@@ -180,9 +180,16 @@ class AgentClient:
                 async with self._renewed(leased):
                     submitted += await self._play(play, leased)
 
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(at_a_time):
-                workers.create_task(work())
+        workers = [asyncio.create_task(work(), name=f"agent {number}") for number in range(at_a_time)]
+        try:
+            # The first one that ends has learned that the run ended, or failed.
+            ended, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
+            for each in ended:
+                each.result()
+        finally:
+            for each in workers:
+                each.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
         return submitted
 
     async def _play(self, play: Callable[[Episode], Awaitable[float | None]], leased: episode_pb2.LeasedTask) -> int:
@@ -208,7 +215,7 @@ class AgentClient:
             try:
                 return (await _patiently(self._stub.LeaseTasks, request, 2 * WAIT_S)).tasks[0]
             except SluiceError as error:
-                if error.reason in ENDED:
+                if error.reason == RUN_ENDED:
                     return None
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise

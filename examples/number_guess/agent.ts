@@ -34,3 +34,4 @@ const submitted = await agent.run(
 );
 console.log(`${submitted} games were submitted`);
 agent.close();
+process.exit(0); // what was under way when the run ended is left

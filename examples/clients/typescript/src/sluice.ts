@@ -45,7 +45,6 @@ const LOADED = loadSync(["sluice/v1/episode.proto"], {
 type Wire = any;
 const { sluice } = grpc.loadPackageDefinition(LOADED) as Wire;
 
-const ENDED = new Set(["RUN_ENDED", "NO_EXTERNAL_EPISODES"]);
 const WAIT_S = 30;
 const RENEWALS = 3;
 
@@ -114,15 +113,11 @@ export class Agent {
     this.client.close();
   }
 
-  /** Plays episodes until the run has ended, or `episodes` were played; returns how many were submitted. If `play` throws, the episode is given up. */
-  async run(
-    play: (episode: Episode) => Promise<number | undefined>,
-    { atATime = 8, episodes = Infinity }: { atATime?: number; episodes?: number } = {},
-  ): Promise<number> {
-    let [begun, submitted] = [0, 0];
+  /** Plays episodes until the run has ended; returns how many were submitted. What is under way then is left. If `play` throws, the episode is given up. */
+  async run(play: (episode: Episode) => Promise<number | undefined>, { atATime = 8 }: { atATime?: number } = {}): Promise<number> {
+    let submitted = 0;
     const work = async (): Promise<void> => {
-      while (begun < episodes) {
-        begun += 1;
+      for (;;) {
         const leased = await this.lease();
         if (!leased) return;
         const renewing = setInterval(
@@ -136,7 +131,10 @@ export class Agent {
         }
       }
     };
-    await Promise.all(Array.from({ length: atATime }, work));
+    // The first one that ends has learned that the run ended, or failed.
+    const workers = Array.from({ length: atATime }, work);
+    for (const each of workers) each.catch(() => undefined);
+    await Promise.race(workers);
     return submitted;
   }
 
@@ -161,8 +159,8 @@ export class Agent {
       try {
         return (await this.call("LeaseTasks", request, 2000 * WAIT_S)).tasks[0];
       } catch (error) {
-        if (!(error instanceof SluiceError) || (error.code !== grpc.status.RESOURCE_EXHAUSTED && !ENDED.has(error.reason))) throw error;
-        if (ENDED.has(error.reason)) return undefined;
+        if (!(error instanceof SluiceError) || (error.code !== grpc.status.RESOURCE_EXHAUSTED && error.reason !== "RUN_ENDED")) throw error;
+        if (error.reason === "RUN_ENDED") return undefined;
         await sleep(Math.max(100, error.retryAfterMs));
       }
     }
