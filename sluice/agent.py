@@ -178,7 +178,8 @@ class AgentClient:
             nonlocal submitted
             while (leased := await self._lease()) is not None:
                 async with self._renewed(leased):
-                    submitted += await self._play(play, leased)
+                    played = await self._play(play, leased)
+                    submitted += played  # not in one statement: others count while this one plays
 
         workers = [asyncio.create_task(work(), name=f"agent {number}") for number in range(at_a_time)]
         try:

@@ -1,6 +1,6 @@
 """Writes the demonstrations for the warm-up: games of a player who often forgets what the answers were.
 
-    python examples/number_guess/demonstrations.py outputs/number_guess/demonstrations.jsonl --seed 0
+python examples/number_guess/demonstrations.py outputs/number_guess/demonstrations.jsonl --seed 0
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def main() -> None:
     arguments.path.parent.mkdir(parents=True, exist_ok=True)
     with arguments.path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in demonstrations(arguments.seed, arguments.count))
-    print(f"{arguments.path}: {arguments.count} games, {CARELESS_SHARE:.0%} of the guesses without regard to the answers")
+    print(
+        f"{arguments.path}: {arguments.count} games, {CARELESS_SHARE:.0%} of the guesses without regard to the answers"
+    )
 
 
 if __name__ == "__main__":

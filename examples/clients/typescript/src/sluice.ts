@@ -125,7 +125,8 @@ export class Agent {
           (Number(leased.lease.seconds) * 1000) / RENEWALS,
         );
         try {
-          submitted += await this.play(play, leased);
+          const played = await this.play(play, leased);
+          submitted += played; // not in one statement: others count while this one plays
         } finally {
           clearInterval(renewing);
         }
