@@ -38,7 +38,7 @@ function protos(): string {
   }
 }
 const LOADED = loadSync(["sluice/v1/episode.proto"], {
-  keepCase: true, includeDirs: [protos()], longs: Number, enums: String, defaults: true,
+  keepCase: true, includeDirs: [protos()], longs: Number, enums: String, defaults: true, oneofs: true,
 });
 // The types of messages that are read at run time are not known to the compiler.
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
@@ -65,7 +65,7 @@ export class Episode {
     [this.openaiBaseUrl, this.anthropicBaseUrl] = [opened.openai_base_url, opened.anthropic_base_url];
     this.sessionKey = opened.session_key;
     this.taskId = leased.task.task_id;
-    this.data = plain({ structValue: leased.task.data ?? { fields: {} } }) as Record<string, unknown>;
+    this.data = plain({ struct_value: leased.task.data ?? { fields: {} } }) as Record<string, unknown>;
     this.opening = leased.opening?.messages ?? [];
   }
 
@@ -225,8 +225,8 @@ function fields(bytes: Buffer): [number, number | Buffer][] {
 
 /** google.protobuf.Value and Struct to plain values and back; proto-loader has no conversion of its own. */
 function plain(value: Wire): unknown {
-  if (value.structValue) return Object.fromEntries(Object.entries(value.structValue.fields).map(([key, each]) => [key, plain(each)]));
-  if (value.listValue) return value.listValue.values.map(plain);
+  if (value.struct_value) return Object.fromEntries(Object.entries(value.struct_value.fields).map(([key, each]) => [key, plain(each)]));
+  if (value.list_value) return value.list_value.values.map(plain);
   return value[value.kind] ?? null;
 }
 
@@ -235,9 +235,9 @@ function struct(object: Record<string, unknown>): Wire {
 }
 
 function boxed(value: unknown): Wire {
-  if (Array.isArray(value)) return { listValue: { values: value.map(boxed) } };
-  if (value && typeof value === "object") return { structValue: struct(value as Record<string, unknown>) };
-  if (typeof value === "number") return { numberValue: value };
-  if (typeof value === "boolean") return { boolValue: value };
-  return value === null || value === undefined ? { nullValue: "NULL_VALUE" } : { stringValue: String(value) };
+  if (Array.isArray(value)) return { list_value: { values: value.map(boxed) } };
+  if (value && typeof value === "object") return { struct_value: struct(value as Record<string, unknown>) };
+  if (typeof value === "number") return { number_value: value };
+  if (typeof value === "boolean") return { bool_value: value };
+  return value === null || value === undefined ? { null_value: "NULL_VALUE" } : { string_value: String(value) };
 }
