@@ -786,7 +786,7 @@ async def test_a_hold_is_renewed_while_an_evaluation_needs_it(scene, monkeypatch
         return await evaluate(*arguments)
 
     monkeypatch.setattr(evaluation_module, "evaluate", slow)
-    report = await scene.run(evaluation={"every_steps": 4, "prompts": 2}, deadlines={"hold_s": 0.2})
+    report = await scene.run(evaluation={"every_steps": 4, "prompts": 2}, deadlines={"hold_s": 1.0})
     *holds, follow = replica.policies
     assert len(holds) > 3
     assert {each.owner for each in holds} == {follow.owner}
