@@ -161,8 +161,22 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation, by default with the generation prompt."""
-        return self.encode(self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+        """Return the token ids of a conversation, by default with the generation prompt.
+
+        Raises:
+            TemplateError: if the template refuses the messages, or leaves a tool's result out.
+        """
+        text = self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        marked, marks = _marked_results(messages)
+        if marks:
+            rendered = self.text(marked, add_generation_prompt=add_generation_prompt, tools=tools)
+            missing = next((index for index, mark in marks.items() if mark not in rendered), None)
+            if missing is not None:
+                raise TemplateError(
+                    f"the chat template leaves out the tool's result in message {missing}: send it after an assistant message with the"
+                    " call that it answers in `tool_calls`, or as a user message where the model takes no tools"
+                )
+        return self.encode(text)
 
     def render_continuation(
         self,
@@ -325,16 +339,8 @@ class ChatRenderer:
                 "the chat template writes these messages differently after the turn that they answer, so that they cannot be "
                 "appended: send the whole conversation instead, with the name of the tool in each of its results"
             )
-        marks = {
-            index: RESULT_SENTINEL + "x" * index + "E"
-            for index, message in enumerate(new_messages)
-            if message["role"] == "tool"
-        }
+        marked, marks = _marked_results(new_messages)
         if marks:
-            marked = [
-                {**message, "content": marks[index]} if index in marks else message
-                for index, message in enumerate(new_messages)
-            ]
             text = cut(stand_in, marked).addition
             if not all(mark in text for mark in marks.values()):
                 raise TemplateError(
@@ -409,6 +415,15 @@ def _marked_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     marked = [{**call, "function": {**call["function"], "arguments": {"x": "x"}}} for call in calls]
     marked[-1]["function"]["arguments"] = {"x": SENTINEL}
     return marked
+
+
+def _marked_results(messages: Sequence[Message]) -> tuple[list[Message], dict[int, str]]:
+    """Return messages whose tools' results are marks, and the mark of each by its index."""
+    marks = {index: f"{RESULT_SENTINEL}{index}E" for index, message in enumerate(messages) if message["role"] == "tool"}
+    marked = (
+        {**message, "content": marks[index]} if index in marks else message for index, message in enumerate(messages)
+    )
+    return list(marked), marks
 
 
 def _calls_of_results(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -78,6 +78,16 @@ def test_a_result_that_the_template_leaves_out_is_not_appended(template, reason)
         renderer.render_continuation(sampled(renderer, answer), [RESULT], earlier=[QUESTION, answer])
 
 
+def test_a_conversation_whose_result_the_template_leaves_out_is_refused_and_one_in_another_form_is_not():
+    renderer = ChatRenderer(word_piece(RESULT_INSIDE_THE_TURN))
+    with pytest.raises(TemplateError, match="leaves out the tool's result in message 2"):
+        renderer.render([QUESTION, {"role": "assistant", "content": "hello"}, RESULT])
+    assert renderer.render([QUESTION, CALL, RESULT])
+    escaped = CALLS.replace("(message.content or '')", "(message.content or '')|tojson")
+    quoted = {**RESULT, "content": 'he said "hello"'}
+    assert ChatRenderer(word_piece(escaped)).render([QUESTION, CALL, quoted])
+
+
 def test_a_result_without_a_call_is_refused_with_the_templates_reason():
     renderer = ChatRenderer(word_piece(NEEDS_A_CALL))
     answer = {"role": "assistant", "content": "hello"}
