@@ -26,6 +26,7 @@ from gateway_svc.shared import SharedSampling
 from sluice.backoff import Backoff
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
+from sluice.sampling.generation import bounded_id
 from sluice.sampling.policy import PolicyEngine, TokenStream
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
 from sluice.versions import BASE
@@ -254,7 +255,8 @@ class RecordedSessions:
         keys = conversation_keys(request.generate.conversation)
         begin = session_pb2.BeginGenerationRequest(
             episode_id=session.episode_id,
-            request_id=request_id or uuid.uuid4().hex,
+            # Agents choose names that are unique within their episode; replicas and the run need more.
+            request_id=bounded_id(f"{session.episode_id}/{request_id or uuid.uuid4().hex}"),
             gateway=self._name,
             body_digest=identity.digest,
             is_retry=identity.is_retry,

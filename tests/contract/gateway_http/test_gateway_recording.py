@@ -248,5 +248,5 @@ async def test_over_grpc_a_request_with_a_name_is_its_own_repetition_and_one_wit
         later = await gateway.episodes.Generate(asked)
     names = [reply.generations[0].generation_id for reply in (*unnamed, *together, later)]
     assert len(set(names[:2])) == 2
-    assert names[2:] == ["mine/0"] * 3
+    assert names[2:] == [f"{name}/mine/0"] * 3, "unique within the run, not only within the episode"
     assert len(gateway.replica.requests) == 3
