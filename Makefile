@@ -7,8 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-# Processes that run tests side by side, one file at a time each; more than cores make tests with deadlines fail.
-TEST_WORKERS ?= 2
+# Processes that run tests side by side, one file at a time each; one more than cores, since many tests wait for processes.
+TEST_WORKERS ?= 3
 PYTEST := $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Compute processes share few cores: spinning OpenMP threads slow each other down by an order of magnitude.
