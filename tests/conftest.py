@@ -10,7 +10,7 @@ import structlog
 from rank_programs import RankPrograms
 
 _COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
-"""Folders in the order of their tests: two workers end together if the short files come last."""
+"""Folders in the order of their tests: workers end together if the short files come last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
