@@ -9,6 +9,7 @@ import pytest
 
 from sluice.v1 import tokens_pb2
 from sluice.versions import Version
+from trainer_svc.objectives.advantages import discounted_sum
 from trainer_svc.service.batches import Expectations, convert
 
 EXPECTED = Expectations(vocabulary=100, newest=Version(1, 5), has_estimator=True)
@@ -64,6 +65,42 @@ def test_rewards_of_branches_stand_at_the_tokens_of_their_turns() -> None:
     (sample,), _ = convert([trajectory(turn_runs=[3, 2], branch_rewards=[0.5, 1.0])], EXPECTED)
     assert sample.branch_offsets is not None
     assert sample.branch_offsets.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5]
+
+
+def test_the_rewards_from_a_turn_on_add_up_to_the_reward_of_its_branches() -> None:
+    """Two branches of 1 and 0 share a first turn: reward-to-go is 0.5 in it, and each branch's own after it."""
+    shared = trajectory(turn_runs=[3, 2], branch_rewards=[0.5, 1.0])
+    alone = trajectory(
+        trajectory_id="u", mask_runs=[6, 2], logprobs=[-0.4, -0.5], version_spans=spans((0, Version(1, 5)))
+    )
+    alone.turn_runs[:], alone.branch_rewards[:] = [2], [0.0]
+    samples, wrong = convert([shared, alone], EXPECTED)
+    assert not wrong
+    to_go = [
+        discounted_sum(each.sequence.token_rewards[each.sequence.loss_mask], 1.0).tolist()
+        for each in samples
+        if each.sequence.token_rewards is not None
+    ]
+    assert to_go == [[0.5, 0.5, 0.5, 1.0, 1.0], [0.0, 0.0]]
+
+
+def test_rewards_of_branches_come_on_top_of_rewards_of_turns() -> None:
+    changes: dict[str, Any] = {"turn_runs": [3, 2], "branch_rewards": [0.5, 1.0]}
+    (plain,), _ = convert([trajectory(**changes)], EXPECTED)
+    (turns,), _ = convert([trajectory(**changes, turn_rewards=[tokens_pb2.TurnReward(turn=0, reward=0.25)])], EXPECTED)
+    (tokens,), _ = convert([trajectory(**changes, token_rewards=[0, 0, 0.25, 0, 0.25])], EXPECTED)
+    for sample, expected in (
+        (plain, [0, 0, -0.5, 0, 1.0]),
+        (turns, [0, 0, -0.25, 0, 0.75]),
+        (tokens, [0, 0, -0.25, 0, 0.75]),
+    ):
+        rewards = sample.sequence.token_rewards
+        assert rewards is not None
+        assert rewards[sample.sequence.loss_mask].tolist() == expected
+    process = Expectations(vocabulary=100, newest=Version(1, 5), has_estimator=False, estimates="process")
+    (own,), _ = convert([trajectory(**changes, token_rewards=[0, 0, 0.25, 0, 0.25])], process)
+    assert own.sequence.token_rewards is not None
+    assert own.sequence.token_rewards[own.sequence.loss_mask].tolist() == [0, 0, 0.25, 0, 0.25], "each token's own"
 
 
 def test_a_missing_reward_is_not_zero() -> None:

@@ -190,7 +190,7 @@ def convert(
         if faults:
             violations |= {f"trajectories[{index}].{field}": fault for field, fault in faults.items()}
         else:
-            samples.append(_sample(trajectory, mask))
+            samples.append(_sample(trajectory, mask, process=needed is not None and needed.estimates == "process"))
     return samples, violations | _contradictions(trajectories)
 
 
@@ -359,7 +359,7 @@ def _reward(trajectory: tokens_pb2.Trajectory) -> float | None:
     return trajectory.reward if trajectory.HasField("reward") else None
 
 
-def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
+def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask, *, process: bool) -> Sample:
     places = np.flatnonzero(mask)
     spans = tuple(VersionSpan.from_proto(span) for span in trajectory.version_spans)
     if not places.size:
@@ -371,7 +371,7 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
         advantages=_spread(trajectory.advantages, places, len(mask), 0.0),
         reference_logprobs=_column(trajectory.ref_logprobs, places, len(mask)),
         teacher_logprobs=_column(trajectory.teacher_logprobs, places, len(mask)),
-        token_rewards=_token_rewards(trajectory, places, len(mask)),
+        token_rewards=_token_rewards(trajectory, places, len(mask), process=process),
         versions=tuple(VersionSpan(int(places[span.start]), span.version) for span in spans),
         reward=_reward(trajectory),
         truncated=trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH,
@@ -399,21 +399,32 @@ def _column(values: Any, places: NDArray[np.int64], length: int) -> torch.Tensor
     return _spread(values, places, length, np.nan) if len(values) else None
 
 
-def _token_rewards(trajectory: tokens_pb2.Trajectory, places: NDArray[np.int64], length: int) -> torch.Tensor | None:
+def _token_rewards(
+    trajectory: tokens_pb2.Trajectory, places: NDArray[np.int64], length: int, *, process: bool
+) -> torch.Tensor | None:
     """Return the reward at each trained token; None if the environment rewards the episode as a whole.
 
     A turn's reward goes to its last trained token. The rest of the episode's reward goes to the last token of all.
+
+    Where branches have rewards of their own, the rewards from a turn on add up to that of its branches: what a turn's branches have
+    beyond those of the next turn goes to its last token. Its tokens lead to all of them, and the next turn's to fewer. The estimator
+    `process` does not add up rewards, so that it gets none of this.
     """
-    if len(trajectory.token_rewards):
-        return _spread(trajectory.token_rewards, places, length, 0.0)
-    if not trajectory.turn_rewards or not places.size:
+    of_branches = [] if process else trajectory.branch_rewards
+    if not (trajectory.token_rewards or trajectory.turn_rewards or of_branches) or not places.size:
         return None
-    rewards = np.zeros(len(places), dtype=np.float64)
     ends = np.cumsum(np.array(trajectory.turn_runs or [len(places)], dtype=np.int64)) - 1
-    for each in trajectory.turn_rewards:
-        rewards[max(0, int(ends[each.turn]))] += each.reward
-    if trajectory.HasField("reward"):
-        rewards[-1] += trajectory.reward - math.fsum(each.reward for each in trajectory.turn_rewards)
+    rewards = np.zeros(len(places), dtype=np.float64)
+    if trajectory.token_rewards:
+        rewards += trajectory.token_rewards
+    else:
+        for each in trajectory.turn_rewards:
+            rewards[max(0, int(ends[each.turn]))] += each.reward
+        if trajectory.HasField("reward"):
+            rewards[-1] += trajectory.reward - math.fsum(each.reward for each in trajectory.turn_rewards)
+    if of_branches:
+        beyond = np.array(of_branches) - trajectory.reward
+        np.add.at(rewards, np.maximum(ends, 0), beyond - np.append(beyond[1:], 0.0))
     return _spread(rewards, places, length, 0.0)
 
 
