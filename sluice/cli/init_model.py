@@ -27,15 +27,41 @@ MOST = 1 << 20
 ROW_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, which suits matrix kernels."""
 
+CALL_MARKERS = ("<tool_call>", "</tool_call>")
+"""The last two ids: one token each around a tool call, as in Qwen's vocabulary. They stay in decoded text."""
+
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|system|>' -}}
+{%- for tool in tools -%}
+{%- set function = tool.function or tool -%}
+{%- set parameters = function.parameters or {} -%}
+{{- ('' if loop.first else '\\n') ~ function.name ~ '(' -}}
+{%- for name, schema in (parameters.properties or {})|dictsort(true) -%}
+{{- ('' if loop.first else ', ') ~ name ~ ('' if name in (parameters.required or []) else '?') -}}
+{{- ': ' ~ schema.type if schema.type is string -}}
+{%- endfor -%}
+{{- ')' ~ (' ' ~ function.description if function.description else '') -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
 {%- if message.role not in ['system', 'user', 'assistant', 'tool'] -%}
 {{- raise_exception('unknown role ' ~ message.role ~ '; use system, user, assistant or tool') -}}
 {%- endif -%}
-{{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' -}}
+{{- '<|' ~ message.role ~ '|>' ~ ('' if message.content is none else message.content) -}}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call -%}
+{{- '<tool_call>' ~ {'name': function.name, 'arguments': function.arguments}|tojson(separators=(',', ':')) ~ '</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
-"""A turn is role token, content, end token. Rendering more messages only appends."""
+"""A turn is role token, content, calls, end token; rendering more messages only appends.
+
+Calls are JSON between `<tool_call>` and `</tool_call>`. Tools stand in a system turn of their own, one signature a line, such as
+`price(item: string) Price of an item.`: as JSON schemas they would be hundreds of tokens, since each character is one.
+"""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -83,10 +109,10 @@ class ModelShape:
 
 
 def vocabulary(characters: str) -> list[str]:
-    """Return the tokens in order of their ids: special ones, characters, and reserved ones up to a round size."""
+    """Return the tokens in order of their ids: special ones, characters, reserved ones up to a round size, marks of tool calls."""
     tokens = [*SPECIAL_TOKENS, *dict.fromkeys(characters)]
-    fill = -len(tokens) % ROW_MULTIPLE
-    return tokens + [f"<|reserved_{number}|>" for number in range(fill)]
+    fill = -(len(tokens) + len(CALL_MARKERS)) % ROW_MULTIPLE
+    return [*tokens, *(f"<|reserved_{number}|>" for number in range(fill)), *CALL_MARKERS]
 
 
 def init_model(directory: Path, shape: ModelShape, *, seed: int = 0, dtype: str = "float32") -> int:
@@ -126,7 +152,7 @@ def init_model(directory: Path, shape: ModelShape, *, seed: int = 0, dtype: str 
 
 def character_tokenizer(shape: ModelShape) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character; characters outside of the vocabulary become `<|unk|>`."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     tokens = vocabulary(shape.vocabulary_characters)
@@ -135,6 +161,7 @@ def character_tokenizer(shape: ModelShape) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     special = [token for token in tokens if token.startswith("<|")]
     backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken(mark, normalized=False) for mark in CALL_MARKERS])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<|pad|>",  # noqa: S106
