@@ -40,6 +40,12 @@ RENEWALS = 3
 WAIT_S = 30.0
 """Seconds that the gateway waits for an offer before it answers that there is none."""
 
+PATIENCE_S = 60.0
+"""Seconds that a call is repeated while no gateway answers."""
+
+ANSWER_S = 120.0
+"""Seconds that a lease may take, longer than a gateway holds it while the orchestrator restarts."""
+
 _LEAST_PAUSE_S = 0.1
 
 _Request = TypeVar("_Request")
@@ -72,6 +78,7 @@ class Episode:
         task: The task: `task_id`, `environment` and `data`.
         opening: Messages to begin with, and tools, where the environment gives them.
         opened: Name, session key and base URLs, for clients of OpenAI's and Anthropic's libraries.
+        ended: Whether it was submitted or given up.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class Episode:
         opened: episode_pb2.OpenEpisodeResponse,
     ) -> None:
         self.task, self.opening, self.opened = leased.task, leased.opening, opened
+        self.ended = False
         self._stub = stub
 
     @property
@@ -131,7 +139,9 @@ class Episode:
         request = episode_pb2.SubmitTrajectoryRequest(
             episode_id=self.opened.episode_id, reward=reward, truncated=truncated
         )
-        return list((await _patiently(self._stub.SubmitTrajectory, request)).trajectory_ids)
+        answer = await _patiently(self._stub.SubmitTrajectory, request)
+        self.ended = True
+        return list(answer.trajectory_ids)
 
     async def abandon(self, reason: str, *, requeue: bool = False) -> None:
         """Give the episode up. With `requeue` another attempt is offered."""
@@ -139,6 +149,7 @@ class Episode:
             episode_id=self.opened.episode_id, reason=reason[:128], requeue=requeue
         )
         await _patiently(self._stub.AbandonEpisode, request)
+        self.ended = True
 
 
 class AgentClient:
@@ -162,65 +173,70 @@ class AgentClient:
         await self._channel.close()
 
     async def run(self, play: Callable[[Episode], Awaitable[float | None]], *, at_a_time: int = 8) -> int:
-        """Play episodes until the run has ended; return how many were submitted. What is under way then is left.
+        """Play episodes until the run has ended; return how many were played to their end. What is under way then is left.
 
         Args:
-            play: Plays one episode. Returns its reward, or None if it was recorded or the environment scores it. If it raises, the
-                episode is given up.
+            play: Plays one episode. Returns its reward, or None if it was recorded or the environment scores it. It may submit the
+                episode or give it up itself. If it raises, the episode is given up.
             at_a_time: Episodes under way.
 
         Raises:
-            SluiceError: if the gateway refuses to lease for another reason than that nothing is on offer.
+            SluiceError: if the gateway lends no episodes (wrong run, no permission), or does not answer for a minute.
         """
-        submitted = 0
+        ended = 0
 
         async def work() -> None:
-            nonlocal submitted
+            nonlocal ended
             while (leased := await self._lease()) is not None:
                 async with self._renewed(leased):
                     played = await self._play(play, leased)
-                    submitted += played  # not in one statement: others count while this one plays
+                    ended += played  # not in one statement: others count while this one plays
 
         workers = [asyncio.create_task(work(), name=f"agent {number}") for number in range(at_a_time)]
         try:
             # The first one that ends has learned that the run ended, or failed.
-            ended, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
-            for each in ended:
+            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
                 each.result()
         finally:
             for each in workers:
                 each.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-        return submitted
+        return ended
 
     async def _play(self, play: Callable[[Episode], Awaitable[float | None]], leased: episode_pb2.LeasedTask) -> int:
         request = episode_pb2.OpenEpisodeRequest(lease_id=leased.lease_id, request_id=uuid.uuid4().hex)
-        episode = Episode(self._stub, leased, await _patiently(self._stub.OpenEpisode, request))
+        episode: Episode | None = None
         try:
+            episode = Episode(self._stub, leased, await _patiently(self._stub.OpenEpisode, request))
             reward = await play(episode)
-        except Exception as error:  # noqa: BLE001 - the agent's own code may raise anything
+            if not episode.ended:
+                await episode.submit(reward)
+        except Exception as error:  # noqa: BLE001 - the agent's own code may raise anything, and an episode may end while it is played
             log.warning("an episode is given up", task=leased.task.task_id, error=repr(error))
-            with contextlib.suppress(SluiceError):
-                await episode.abandon(repr(error))
+            if episode is not None:
+                with contextlib.suppress(SluiceError):
+                    await episode.abandon(repr(error))
             return 0
-        await episode.submit(reward)
         return 1
 
     async def _lease(self) -> episode_pb2.LeasedTask | None:
         """Lease one episode; None when the run has ended."""
         request = episode_pb2.LeaseTasksRequest(
-            run=f"runs/{self._run}", max_tasks=1, max_episodes=1, wait=Duration(seconds=int(WAIT_S))
+            run=f"runs/{self._run}",
+            request_id=uuid.uuid4().hex,  # a lease whose answer was lost is given again
+            max_tasks=1,
+            max_episodes=1,
+            wait=Duration(seconds=int(WAIT_S)),
         )
         while True:
-            request.request_id = uuid.uuid4().hex
             try:
-                return (await _patiently(self._stub.LeaseTasks, request, 2 * WAIT_S)).tasks[0]
+                return (await _patiently(self._stub.LeaseTasks, request, answer_s=ANSWER_S)).tasks[0]
             except SluiceError as error:
                 if error.reason == RUN_ENDED:
                     return None
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
-                await asyncio.sleep(max(_LEAST_PAUSE_S, error.retry_after_s or 0.0))
 
     @contextlib.asynccontextmanager
     async def _renewed(self, leased: episode_pb2.LeasedTask) -> AsyncIterator[None]:
@@ -242,20 +258,50 @@ class AgentClient:
 
 
 async def _patiently(
-    method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer], request: _Request, timeout_s: float = 60.0
+    method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer],
+    request: _Request,
+    timeout_s: float | None = None,
+    *,
+    answer_s: float = 0.0,
 ) -> _Answer:
-    """Make an idempotent call, again and again while no gateway answers.
+    """Make an idempotent call, again and again while no gateway answers or the gateway asks to wait.
+
+    Args:
+        method: The call.
+        request: Its request.
+        timeout_s: Seconds until the last attempt; by default `PATIENCE_S`.
+        answer_s: Seconds that each attempt may take, if more than what is left of `timeout_s`.
 
     Raises:
         SluiceError: what the gateway raised, or the last failure to reach one.
     """
-    loop, backoff = asyncio.get_running_loop(), Backoff(first_s=0.1, longest_s=2.0)
-    until = loop.time() + timeout_s
+    loop, backoff = asyncio.get_running_loop(), Backoff(first_s=_LEAST_PAUSE_S, longest_s=2.0)
+    timeout_s = PATIENCE_S if timeout_s is None else timeout_s
+    until, unreached = loop.time() + timeout_s, None
     while True:
         try:
-            return await method(request, timeout=max(_LEAST_PAUSE_S, until - loop.time()))
-        except grpc.aio.AioRpcError as error:
-            pause_s = backoff.fail()
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or loop.time() + pause_s >= until:
-                raise SluiceError.from_rpc(error) from error
+            return await method(request, timeout=max(_LEAST_PAUSE_S, answer_s, until - loop.time()))
+        except grpc.aio.AioRpcError as failure:
+            error, pause_s = SluiceError.from_rpc(failure), backoff.fail()
+            if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_after_s is not None:
+                pause_s = max(pause_s, error.retry_after_s)
+            elif error.code is grpc.StatusCode.UNAVAILABLE:
+                unreached = error
+            else:
+                late = unreached if error.code is grpc.StatusCode.DEADLINE_EXCEEDED else None
+                raise _with_remedy(late or error, timeout_s) from failure
+            if loop.time() + pause_s >= until:
+                raise _with_remedy(error, timeout_s) from failure
             await asyncio.sleep(pause_s)
+
+
+def _with_remedy(error: SluiceError, timeout_s: float) -> SluiceError:
+    """Return the error; where the call did not reach a gateway, with what to look for."""
+    if error.reason != grpc.StatusCode.UNAVAILABLE.name:
+        return error
+    return SluiceError(
+        error.code,
+        error.reason,
+        f"no gateway answered for {timeout_s:g} s ({error.message}): check that the run is alive, and that the address is the gRPC"
+        " one of its gateway (gateway.server.port, not http_port)",
+    )

@@ -45,8 +45,14 @@ const LOADED = loadSync(["sluice/v1/episode.proto"], {
 type Wire = any;
 const { sluice } = grpc.loadPackageDefinition(LOADED) as Wire;
 
+/** Seconds that the gateway waits for an offer before it answers that there is none. */
 const WAIT_S = 30;
+/** How often a lease is renewed within its time: two calls may be lost. */
 const RENEWALS = 3;
+/** Milliseconds that a call is repeated while no gateway answers. */
+const PATIENCE_MS = 60_000;
+/** Milliseconds that a lease may take, longer than a gateway holds it while the orchestrator restarts. */
+const ANSWER_MS = 120_000;
 
 /** One attempt at a task. */
 export class Episode {
@@ -59,6 +65,8 @@ export class Episode {
   readonly data: Record<string, unknown>;
   /** Messages to begin with, where the environment gives them. */
   readonly opening: Message[];
+  /** Whether it was submitted or given up. */
+  ended = false;
 
   constructor(private readonly agent: Agent, leased: Wire, opened: Wire) {
     this.id = opened.episode_id;
@@ -89,12 +97,15 @@ export class Episode {
 
   /** Ends the episode. Without a reward the recorded one counts, or the environment scores it. */
   async submit(reward?: number, truncated = false): Promise<string[]> {
-    return (await this.agent.call("SubmitTrajectory", { episode_id: this.id, reward, truncated })).trajectory_ids;
+    const { trajectory_ids } = await this.agent.call("SubmitTrajectory", { episode_id: this.id, reward, truncated });
+    this.ended = true;
+    return trajectory_ids;
   }
 
   /** Gives the episode up. With `requeue` another attempt is offered. */
   async abandon(reason: string, requeue = false): Promise<void> {
     await this.agent.call("AbandonEpisode", { episode_id: this.id, reason: reason.slice(0, 128), requeue });
+    this.ended = true;
   }
 }
 
@@ -102,6 +113,7 @@ export class Episode {
 export class Agent {
   private readonly client: Wire;
   private readonly metadata = new grpc.Metadata();
+  private closed = false;
 
   constructor(target: string, private readonly runName: string, options: { token?: string; tokenFile?: string | undefined } = {}) {
     const token = options.token ?? (options.tokenFile && readFileSync(options.tokenFile, "utf8").trim());
@@ -110,83 +122,98 @@ export class Agent {
   }
 
   close(): void {
+    this.closed = true;
     this.client.close();
   }
 
-  /** Plays episodes until the run has ended; returns how many were submitted. What is under way then is left. If `play` throws, the episode is given up. */
+  /**
+   * Plays episodes until the run has ended; returns how many were played to their end. What is under way then is left.
+   * `play` returns the reward, or nothing if it was recorded or the environment scores it. If `play` throws, the episode is given up.
+   */
   async run(play: (episode: Episode) => Promise<number | undefined>, { atATime = 8 }: { atATime?: number } = {}): Promise<number> {
-    let submitted = 0;
+    let [played, over] = [0, false];
     const work = async (): Promise<void> => {
       for (;;) {
         const leased = await this.lease();
-        if (!leased) return;
+        if (!leased || over) return;
         const renewing = setInterval(
           () => this.call("RenewLease", { lease_id: leased.lease_id }).catch(() => undefined),
-          (Number(leased.lease.seconds) * 1000) / RENEWALS,
+          (Number(leased.lease.seconds) * 1000 + leased.lease.nanos / 1e6) / RENEWALS,
         );
         try {
-          const played = await this.play(play, leased);
-          submitted += played; // not in one statement: others count while this one plays
+          const ended = await this.play(play, leased);
+          played += ended; // not in one statement: others count while this one plays
         } finally {
           clearInterval(renewing);
         }
       }
     };
-    // The first one that ends has learned that the run ended, or failed.
-    const workers = Array.from({ length: atATime }, work);
-    for (const each of workers) each.catch(() => undefined);
-    await Promise.race(workers);
-    return submitted;
+    try {
+      // The first one that ends has learned that the run ended, or failed.
+      await Promise.race(Array.from({ length: atATime }, work));
+    } finally {
+      over = true;
+    }
+    return played;
   }
 
   private async play(play: (episode: Episode) => Promise<number | undefined>, leased: Wire): Promise<number> {
-    const opened = await this.call("OpenEpisode", { lease_id: leased.lease_id, request_id: randomUUID() });
-    const episode = new Episode(this, leased, opened);
-    let reward: number | undefined;
+    let episode: Episode | undefined;
     try {
-      reward = await play(episode);
+      episode = new Episode(this, leased, await this.call("OpenEpisode", { lease_id: leased.lease_id, request_id: randomUUID() }));
+      const reward = await play(episode);
+      if (!episode.ended) await episode.submit(reward);
     } catch (error) {
-      console.warn(`episode ${episode.id} of task ${episode.taskId} is given up:`, error);
-      await episode.abandon(String(error)).catch(() => undefined);
+      if (!this.closed) console.warn(`an episode of task ${leased.task.task_id} is given up:`, error);
+      await episode?.abandon(String(error)).catch(() => undefined);
       return 0;
     }
-    await episode.submit(reward);
     return 1;
   }
 
   private async lease(): Promise<Wire | undefined> {
+    // A lease whose answer was lost is given again: the same request_id.
+    const request = { run: `runs/${this.runName}`, request_id: randomUUID(), max_tasks: 1, max_episodes: 1, wait: { seconds: WAIT_S } };
     for (;;) {
-      const request = { run: `runs/${this.runName}`, request_id: randomUUID(), max_tasks: 1, max_episodes: 1, wait: { seconds: WAIT_S } };
       try {
-        return (await this.call("LeaseTasks", request, 2000 * WAIT_S)).tasks[0];
+        return (await this.call("LeaseTasks", request, PATIENCE_MS, ANSWER_MS)).tasks[0];
       } catch (error) {
-        if (!(error instanceof SluiceError) || (error.code !== grpc.status.RESOURCE_EXHAUSTED && error.reason !== "RUN_ENDED")) throw error;
+        if (!(error instanceof SluiceError)) throw error;
         if (error.reason === "RUN_ENDED") return undefined;
-        await sleep(Math.max(100, error.retryAfterMs));
+        if (error.code !== grpc.status.RESOURCE_EXHAUSTED) throw error;
       }
     }
   }
 
-  /** Makes an idempotent call, again and again while no gateway answers. */
-  async call(method: string, request: object, timeoutMs = 60_000): Promise<Wire> {
-    const deadline = Date.now() + timeoutMs;
+  /**
+   * Makes an idempotent call, again and again while no gateway answers or the gateway asks to wait. No attempt begins after `timeoutMs`;
+   * each may take what is left of it, and `answerMs` at least.
+   */
+  async call(method: string, request: object, timeoutMs = PATIENCE_MS, answerMs = 100): Promise<Wire> {
+    const until = Date.now() + timeoutMs;
+    let unreached: SluiceError | undefined;
     for (let pauseMs = 100; ; pauseMs = Math.min(2 * pauseMs, 2000)) {
       try {
         return await new Promise((resolve, reject) => {
           const done = (error: grpc.ServiceError | null, answer: Wire) => (error ? reject(error) : resolve(answer));
-          this.client[method](request, this.metadata, { deadline }, done);
+          this.client[method](request, this.metadata, { deadline: Math.max(until, Date.now() + answerMs) }, done);
         });
-      } catch (error) {
-        const failed = error as grpc.ServiceError;
-        if (failed.code !== grpc.status.UNAVAILABLE || Date.now() + pauseMs >= deadline) throw understood(failed);
-        await sleep(pauseMs);
+      } catch (failed) {
+        if (!(failed instanceof Error && "metadata" in failed)) throw failed; // the request does not fit the contract
+        const error = understood(failed as grpc.ServiceError, timeoutMs);
+        if (error.code === grpc.status.UNAVAILABLE) unreached = error;
+        else if (error.code === grpc.status.DEADLINE_EXCEEDED) throw unreached ?? error;
+        else if (error.code !== grpc.status.RESOURCE_EXHAUSTED || !error.retryAfterMs) throw error;
+        const waitMs = Math.max(pauseMs, error.retryAfterMs);
+        if (this.closed || Date.now() + waitMs >= until) throw error;
+        await sleep(waitMs);
       }
     }
   }
 }
 
 /** Reads google.rpc.Status from the trailing metadata: ErrorInfo.reason and RetryInfo.retry_delay. */
-function understood(error: grpc.ServiceError): SluiceError {
+function understood(error: grpc.ServiceError, timeoutMs: number): SluiceError {
   let [reason, retryAfterMs] = [grpc.status[error.code] ?? "UNKNOWN", 0];
   const [raw] = error.metadata.get("grpc-status-details-bin");
   for (const any of raw instanceof Buffer ? fields(raw).filter(([number]) => number === 3) : []) {
@@ -198,7 +225,10 @@ function understood(error: grpc.ServiceError): SluiceError {
       retryAfterMs = Number(delay.get(1) ?? 0) * 1000 + Number(delay.get(2) ?? 0) / 1e6;
     }
   }
-  return new SluiceError(error.code, reason, error.details, retryAfterMs);
+  const lost = reason === "UNAVAILABLE"; // not a word of a gateway
+  const check = "check that the run is alive, and that the address is the gRPC one of its gateway (gateway.server.port, not http_port)";
+  const message = lost ? `no gateway answered for ${timeoutMs / 1000} s (${error.details}): ${check}` : error.details;
+  return new SluiceError(error.code, reason, message, retryAfterMs);
 }
 
 /** Splits a protobuf message into its fields: varints as numbers, everything with a length as bytes. */
