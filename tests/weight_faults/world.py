@@ -30,6 +30,9 @@ __all__ = ["World", "eventually", "expect", "rubbish"]
 _KEEP = 8
 """More than the versions of any cell: retention then removes nothing that a check still asks for."""
 
+_ATTEMPT_S = DEADLINE_S / 3
+"""Seconds for one attempt at a push: a bit that turns over in a frame's own header lets it wait to its deadline."""
+
 _SILENCE_S = 1.0
 """Seconds without a sign of life after which an engine opens a stream again."""
 
@@ -145,7 +148,7 @@ class World:
         """
         deadline = time.monotonic() + deadline_s
         while True:
-            answer = self.try_push(version, deadline - time.monotonic())
+            answer = self.try_push(version, min(_ATTEMPT_S, deadline - time.monotonic()))
             if "error" not in answer:
                 return answer
             if time.monotonic() > deadline or self._stopping.wait(0.1):
