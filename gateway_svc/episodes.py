@@ -57,7 +57,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context
     ) -> episode_pb2.EpisodeServiceGenerateResponse:
         """Sample and record."""
-        async for part in self._sample(request, context):
+        async for part in self._sample(request, context, stream=False):
             if isinstance(part, Result):
                 return part
         raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
@@ -66,7 +66,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self, request: episode_pb2.EpisodeServiceGenerateStreamRequest, context: Context
     ) -> AsyncIterator[episode_pb2.EpisodeServiceGenerateStreamResponse]:
         """Sample and record, with the text meanwhile."""
-        async for part in self._sample(request.request, context):
+        async for part in self._sample(request.request, context, stream=True):
             answer = episode_pb2.EpisodeServiceGenerateStreamResponse()
             if isinstance(part, Result):
                 answer.result.CopyFrom(part)
@@ -95,11 +95,12 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         return episode_pb2.AbandonEpisodeResponse()
 
     async def _sample(
-        self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context
+        self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context, *, stream: bool
     ) -> AsyncGenerator[Begun | Delta | Result | None, None]:
         """Yield what is sampled, and None as a sign of life, within the caller's deadline."""
         session = await self._sessions.find(SessionRef(request.episode_id, ""))
         captured = _captured(request)
+        captured.stream = stream
         settle_sampling(captured, "allow" if session.evaluation else self._capture.on_unsupported)
         # A request without a name is another sample each time; one with a name is its own repetition.
         content = request.SerializeToString(deterministic=True) + (b"" if request.request_id else uuid.uuid4().bytes)

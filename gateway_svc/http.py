@@ -29,6 +29,7 @@ from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, Unsupport
 from gateway_svc.config import CaptureConfig
 from gateway_svc.dialects import chat, completions, messages, responses, tokens
 from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
+from gateway_svc.shared import deadline, too_late
 from sluice.openai.errors import error_body, error_response, error_status
 from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
 from sluice.rpc import SluiceError
@@ -284,7 +285,8 @@ class Capture:
         """Sample for a request, and answer whole or as a stream, until its client disconnects."""
         if not request.stream:
             return await self.whole(call, request, reply.whole)
-        parts = await self._sample(call, request)
+        deadlines = self._settings.deadlines
+        parts = paced(await self._sample(call, request), deadlines.keepalive_s, deadlines.request_s)
         # An error before the first part, or the first comment, still has its HTTP status.
         first = await _while_there(call.http, anext(parts))
         return first if isinstance(first, Response) else EventStream(_events(first, parts, reply))
@@ -293,16 +295,15 @@ class Capture:
         self, call: Call[Any], request: CapturedRequest, write: Callable[[Result], dict[str, Any]]
     ) -> Response:
         """Sample for a request, and answer with one JSON object, unless its client disconnects."""
-        result = await _while_there(call.http, _result(await self._sample(call, request)))
+        async with deadline(self._settings.deadlines.request_s):
+            result = await _while_there(call.http, _result(await self._sample(call, request)))
         return result if isinstance(result, Response) else JSONResponse(write(result))
 
-    async def _sample(self, call: Call[Any], request: CapturedRequest) -> Parts:
+    async def _sample(self, call: Call[Any], request: CapturedRequest) -> AsyncGenerator[Begun | Delta | Result, None]:
         self._count(request)
         digest = xxhash.xxh3_128_digest(request.dialect.encode() + b"\0" + await call.http.body())
         identity = RequestIdentity(digest, call.http.headers.get(RETRY_HEADER, "0") != "0")
-        deadlines = self._settings.deadlines
-        source = self.sessions.generate(call.session, request, identity)
-        return paced(source, deadlines.keepalive_s, deadlines.request_s)
+        return self.sessions.generate(call.session, request, identity)
 
     def _count(self, request: CapturedRequest) -> None:
         for kind, what in request.notices:
@@ -353,11 +354,7 @@ async def paced(source: AsyncGenerator[Begun | Delta | Result, None], keepalive_
                 if left > keepalive_s:
                     yield None
                     continue
-                raise SluiceError(
-                    grpc.StatusCode.DEADLINE_EXCEEDED,
-                    "REQUEST_DEADLINE",
-                    f"no reply within {deadline_s:g} s (capture.deadlines.request_s); send the same request again to wait on",
-                ) from None
+                raise too_late(deadline_s) from None
             if isinstance(part, Exception):
                 raise part
             yield part
@@ -368,7 +365,7 @@ async def paced(source: AsyncGenerator[Begun | Delta | Result, None], keepalive_
         await asyncio.wait({pumping})
 
 
-async def _result(parts: Parts) -> Result:
+async def _result(parts: AsyncGenerator[Begun | Delta | Result, None]) -> Result:
     async with contextlib.aclosing(parts):
         async for part in parts:
             if isinstance(part, Result):

@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import TypeVar
 
 import grpc
@@ -42,6 +42,12 @@ CALL_S = 10.0
 
 RELEASE_S = 1.0
 """Deadline of the call that ends a claim early."""
+
+EVALUATION = "EVALUATION"
+"""Why nothing of an evaluation may be trained."""
+
+TEXT_COALESCE_S = 0.05
+"""Seconds of text in one event of a stream."""
 
 _LEAST_S = 0.1
 """Least seconds for one try."""
@@ -241,6 +247,10 @@ class RecordedSessions:
             shared.task.add_done_callback(lambda _: self._running.pop(place, None))
         async with contextlib.aclosing(shared.read()) as parts:
             async for part in parts:
+                if isinstance(part, Result) and (begun := shared.undelivered) is not None:
+                    # It was recorded while nobody was there: the journal must know that somebody has come since.
+                    await self._begin(session.principal, begun, time.monotonic() + self._config.deadlines.request_s)
+                    shared.undelivered = None
                 yield part
 
     async def _sample(
@@ -277,11 +287,17 @@ class RecordedSessions:
             wanted.continues.only_as_rendered = self._config.history == "template"
         recorded = False
         try:
-            async with self._claimed(session.principal, begin):
-                async with self._engine.stream(wanted, [session.episode_id, session.group_id]) as stream:
-                    async for part in _parts(stream, wanted):
-                        yield part
-                    response = stream.response
+            with self._claimed(session.principal, begin):
+                places = [session.episode_id, session.group_id]
+                if request.stream:
+                    # Of a conversation no text is shown, so that its tokens may come in few messages.
+                    coalesce_s = None if wanted.HasField("conversation") else TEXT_COALESCE_S
+                    async with self._engine.stream(wanted, places, coalesce_s=coalesce_s) as stream:
+                        async for part in _parts(stream, wanted):
+                            yield part
+                        response = stream.response
+                else:
+                    response = await self._engine.agenerate(wanted, places)
                 generation = session_pb2.RecordedGeneration(
                     request_id=begin.request_id,
                     response=response,
@@ -294,11 +310,14 @@ class RecordedSessions:
                     ],
                     body_digest=identity.digest,
                     temperature=wanted.sampling.temperature,
-                    not_trained=request.not_trained,
+                    not_trained=request.not_trained or (EVALUATION if session.evaluation else ""),
                     conversation=request.generate.conversation,
                     dialect=request.dialect,
                 )
-                generation.parent = await self._record(session, generation, until)
+                shared = self._running[session.episode_id, identity.digest]
+                shared.undelivered = None if shared.readers else begin
+                unread = shared.undelivered is not None
+                generation.parent = await self._record(session, generation, until, undelivered=unread)
             recorded = True
         finally:
             if not recorded:
@@ -317,11 +336,16 @@ class RecordedSessions:
             request.joins = begun.running
 
     async def _record(
-        self, session: session_pb2.FindSessionResponse, generation: session_pb2.RecordedGeneration, until: float
+        self,
+        session: session_pb2.FindSessionResponse,
+        generation: session_pb2.RecordedGeneration,
+        until: float,
+        *,
+        undelivered: bool,
     ) -> str:
         """Record what was sampled; return what it continues. It is tried again while the orchestrator is away."""
         request = session_pb2.RecordGenerationRequest(
-            episode_id=session.episode_id, gateway=self._name, generation=generation
+            episode_id=session.episode_id, gateway=self._name, generation=generation, undelivered=undelivered
         )
         answer = await self._call(
             self._sessions.RecordGeneration, request, session.principal, patience_s=until - time.monotonic()
@@ -336,25 +360,32 @@ class RecordedSessions:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             await self._sessions.ReleaseGeneration(request, metadata=_for(session.principal), timeout=RELEASE_S)
 
-    @contextlib.asynccontextmanager
-    async def _claimed(self, who: str, request: session_pb2.BeginGenerationRequest) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _claimed(self, who: str, request: session_pb2.BeginGenerationRequest) -> Iterator[None]:
         """Keep a claim while the block runs."""
+        loop = asyncio.get_running_loop()
+        renewing: asyncio.Task[None] | None = None
 
         async def renew() -> None:
             while True:
-                await asyncio.sleep(CLAIM_S / 3)
                 try:
                     await self._sessions.BeginGeneration(request, metadata=_for(who), timeout=CLAIM_S / 3)
                 except grpc.aio.AioRpcError as error:
                     # What was sampled may still be recorded: the claim only keeps others from doing the same work.
                     log.debug("a claim could not be renewed", request=request.request_id, error=error.details())
+                await asyncio.sleep(CLAIM_S / 3)
 
-        renewing = asyncio.create_task(renew(), name=f"claim {request.request_id}")
+        def begin() -> None:
+            nonlocal renewing
+            renewing = asyncio.create_task(renew(), name=f"claim {request.request_id}")
+
+        timer = loop.call_later(CLAIM_S / 3, begin)  # most requests need no task for it
         try:
             yield
         finally:
-            renewing.cancel()
-            await asyncio.wait({renewing})
+            timer.cancel()
+            if renewing is not None:
+                renewing.cancel()
 
     def _completed(
         self, session: session_pb2.FindSessionResponse, request: CapturedRequest

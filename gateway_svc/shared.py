@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TypeAlias
 
 import grpc
@@ -15,8 +15,28 @@ import grpc
 from gateway_svc.capture import Begun, Delta, Result
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
+from sluice.v1 import session_pb2
 
 Part: TypeAlias = Begun | Delta | Result
+
+
+@contextlib.asynccontextmanager
+async def deadline(seconds: float) -> AsyncIterator[None]:
+    """End the block after so many seconds, with the error that clients get."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise too_late(seconds) from None
+
+
+def too_late(seconds: float) -> SluiceError:
+    """Return the error of a request that took so many seconds."""
+    return SluiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "REQUEST_DEADLINE",
+        f"no reply within {seconds:g} s (capture.deadlines.request_s); send the same request again to wait on",
+    )
 
 
 class SharedSampling:
@@ -29,16 +49,23 @@ class SharedSampling:
 
     Attributes:
         task: Reads the source.
+        undelivered: What it was claimed with, if nobody read along when it was recorded.
     """
 
     def __init__(self, source: AsyncGenerator[Part, None], deadline_s: float, linger_s: float) -> None:
         self._parts: list[Part] = []
         self._linger_s = linger_s
         self._readers = 0
+        self.undelivered: session_pb2.BeginGenerationRequest | None = None
         self._changed = asyncio.Event()
         self._leaving: asyncio.TimerHandle | None = None
         self.task = asyncio.create_task(self._read(source, deadline_s), name="sample for a session")
         discard_outcome(self.task)  # its last reader may leave while it fails
+
+    @property
+    def readers(self) -> int:
+        """Return how many read along."""
+        return self._readers
 
     async def read(self) -> AsyncGenerator[Part, None]:
         """Yield all parts. Raise what ended the sampling."""
@@ -67,16 +94,10 @@ class SharedSampling:
 
     async def _read(self, source: AsyncGenerator[Part, None], deadline_s: float) -> None:
         try:
-            async with asyncio.timeout(deadline_s), contextlib.aclosing(source):
+            async with deadline(deadline_s), contextlib.aclosing(source):
                 async for part in source:
                     self._parts.append(part)
                     self._wake()
-        except TimeoutError:
-            raise SluiceError(
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                "REQUEST_DEADLINE",
-                f"no reply within {deadline_s:g} s (capture.deadlines.request_s); send the same request again to wait on",
-            ) from None
         finally:
             # The task is not done yet: readers look again when it is.
             asyncio.get_running_loop().call_soon(self._wake)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,11 +18,12 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.announcements import Announcements
-from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.evaluation import Evaluated, Evaluations
+from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.live_settings import LiveSettings
@@ -29,13 +31,13 @@ from orchestrator_svc.pacing import Pace
 from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
-from orchestrator_svc.sessions.desk import Desk, Waiting, run_secret
-from orchestrator_svc.sessions.servicer import EXTERNAL, EpisodeServicer, SessionServicer
+from orchestrator_svc.sessions.desk import Desk, Posed, Waiting, run_secret
+from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
 from orchestrator_svc.sessions.workflow import External
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.training import Training
-from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, choose_workflow
+from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
@@ -184,7 +186,7 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
 
-        desk = Desk(journal, config.external, waiting, run_secret(common.run_dir))
+        desk = Desk(journal, config.external, waiting, run_secret(common.run_dir), posed=partial(_posed, curriculum))
         workflows |= {
             each.name: External(processes[each.name], desk, config.external)
             for each in config.mix
@@ -211,8 +213,10 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
         lockstep = Lockstep(pool, changed.set) if common.deterministic else None
         engine = PolicyEngine(pool, common.run, config.deadlines.generate_s, lockstep=lockstep)
         runners = {
-            name: GroupRunner(workflow, engine, common.seed, request_prefix=common.run)
-            for name, workflow in workflows.items()
+            each.name: GroupRunner(
+                workflows[each.name], engine, common.seed, common.run, should_accept=choose_filter(each.filter)
+            )
+            for each in config.mix
         }
         bound = StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent)
         scheduler = Scheduler(
@@ -263,10 +267,19 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
             status,
             _Servicers(
                 OrchestratorServicer(common.run, run, status, announcements),
-                SessionServicer(desk, curriculum, pool),
-                EpisodeServicer(common.run, desk, curriculum),  # type: ignore[abstract]  # gateways sample: it has no Generate
+                SessionServicer(desk, pool),
+                EpisodeServicer(  # type: ignore[abstract]  # gateways sample: it has no Generate
+                    common.run, desk, offers=any(each.workflow == EXTERNAL for each in config.mix)
+                ),
             ),
         )
+
+
+def _posed(curriculum: Curriculum, group: Group) -> Posed | None:
+    """Return what the episodes of a group are about; None if its environment no longer lists the task."""
+    task = curriculum.task(group.environment, group.task_id, group.position)
+    sampling = Sampling(**curriculum.environments[group.environment].sampling.model_dump())
+    return None if task is None else Posed(task, sampling.params(task.max_tokens))
 
 
 class _Servicers(NamedTuple):

@@ -19,7 +19,10 @@ from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 NO_ADVANTAGE = "none"
 """Value of `advantage` with which batches bring no advantages and name no estimator."""
 
-WORKFLOWS = ("auto", "single_turn", "multi_turn", "external")
+EXTERNAL = "external"
+"""The workflow whose episodes agents run that call a gateway."""
+
+WORKFLOWS = ("auto", "single_turn", "multi_turn", "retry", EXTERNAL)
 """Workflows that come with Sluice; others are named by their import path."""
 
 
@@ -100,6 +103,10 @@ class FilterConfig(Section):
     )
     min_reward_mean: float | None = Field(None, description="Replace groups whose mean reward is below this.")
     max_reward_mean: float | None = Field(None, description="Replace groups whose mean reward is above this.")
+    should_accept: str = Field(
+        "",
+        description="Function `module:function` or `path.py:function` of a group's trajectories, a list of `TrajectoryRecord`. Groups for which it returns false are replaced. Empty: none.",
+    )
 
     @model_validator(mode="after")
     def _leaves_some(self) -> Self:
@@ -111,7 +118,8 @@ class FilterConfig(Section):
     @property
     def replaces(self) -> bool:
         """Whether any group may be replaced."""
-        return self.drop_degenerate or self.min_reward_mean is not None or self.max_reward_mean is not None
+        bounded = self.min_reward_mean is not None or self.max_reward_mean is not None
+        return self.drop_degenerate or bounded or bool(self.should_accept)
 
 
 class OverlongConfig(Section):
@@ -291,15 +299,30 @@ class ExternalConfig(Section):
     )
 
 
+class RetryConfig(Section):
+    """Episodes that ask again until the answer is good enough (`workflow = "retry"`)."""
+
+    message: str = Field(
+        "Your answer is wrong. Think again, then give another answer.",
+        min_length=1,
+        description="What is said to an answer that is not good enough.",
+    )
+    discount: float = Field(
+        0.9, gt=0, le=1, description="An answer is worth its score times this to the power of the tries before it."
+    )
+    enough: float = Field(1.0, description="Score from which on an answer is good enough.")
+
+
 class EpisodeConfig(Section):
     """What may differ between the environments of a run. A table of `environments` takes over what `[orchestrator]` sets."""
 
     split: str = Field("train", description="Split of the environment that tasks are drawn from.")
     workflow: str = Field(
         "auto",
-        description="How an episode runs: `auto` (chosen by the environment), `single_turn`, `multi_turn`, `external` (by agents that call a gateway), or `module:Class`.",
+        description="How an episode runs: `auto` (chosen by the environment), `single_turn`, `multi_turn`, `retry` (a question again until its answer is good enough), `external` (by agents that call a gateway), or `module:Class`.",
     )
     max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
+    retry: RetryConfig = Field(default_factory=RetryConfig, description="Episodes that ask again.")
     group_size: int = Field(8, ge=1, le=256, description="Episodes per group: attempts at one task.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How training episodes are sampled.")
     advantage: str = Field(
@@ -519,6 +542,8 @@ class OrchestratorConfig(EpisodeConfig):
             check_there(locate(each.environment), "environment")
             if each.workflow not in WORKFLOWS:
                 check_there(each.workflow, "workflow")
+            if each.filter.should_accept:
+                check_there(each.filter.should_accept, "filter")
 
 
 CONFIG = OrchestratorConfig

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import structlog
 
-from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum, overlong_counter
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.journal.episodes import JournaledEpisodes
@@ -245,9 +245,10 @@ class Dispatcher:
         scored = ScoredGroup()
         try:
             # External agents have times of their own, which begin with the first lease.
-            limit_s = None if settings.workflow == "external" else self._config.deadlines.episode_s
+            limit_s = None if settings.workflow == EXTERNAL else self._config.deadlines.episode_s
             async with asyncio.timeout(limit_s) as deadline:
-                records = await self._runners[group.environment].run(
+                runner = self._runners[group.environment]
+                records = await runner.run(
                     task,
                     group.name,
                     group.episodes,
@@ -257,7 +258,8 @@ class Dispatcher:
                 )
                 for each in records:
                     each.trajectory.objective = settings.objective
-                scored = sift(records, settings, task.max_tokens or settings.sampling.max_tokens)
+                most_tokens = task.max_tokens or settings.sampling.max_tokens
+                scored = sift(records, settings, most_tokens, runner.should_accept)
         except TimeoutError as error:
             if deadline.expired():
                 reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"

@@ -1,6 +1,7 @@
 """`sluice eval`: score a model directory or a running server on an environment.
 
-For a model directory a rollout replica is started, and stopped when the evaluation has ended.
+For a model directory a rollout replica is started, and stopped when the evaluation has ended. With `workflow = "external"` agents
+play the episodes, through a gateway that is started as well.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from orchestrator_svc.config import AttemptsConfig, OrchestratorConfig
+from orchestrator_svc.config import EXTERNAL, AttemptsConfig, ExternalConfig, OrchestratorConfig
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.loading import check_there, locate
-from sluice.config import Command, ConfigError, SecurityConfig, load_command
+from sluice.config import RUN_PATTERN, Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName
 from sluice.models import check_files, check_model
 from sluice.sampling.config import ReplicasConfig
@@ -31,6 +31,8 @@ from sluice.telemetry import LEVEL_VARIABLE, configure_logging
 from sluice.versions import BASE
 
 if TYPE_CHECKING:
+    from orchestrator_svc.eval_children import Child, Children
+    from orchestrator_svc.evaluation import EvalResult
     from sluice.sampling.pool import ReplicaPool
 
 _LABELS = {
@@ -41,25 +43,24 @@ _LABELS = {
     "truncated_share": "truncated",
     "missing_rewards": "missing rewards",
     "failed_tasks": "failed tasks",
+    "failed_episodes": "failed episodes",
 }
 
 _GENERATE_S = 600.0
 """Seconds for one request."""
 
-_RUN = "eval"
-"""Name of the run that a started replica belongs to."""
-
-_STOP_S = 15.0
-"""Seconds between SIGTERM and SIGKILL."""
-
-_TAIL_LINES = 20
-"""Lines of its log that are shown when it dies."""
+_FAULTS = ("missing_rewards", "failed_tasks", "failed_episodes")
+"""What should not be there."""
 
 
 class EvalConfig(AttemptsConfig):
     """What is evaluated, on what, and how."""
 
     model: str = Field("", description="Model directory or hub id; a replica is started for it and stopped afterwards.")
+    baseline: str = Field(
+        "",
+        description="Another model directory or hub id, evaluated first on the same tasks: the result has the gain of `model` over it.",
+    )
     address: str = Field(
         "", description="Address of a running rollout server, as host:port, instead of `model`; give one of the two."
     )
@@ -75,6 +76,16 @@ class EvalConfig(AttemptsConfig):
         default_factory=dict, description="Keyword arguments of the environment's class or function."
     )
     workflow: str = Field("auto", description="How an episode runs; as orchestrator.workflow.")
+    agent: str = Field(
+        "",
+        description='Command that plays the episodes of external agents, run in a shell that knows $SLUICE_GATEWAY (gRPC), $SLUICE_GATEWAY_URL (HTTP) and $SLUICE_RUN; again whenever it ends in order. It implies `workflow = "external"`. Empty: start agents by hand.',
+    )
+    agents: int = Field(1, ge=1, le=256, description="How often `agent` runs at a time.")
+    gateway: dict[str, Any] = Field(
+        default_factory=dict, description="Further settings of the gateway started for agents, as of [gateway]; flat."
+    )
+    external: ExternalConfig = Field(default_factory=ExternalConfig, description="Episodes that external agents run.")
+    run: str = Field("eval", pattern=RUN_PATTERN, description="Name of the run that agents lease tasks of.")
     max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
     prompts: int = Field(200, ge=1, description="Tasks to evaluate, the first ones of the split.")
     samples: int = Field(4, ge=0, description="Samples per task at `temperature`; 0 leaves them out.")
@@ -106,7 +117,16 @@ class EvalConfig(AttemptsConfig):
             raise ValueError("give either model (a directory or hub id) or address (of a running server)")
         if not self.samples and not self.greedy:
             raise ValueError("nothing to do: set samples above 0, or greedy")
+        if self.baseline and not self.model:
+            raise ValueError("baseline is compared with model: give model, not address")
+        if self.agent and self.workflow not in {"auto", EXTERNAL}:
+            raise ValueError(f"agent plays the episodes, so workflow cannot be {self.workflow}: leave it out")
         return self
+
+    @property
+    def external_agents(self) -> bool:
+        """Whether external agents run the episodes."""
+        return bool(self.agent) or self.workflow == EXTERNAL
 
 
 def run(argv: list[str]) -> int:
@@ -117,26 +137,47 @@ def run(argv: list[str]) -> int:
     """
     config = load_command(EvalConfig, argv, "eval", check=_check)
     configure_logging("eval", os.environ.get(LEVEL_VARIABLE) or "warning")
-    began = time.monotonic()
-    metrics, version, rows = asyncio.run(run_evaluation(config))
-    result = {
-        "model": config.model or config.address,
-        "environment": config.environment,
-        "split": config.split,
-        "prompts": config.prompts,
-        "samples": config.samples,
-        "temperature": config.temperature,
-        "engine": config.engine if config.model else "",
-        "policy_version": version,
-        "wall_s": round(time.monotonic() - began, 3),
-        "metrics": metrics,
-    }
+    result, outcome = _evaluated(config)
+    if config.baseline:
+        from orchestrator_svc.evaluation import gain  # noqa: PLC0415 - as in run_evaluation
+
+        _print(result)
+        before, others = result, outcome.result
+        result, outcome = _evaluated(config.model_copy(update={"baseline": ""}))
+        try:
+            result |= {"baseline": before, "gain": asdict(gain(others.task_rewards, outcome.result.task_rewards))}
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     _print(result)
     if config.output is not None:
         _write(config.output, json.dumps(result, indent=2) + "\n")
     if config.samples_output is not None:
+        rows = [asdict(sample) for sample in outcome.result.samples]
         _write(config.samples_output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return int(metrics["failed_tasks"] > 0 or metrics["missing_rewards"] > 0)
+    metrics = result["metrics"]
+    return int(any(metrics[name] > 0 for name in _FAULTS))
+
+
+def _evaluated(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
+    """Evaluate the model, or the baseline if there is one; return the result for people, and what it was made of."""
+    config = config.model_copy(update={"model": config.baseline or config.model})
+    began = time.monotonic()
+    outcome = asyncio.run(run_evaluation(config))
+    result = {
+        "model": config.model or config.address,
+        "environment": config.environment,
+        "split": config.split,
+        "prompts": outcome.tasks,
+        "samples": config.samples,
+        "temperature": config.temperature,
+        "engine": config.engine if config.model else "",
+        "policy_version": outcome.version,
+        "episodes": len(outcome.result.samples),
+        "tokens": outcome.tokens,
+        "wall_s": round(time.monotonic() - began, 3),
+        "metrics": outcome.result.metrics(),
+    }
+    return result, outcome
 
 
 def _check(config: EvalConfig) -> None:
@@ -145,25 +186,40 @@ def _check(config: EvalConfig) -> None:
     Raises:
         ConfigError: if the model cannot be one, or the environment is not there.
     """
-    if config.model:
-        check_model(config.model)
-        check_files(config.model)
+    for model in filter(None, (config.baseline, config.model)):
+        check_model(model)
+        check_files(model)
     check_there(locate(config.environment), "environment")
 
 
-async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, list[dict[str, Any]]]:
+class Outcome(NamedTuple):
+    """What an evaluation brought.
+
+    Attributes:
+        result: Its samples.
+        version: The version that was evaluated.
+        tasks: Number of tasks.
+        tokens: Tokens that were sampled.
+    """
+
+    result: EvalResult
+    version: str
+    tasks: int
+    tokens: int
+
+
+async def run_evaluation(config: EvalConfig) -> Outcome:
     """Evaluate a model or a server.
 
-    Returns:
-        Metrics by name; the version that was evaluated; every attempt.
-
     Raises:
-        ConfigError: if the environment or the server cannot be used, or the deadline passes.
+        ConfigError: if the environment, the server or the agents cannot be used, or the deadline passes.
     """
     # What follows brings gRPC and process pools: not for `--help`.
     from orchestrator_svc.envs.processes import EnvironmentProcesses  # noqa: PLC0415
+    from orchestrator_svc.eval_agents import served_agents  # noqa: PLC0415
+    from orchestrator_svc.eval_children import Children  # noqa: PLC0415
     from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
-    from orchestrator_svc.workflows import GroupRunner, Sampling, choose_workflow  # noqa: PLC0415
+    from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_workflow  # noqa: PLC0415
     from sluice.rpc.channel import token_file  # noqa: PLC0415
     from sluice.sampling.policy import PolicyEngine  # noqa: PLC0415
     from sluice.sampling.pool import ReplicaPool  # noqa: PLC0415
@@ -180,9 +236,13 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
             raise ConfigError(
                 f"split {config.split!r} of environment {config.environment} has no tasks: correct --split or environment_args"
             )
-        workflow = choose_workflow(settings, environment)
-        replica = await stack.enter_async_context(_started_replica(config)) if config.model else None
-        target = replica.target if replica is not None else config.address
+        workflow: RolloutWorkflow
+        if not config.external_agents:
+            workflow = choose_workflow(settings, environment)
+        children = await stack.enter_async_context(Children.ending_with_this())
+        replica, target = None, config.address
+        if config.model:
+            replica, target = await stack.enter_async_context(_started_replica(config, children))
         # The operator named this address, so it may get the operator's own token.
         token = config.security.dispatcher_token_file or token_file(config.security, "admin")
         security = config.security.model_copy(update={"dispatcher_token_file": token})
@@ -191,26 +251,52 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
         stack.push_async_callback(settle, polling)
         stack.callback(polling.cancel)
         await _wait_ready(pool, polling, replica, config.connect_s if replica is None else config.start_s)
-        engine = PolicyEngine(pool, _RUN if replica is not None else "", _GENERATE_S)
+        watched = [polling] if replica is None else [polling, asyncio.create_task(_must_live(replica))]
+        stack.callback(watched[-1].cancel)
+        if config.external_agents:
+            workflow, serving = await stack.enter_async_context(served_agents(config, environment, pool, children))
+            watched.append(serving)
+        engine = PolicyEngine(pool, config.run if replica is not None else "", _GENERATE_S)
         runner = GroupRunner(workflow, engine, config.seed, request_prefix="")
         sampling = Sampling(config.temperature, config.max_tokens, config.stop)
-        try:
-            async with asyncio.timeout(config.deadline_s):
-                result = await evaluate(runner, tasks, config, sampling)
-        except TimeoutError as error:
-            raise ConfigError(f"the evaluation took more than {config.deadline_s:g} s (--deadline-s)") from error
-        version = str(pool.replicas[0].version)
-    return result.metrics(), version, [asdict(sample) for sample in result.samples]
+        evaluating = asyncio.create_task(evaluate(runner, tasks, config, sampling))
+        stack.push_async_callback(settle, evaluating)
+        stack.callback(evaluating.cancel)
+        done, _ = await asyncio.wait(
+            {evaluating, *watched}, timeout=config.deadline_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            raise ConfigError(f"the evaluation took more than {config.deadline_s:g} s (--deadline-s)")
+        if evaluating not in done:
+            done.pop().result()  # raises why
+        return Outcome(evaluating.result(), str(pool.replicas[0].version), len(tasks), engine.counts["tokens"])
+
+
+async def _must_live(replica: Child) -> None:
+    """Raise a ConfigError when the replica dies."""
+    raise ConfigError(await replica.died())
 
 
 def _print(result: Mapping[str, Any]) -> None:
+    from orchestrator_svc.evaluation import INTERVAL  # noqa: PLC0415 - brings gRPC
+
     metrics = result["metrics"]
     lines = [f"{result['model']} on {result['environment']}, {result['prompts']} tasks of split {result['split']}:"]
     for name, label in _LABELS.items():
-        if name not in metrics or (name in {"missing_rewards", "failed_tasks"} and not metrics[name]):
+        if name not in metrics or (name in _FAULTS and not metrics[name]):
             continue
         error = metrics.get(name.replace("_mean", "_stderr")) if name.endswith("_mean") else None
-        lines.append(f"  {label:<18} {metrics[name]:.4f}" + ("" if error is None else f" +- {error:.4f}"))
+        half = None if error is None else INTERVAL * error
+        interval = "" if half is None else f"  95% {metrics[name] - half:.4f} to {metrics[name] + half:.4f}"
+        shown = f"{metrics[name]:.0f}" if name in _FAULTS else f"{metrics[name]:.4f}"
+        lines.append(f"  {label:<18} {shown}{interval}")
+    lines.append(f"  {'episodes':<18} {result['episodes']}, {result['tokens']} tokens, {result['wall_s']:.0f} s")
+    if "gain" in result:
+        gain = result["gain"]
+        lines.append(
+            f"gain in reward over {result['baseline']['model']}: {gain['mean']:+.4f}  95% {gain['low']:+.4f} to {gain['high']:+.4f},"
+            f" paired over {gain['tasks']} tasks"
+        )
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -219,40 +305,13 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-class _StartedReplica:
-    """A running child."""
-
-    def __init__(self, process: asyncio.subprocess.Process, target: str, log_path: Path) -> None:
-        self.target = target
-        self._process, self._log_path = process, log_path
-
-    async def died(self) -> str:
-        """Wait for its end; return why, with the last lines of its log."""
-        code = await self._process.wait()
-        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        return "\n".join([f"the replica ended with exit code {code}; its last lines:", *lines])
-
-    async def stop(self) -> None:
-        """End it: SIGTERM first, SIGKILL if it does not end in time."""
-        if self._process.returncode is not None:
-            return
-        self._process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
-
 @contextlib.asynccontextmanager
-async def _started_replica(config: EvalConfig) -> AsyncIterator[_StartedReplica]:
-    """Start ``sluice rollout`` on the model, without weight sync; end it afterwards, also if this process is killed."""
+async def _started_replica(config: EvalConfig, children: Children) -> AsyncIterator[tuple[Child, str]]:
+    """Start ``sluice rollout`` on the model, without weight sync; yield it and its address."""
     from sluice.rpc.server import LOOPBACK, free_ports  # noqa: PLC0415 - brings gRPC
-    from sluice.supervise.watchdog import Watchdog  # noqa: PLC0415
 
     port = free_ports(1)[0]
-    argv = [sys.executable, "-m", "sluice.cli.main", "rollout", "--model", config.model, "--run", _RUN]
+    argv = [sys.executable, "-m", "sluice.cli.main", "rollout", "--model", config.model, "--run", config.run]
     settings = {
         "engine": config.engine,
         "follow_weights": "false",
@@ -264,25 +323,11 @@ async def _started_replica(config: EvalConfig) -> AsyncIterator[_StartedReplica]
     }
     for name, value in settings.items():
         argv += [f"--rollout.{name}", value]
-    with tempfile.TemporaryDirectory(prefix="sluice-eval-") as directory:
-        log_path = Path(directory) / "rollout.log"
-        watchdog = await Watchdog.start()
-        try:
-            with log_path.open("wb") as log:
-                process = await watchdog.start_child(argv, stdout=log, stderr=log)
-            replica = _StartedReplica(process, f"{LOOPBACK}:{port}", log_path)
-            try:
-                yield replica
-            finally:
-                await replica.stop()
-                watchdog.note("-", process.pid)
-        finally:
-            await watchdog.stop()
+    async with children.started("replica", argv) as replica:
+        yield replica, f"{LOOPBACK}:{port}"
 
 
-async def _wait_ready(
-    pool: ReplicaPool, polling: asyncio.Task[None], replica: _StartedReplica | None, deadline_s: float
-) -> None:
+async def _wait_ready(pool: ReplicaPool, polling: asyncio.Task[None], replica: Child | None, deadline_s: float) -> None:
     """Wait until the pool has a replica that serves.
 
     Raises:

@@ -38,6 +38,9 @@ _LOOK_S = 0.05
 _RELEASE_S = 10.0
 """Seconds to release a hold; if that fails, the hold ends by its time to live."""
 
+INTERVAL = 1.959964
+"""Standard errors between a mean and the ends of its 95% interval."""
+
 EXACT = 1.0 - 1e-9
 """A reward of 1 (or more) counts as an exact match."""
 
@@ -317,6 +320,7 @@ class EvalResult:
 
     samples: list[EvalSample] = field(default_factory=list)
     failed_tasks: int = 0
+    failed_episodes: int = 0
 
     def metrics(self) -> dict[str, float]:
         """Return scalars by name; those of samples that were not asked for are left out."""
@@ -335,7 +339,49 @@ class EvalResult:
             found["truncated_share"] = sum(each.truncated for each in self.samples) / len(self.samples)
         found["missing_rewards"] = float(sum(each.reward is None for each in self.samples))
         found["failed_tasks"] = float(self.failed_tasks)
+        found["failed_episodes"] = float(self.failed_episodes)
         return found
+
+    @property
+    def task_rewards(self) -> dict[str, float]:
+        """The mean sampled reward of each task that has one, by task; greedy where nothing was sampled."""
+        sampled = [each for each in self.samples if not each.greedy] or self.samples
+        return {task: math.fsum(rewards) / len(rewards) for task, rewards in _rewards_by_task(sampled).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """By how much one model is better than another one on the same tasks.
+
+    Attributes:
+        mean: Mean over tasks of the difference of their mean rewards.
+        low: Lower end of its 95% interval.
+        high: Upper end.
+        tasks: Tasks that both have a reward of.
+    """
+
+    mean: float
+    low: float
+    high: float
+    tasks: int
+
+
+def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Gain:
+    """Compare two models by their mean rewards by task. Paired: what makes a task hard is the same for both.
+
+    The interval is that of a mean of many values: normal, with the standard error over tasks.
+
+    Raises:
+        ValueError: if they have fewer than two tasks in common.
+    """
+    differences = [after[task] - reward for task, reward in before.items() if task in after]
+    if len(differences) < 2:
+        raise ValueError(
+            f"{len(differences)} tasks have a reward of both models, and a gain needs two: raise --prompts, or see why they failed"
+        )
+    mean = math.fsum(differences) / len(differences)
+    half = INTERVAL * _error_of_mean(differences)
+    return Gain(mean, mean - half, mean + half, len(differences))
 
 
 async def evaluate(
@@ -354,15 +400,20 @@ async def evaluate(
         async with places:
             try:
                 samples = []
+                failed = 0
                 for greedy, episodes, how in kinds:
                     group_id = f"eval-{version}-{'greedy' if greedy else 'sampled'}-{index}"
                     records = await runner.run(task, group_id, episodes, how, version)
-                    samples += [_sample(task, record, greedy=greedy) for record in records]
+                    # An episode that forked has several, with one reward.
+                    ended = {record.trajectory.episode_id: record for record in records}
+                    samples += [_sample(task, record, greedy=greedy) for record in ended.values()]
+                    failed += episodes - len(ended)
             except Exception as error:  # noqa: BLE001 - an environment or a workflow may raise anything
                 log.warning("evaluation of a task failed", task=task.task_id, error=repr(error))
                 result.failed_tasks += 1
             else:
                 result.samples += samples
+                result.failed_episodes += failed
 
     async with asyncio.TaskGroup() as group:
         for index, task in enumerate(tasks):
@@ -388,7 +439,7 @@ def pass_at(k: int, samples: Iterable[EvalSample]) -> list[float]:
     A task with c exact samples of n has 1 - C(n - c, k) / C(n, k) (Chen et al., 2021); one with fewer than k is left out.
     """
     chances = []
-    for rewards in _rewards_by_task(samples):
+    for rewards in _rewards_by_task(samples).values():
         exact = sum(each >= EXACT for each in rewards)
         if len(rewards) >= k:
             chances.append(1 - math.comb(len(rewards) - exact, k) / math.comb(len(rewards), k))
@@ -397,7 +448,7 @@ def pass_at(k: int, samples: Iterable[EvalSample]) -> list[float]:
 
 def wilson(mean: float, tasks: int) -> tuple[float, float]:
     """Return the 95% interval of a mean of `tasks` values in [0, 1] (Wilson, 1927). Exact for 0 and 1, too wide for others."""
-    z2 = 1.959964**2
+    z2 = INTERVAL**2
     centre = (mean + z2 / (2 * tasks)) / (1 + z2 / tasks)
     half = math.sqrt(z2 * (mean * (1 - mean) / tasks + z2 / (4 * tasks**2))) / (1 + z2 / tasks)
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -413,23 +464,27 @@ def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def _powers_of_two(samples: Iterable[EvalSample]) -> list[int]:
     """Return 1, 2, 4, ... up to the samples that a task has. The first is avg@k, the mean over all samples of each task."""
-    most = max(map(len, _rewards_by_task(samples)), default=0)
+    most = max(map(len, _rewards_by_task(samples).values()), default=0)
     return [1 << power for power in range(most.bit_length())]
 
 
-def _rewards_by_task(samples: Iterable[EvalSample]) -> list[list[float]]:
+def _rewards_by_task(samples: Iterable[EvalSample]) -> dict[str, list[float]]:
     by_task: dict[str, list[float]] = {}
     for each in samples:
         if each.reward is not None:
             by_task.setdefault(each.task_id, []).append(each.reward)
-    return list(by_task.values())
+    return by_task
 
 
 def _standard_error(samples: Sequence[EvalSample]) -> float:
     """Standard error of the mean reward over tasks: samples of one task are not independent."""
-    means = [math.fsum(rewards) / len(rewards) for rewards in _rewards_by_task(samples)]
-    if len(means) < 2:
+    return _error_of_mean([math.fsum(rewards) / len(rewards) for rewards in _rewards_by_task(samples).values()])
+
+
+def _error_of_mean(values: Sequence[float]) -> float:
+    """Standard error of the mean of independent values; 0 of fewer than two."""
+    if len(values) < 2:
         return 0.0
-    mean = math.fsum(means) / len(means)
-    variance = math.fsum((each - mean) ** 2 for each in means) / (len(means) - 1)
-    return math.sqrt(variance / len(means))
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((each - mean) ** 2 for each in values) / (len(values) - 1)
+    return math.sqrt(variance / len(values))

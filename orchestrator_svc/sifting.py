@@ -13,7 +13,7 @@ Its environment's `overlong.policy` says what becomes of it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import EpisodeConfig, FilterConfig, OverlongConfig
@@ -49,7 +49,10 @@ class ScoredGroup:
 
 
 def sift(
-    records: Sequence[orchestrator_pb2.TrajectoryRecord], settings: EpisodeConfig, most_tokens: int
+    records: Sequence[orchestrator_pb2.TrajectoryRecord],
+    settings: EpisodeConfig,
+    most_tokens: int,
+    should_accept: Callable[[Sequence[orchestrator_pb2.TrajectoryRecord]], bool] | None = None,
 ) -> ScoredGroup:
     """Separate what may be trained from what may not; rewards and masks of the records change as `overlong` says.
 
@@ -57,6 +60,7 @@ def sift(
         records: All trajectories of the group.
         settings: Those of its environment.
         most_tokens: Limit of one turn in tokens.
+        should_accept: Says of those that may be trained whether they are worth it; None: they are.
     """
     group = ScoredGroup(
         list(records), [each.trajectory.reward if each.trajectory.HasField("reward") else None for each in records]
@@ -77,7 +81,10 @@ def sift(
         _penalise(group, settings.overlong, most_tokens)
     # One reward per episode: one that forked has several trajectories.
     rewards = {each.trajectory.episode_id: each.trajectory.reward for each in group.records}
-    group.without_signal = bool(rewards) and _without_signal(list(rewards.values()), settings.filter)
+    group.without_signal = bool(rewards) and (
+        _without_signal(list(rewards.values()), settings.filter)
+        or not (should_accept is None or should_accept(group.records))
+    )
     if policy == "mask":
         cut = [each for each in group.records if _cut_off(each.trajectory)]
         group.overlong += len(cut)

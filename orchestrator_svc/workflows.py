@@ -1,7 +1,7 @@
 """How an episode runs: a task in, trajectories out, sampled by an engine that hides replicas and versions.
 
-`SingleTurn` asks one question and takes n answers; `MultiTurn` talks to an environment turn by turn. Settings may name any
-other class with `arun_episode`, which is constructed with the environment's processes and the settings.
+`SingleTurn` asks one question and takes n answers; `MultiTurn` talks to an environment turn by turn, also to one that asks a
+question again until its answer is good enough (`retry`). Settings may name any other class with `arun_episode`, which is constructed with the environment's processes and the settings.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 import structlog
 import xxhash
 
-from orchestrator_svc.config import EpisodeConfig
+from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig
 from orchestrator_svc.envs.base import Message, Task, Turn
 from orchestrator_svc.envs.episode import OpenEpisode, ReplayDiffersError
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.journal.segments import JournalError
+from orchestrator_svc.retry import RetriedQuestion, RetriedQuestions
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
 from sluice.sampling.generation import derived_seed
@@ -34,6 +35,9 @@ from sluice.versions import Version, append_spans
 log = structlog.get_logger(__name__)
 
 _Answer = TypeVar("_Answer")
+
+GroupFilter: TypeAlias = Callable[[Sequence[orchestrator_pb2.TrajectoryRecord]], bool]
+"""Says of the trajectories of a group whether they are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,15 @@ class Sampling:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     seeded: bool = False
+
+    def params(self, max_tokens: int | None) -> tokens_pb2.SamplingParams:
+        """Return it in the form of the contracts; `max_tokens` is the task's own limit, None if it has none."""
+        return tokens_pb2.SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+        )
 
 
 class EpisodeLog(Protocol):
@@ -116,6 +129,16 @@ class RolloutWorkflow(Protocol):
         ...
 
 
+def choose_filter(config: FilterConfig) -> GroupFilter | None:
+    """Return the function that the settings name, which says whether a group is trained; None if they name none.
+
+    Raises:
+        ConfigError: if it is not found.
+    """
+    found: GroupFilter | None = load_attribute(config.should_accept, "filter") if config.should_accept else None
+    return found
+
+
 def choose_workflow(config: EpisodeConfig, environment: EnvironmentProcesses) -> RolloutWorkflow:
     """Return the workflow that the settings name; ``auto`` chooses by what the environment can do.
 
@@ -123,7 +146,7 @@ def choose_workflow(config: EpisodeConfig, environment: EnvironmentProcesses) ->
         ConfigError: if the workflow does not fit the environment, or is not found.
     """
     name = config.workflow if config.workflow != "auto" else "single_turn" if environment.single_turn else "multi_turn"
-    if name == "external" or not (environment.single_turn or environment.multi_turn):
+    if name == EXTERNAL or not (environment.single_turn or environment.multi_turn):
         raise ConfigError(
             f"only external agents can run episodes of environment {environment.name} as it is set, and this needs episodes of its own:"
             ' set orchestrator.workflow = "auto", and give the environment messages(task) with score(task, completion), or'
@@ -134,7 +157,9 @@ def choose_workflow(config: EpisodeConfig, environment: EnvironmentProcesses) ->
         workflow = SingleTurn(environment)
     elif name == "multi_turn" and environment.multi_turn:
         workflow = MultiTurn(environment, config.max_turns)
-    elif name in {"single_turn", "multi_turn"}:
+    elif name == "retry" and environment.single_turn:
+        return MultiTurn(RetriedQuestions(environment, config.retry), config.max_turns)
+    elif name in {"single_turn", "multi_turn", "retry"}:
         raise ConfigError(
             f'workflow {name} does not fit environment {environment.name}: set orchestrator.workflow = "auto"'
         )
@@ -153,12 +178,14 @@ class GroupRunner:
         seed: Seed of the environments' and the requests' random numbers.
         request_prefix: Begins the ids of all requests, unique to the run; empty lets the server choose the ids, so that nothing
             is answered from memory.
+        should_accept: Says whether a group is trained; None trains all of them.
     """
 
     workflow: RolloutWorkflow
     engine: PolicyEngine
     seed: int
     request_prefix: str
+    should_accept: GroupFilter | None = None
 
     async def run(
         self,
@@ -263,7 +290,7 @@ class MultiTurn:
         max_turns: Most assistant turns; an episode that needs more is truncated.
     """
 
-    def __init__(self, environment: EnvironmentProcesses, max_turns: int) -> None:
+    def __init__(self, environment: EnvironmentProcesses | RetriedQuestions, max_turns: int) -> None:
         self._environment, self._max_turns = environment, max_turns
 
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
@@ -311,7 +338,12 @@ class MultiTurn:
         return transcript.record()
 
     async def _ended(
-        self, engine: PolicyEngine, transcript: _Transcript, episode: OpenEpisode, text: str, turn: int
+        self,
+        engine: PolicyEngine,
+        transcript: _Transcript,
+        episode: OpenEpisode | RetriedQuestion,
+        text: str,
+        turn: int,
     ) -> bool:
         """Let the environment answer a turn; return whether the episode has ended."""
         answer = await episode.step(text)
@@ -478,12 +510,7 @@ def _new_record(data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRec
 
 def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb2.SamplingParams:
     """Return the sampling of one request; the samples of one request use consecutive seeds."""
-    params = tokens_pb2.SamplingParams(
-        temperature=data.sampling.temperature,
-        max_tokens=data.sampling.max_tokens if data.task.max_tokens is None else data.task.max_tokens,
-        stop=data.sampling.stop,
-        ignore_eos=data.sampling.ignore_eos,
-    )
+    params = data.sampling.params(data.task.max_tokens)
     if data.sampling.seeded:
         params.seed = derived_seed(data.seed, data.group_id, episode, turn)
     return params

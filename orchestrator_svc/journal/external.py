@@ -87,6 +87,7 @@ class Session:
         lease_id: Lease that it was opened by.
         request_id: Request of OpenEpisode that it answers.
         requests: What was sampled, by request, in order.
+        undelivered: Those of which no client has the reply.
         samples: The samples of all requests by name, in order.
         rewards: The last reward for each target.
         submission: How it was submitted; None while it is not.
@@ -100,6 +101,7 @@ class Session:
     lease_id: str
     request_id: str
     requests: dict[str, RecordedRequest] = field(default_factory=dict)
+    undelivered: set[str] = field(default_factory=set)
     samples: dict[str, Sample] = field(default_factory=dict)
     rewards: dict[Target, float] = field(default_factory=dict)
     last_reward: tuple[Target, float] | None = None
@@ -125,9 +127,15 @@ class Session:
         return tuple(reversed(path))
 
     def leaves(self) -> list[str]:
-        """Return the samples that none continues, in order."""
-        parents = {each.parent for each in self.samples.values()}
-        return [name for name in self.samples if name not in parents]
+        """Return the samples that none continues, in order. What nobody was given, and nothing continues, is no part of the tree."""
+        parents, found = set[str](), list[str]()
+        for name, sample in reversed(self.samples.items()):  # what continues a sample comes after it
+            if name not in parents:
+                if name.rpartition("/")[0] in self.undelivered:
+                    continue
+                found.append(name)
+            parents.add(sample.parent)
+        return found[::-1]
 
     def branches(self, named: Sequence[Sequence[str]] = ()) -> list[tuple[str, ...]]:
         """Return the samples of each branch from root to leaf: those that a submission names, else one per leaf."""
@@ -323,7 +331,13 @@ class ExternalEpisodes:
             fact.request_id, fact.body_digest, samples, Place.from_proto(fact.place), fact.payload_bytes
         )
         session.samples |= {each.generation_id: each for each in samples}
+        if fact.undelivered:
+            session.undelivered.add(fact.request_id)
         session.payload_bytes += fact.payload_bytes
+
+    def session_generation_delivered(self, fact: pb.SessionGenerationDelivered) -> None:
+        """Note that a client has a reply."""
+        self._open(fact.episode, fact.attempt).undelivered.discard(fact.request_id)
 
     def reward_recorded(self, fact: pb.RewardRecorded) -> None:
         """Take a reward."""

@@ -105,9 +105,9 @@ class Claims:
         if own is not None:
             if own.body_digest != request.body_digest:
                 raise _other_body(request.request_id)
-            return Recorded(own)
+            return self._given(session, own)
         if (found := session.requests.get(joined)) is not None:
-            return Recorded(found)
+            return self._given(session, found)
         claims = self._live(session, now)
         claim = claims.get(request.request_id)
         if claim is not None and claim.body_digest != request.body_digest:
@@ -117,14 +117,24 @@ class Claims:
         if claim is None:
             if other := next((each for each in claims.items() if each[1].body_digest == request.body_digest), None):
                 return Running(other[0], other[1].until)
-            newest = (each for each in reversed(session.requests.values()) if each.body_digest == request.body_digest)
-            if request.is_retry and (found := next(newest, None)) is not None:
-                return Recorded(found)
+            same = (each for each in reversed(session.requests.values()) if each.body_digest == request.body_digest)
+            found = next(same, None)
+            if found is not None and (request.is_retry or found.request_id in session.undelivered):
+                return self._given(session, found)
             self._check_room(session, len(claims))
         claims[request.request_id] = _Claim(request.gateway, request.body_digest, now + seconds)
         self._claims[session.name] = claims
         self._lending.touch(session, now, max(each.until for each in claims.values()))
         return _known_prefix(session, request)
+
+    def _given(self, session: Session, request: RecordedRequest) -> Recorded:
+        """Return what was recorded: a client is about to have it, which is a fact if it was not given to any before."""
+        if request.request_id in session.undelivered:
+            fact = pb.SessionGenerationDelivered(
+                group=session.group, episode=session.episode, attempt=session.attempt, request_id=request.request_id
+            )
+            self._journal.record(pb.Fact(session_generation_delivered=fact))
+        return Recorded(request)
 
     def record(self, principal: str, request: session_pb2.RecordGenerationRequest, now: float) -> tuple[list[str], str]:
         """Record what was sampled, and end its claim; return the names of the samples, and what they continue.
@@ -157,6 +167,7 @@ class Claims:
                 ],
                 place=self._journal.keep(made),
                 payload_bytes=made.ByteSize(),
+                undelivered=request.undelivered,
             )
             self._journal.record(pb.Fact(session_generation_recorded=fact))
             known = session.requests[made.request_id]
@@ -179,6 +190,19 @@ class Claims:
         claim = self._claims.get(session.name, {}).get(request.request_id)
         if claim is not None and claim.gateway == request.gateway:
             self._end(session, request.request_id, now)
+
+    def end_all_of(self, gateway: str, now: float) -> list[str]:
+        """End the claims of a gateway that was killed; return the names of the sessions that had one."""
+        held = {
+            name: [request_id for request_id, each in claims.items() if each.gateway == gateway]
+            for name, claims in self._claims.items()
+        }
+        for name, request_ids in held.items():
+            session = self._lending.find(name)
+            if isinstance(session, Session) and session.submission is None:
+                for request_id in request_ids:
+                    self._end(session, request_id, now)
+        return [name for name, request_ids in held.items() if request_ids]
 
     def expire(self, now: float) -> None:
         """Forget claims whose time is over, and those of sessions that ended."""

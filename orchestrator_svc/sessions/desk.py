@@ -12,14 +12,17 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from orchestrator_svc.config import ExternalConfig
-from orchestrator_svc.journal.external import RecordedRequest, Session
+from orchestrator_svc.envs.base import Task
+from orchestrator_svc.journal.external import RecordedRequest, Session, parse_session_name
+from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.sessions.claims import Claims
 from orchestrator_svc.sessions.lending import Lending
@@ -33,6 +36,9 @@ log = structlog.get_logger(__name__)
 OFFERS = "offers"
 """What those wait for who want a lease."""
 
+BACK_S = 1.0
+"""Seconds in which a gateway whose stream broke must call again: then only its connection broke, and its claims hold."""
+
 SECRET = "sessions.key"  # noqa: S105 - a file's name
 _SECRET_BYTES = 32
 
@@ -40,6 +46,21 @@ _FREES = frozenset({"lease_ended", "episode_given_up"})
 _SETTLES = frozenset(
     {"lease_granted", "lease_ended", "episode_given_up", "episode_submitted", "reward_recorded", "group_dropped"}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Posed:
+    """What the episodes of a group are about.
+
+    Attributes:
+        task: The task.
+        sampling: How its generations are sampled where a request does not say otherwise.
+        evaluation: Whether it is for evaluation and is not trained.
+    """
+
+    task: Task
+    sampling: tokens_pb2.SamplingParams
+    evaluation: bool = False
 
 
 class Waiting:
@@ -88,6 +109,7 @@ class Desk:
         limits: Times and bounds.
         waiting: Follows the facts of the journal.
         secret: Session keys are derived with it.
+        posed: Says what a group is about; None if its task is gone.
         clock: Monotonic seconds.
 
     Attributes:
@@ -103,8 +125,11 @@ class Desk:
         limits: ExternalConfig,
         waiting: Waiting,
         secret: bytes,
+        *,
+        posed: Callable[[Group], Posed | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._posed = posed
         self.journal, self.limits, self.clock, self.waiting = journal, limits, clock, waiting
         self.lending = Lending(journal, limits, clock())
         self.claims = Claims(journal, self.lending, limits)
@@ -113,6 +138,7 @@ class Desk:
         self._secret = secret
         self._cache: OrderedDict[tuple[str, str], session_pb2.RecordedGeneration] = OrderedDict()
         self._cached_bytes = 0
+        self._gateways: Counter[str] = Counter()
 
     async def run(self) -> None:
         """End leases, sessions and claims whose time is over, until cancelled.
@@ -133,6 +159,31 @@ class Desk:
         self.ended = True
         self.waiting.wake(OFFERS)
 
+    # Gateways.
+
+    @contextlib.contextmanager
+    def connected(self, gateway: str) -> Iterator[None]:
+        """Know that a gateway lives while the block runs. Its claims end if it does not begin another one soon after it."""
+        self._gateways[gateway] += 1
+        try:
+            yield
+        finally:
+            self._gateways[gateway] -= 1
+            if gateway and not self._gateways[gateway]:
+                asyncio.get_running_loop().call_later(BACK_S, self._end_claims, gateway)
+
+    def _end_claims(self, gateway: str) -> None:
+        if self._gateways[gateway]:
+            return
+        del self._gateways[gateway]
+        sessions = self.claims.end_all_of(gateway, self.clock())
+        if sessions:
+            log.warning(
+                "a gateway is gone; its requests may be sampled by others", gateway=gateway, sessions=len(sessions)
+            )
+        for name in sessions:
+            self.waiting.wake(parse_session_name(name))
+
     # Offers.
 
     def offer(self, group: int, opening: tokens_pb2.Conversation) -> None:
@@ -145,6 +196,23 @@ class Desk:
         """Offer them no more."""
         self.openings.pop(group, None)
         self.lending.withdraw(group)
+
+    def posed(self, group: Group) -> Posed:
+        """Return what the episodes of a group are about.
+
+        Raises:
+            SluiceError: UNAVAILABLE if its task is gone: the run drops the group when it takes it up again.
+        """
+        found = self._posed(group)
+        if found is None:
+            raise self.starting(group)
+        return found
+
+    def starting(self, group: Group) -> SluiceError:
+        """Return the error of a call for a group that this process has not taken up again."""
+        return SluiceError.unavailable(
+            "STARTING", f"the run takes up group {group.name} again; repeat the call", self.limits.retry_s
+        )
 
     # Keys.
 

@@ -409,9 +409,10 @@ def _check_branches(session: Session, request: episode_pb2.SubmitTrajectoryReque
     Raises:
         SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it has none).
     """
-    if not session.samples:
+    if not session.leaves():
         raise SluiceError.failed_precondition(
-            "NO_GENERATIONS", f"nothing was sampled in episode {session.name}: abandon it instead"
+            "NO_GENERATIONS",
+            f"nothing was sampled in episode {session.name}, or nothing of it was delivered: abandon it instead",
         )
     seen: set[tuple[str, ...]] = set()
     for index, branch in enumerate(request.branches):

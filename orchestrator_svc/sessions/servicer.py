@@ -15,21 +15,16 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import ParseDict
 
 from orchestrator_svc.announcements import watch_replicas
-from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.external import EndedSession, Lease, Session, parse_session_name
-from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.sessions.claims import Claimed, Recorded, Running
 from orchestrator_svc.sessions.desk import OFFERS, Desk
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller, is_local_peer, require_role
 from sluice.sampling.pool import ReplicaPool
-from sluice.v1 import episode_pb2, episode_pb2_grpc, session_pb2, session_pb2_grpc, tokens_pb2
+from sluice.v1 import episode_pb2, episode_pb2_grpc, session_pb2, session_pb2_grpc
 
 ON_BEHALF_OF = "on-behalf-of"
 """Metadata of a gateway's call: the principal whose call it is."""
-
-EXTERNAL = "external"
-"""The workflow whose episodes are on offer."""
 
 _LONGEST_WAIT_S = 60.0
 """Seconds that LeaseTasks waits at most, as the contract says."""
@@ -62,12 +57,11 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
 
     Args:
         desk: Has the sessions.
-        curriculum: Knows tasks and settings of the environments.
         pool: The replicas.
     """
 
-    def __init__(self, desk: Desk, curriculum: Curriculum, pool: ReplicaPool) -> None:
-        self._desk, self._curriculum, self._pool = desk, curriculum, pool
+    def __init__(self, desk: Desk, pool: ReplicaPool) -> None:
+        self._desk, self._pool = desk, pool
 
     async def FindSession(
         self, request: session_pb2.FindSessionRequest, context: Context
@@ -91,7 +85,9 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
             response.group_id = f"g{place[0]}"
         if isinstance(found, Session):
             group = lending.group_of(found)
-            response.sampling.CopyFrom(sampling_of(self._curriculum, group))
+            posed = self._desk.posed(group)
+            response.sampling.CopyFrom(posed.sampling)
+            response.evaluation = posed.evaluation
             response.min_policy_version.CopyFrom(group.floor.to_proto())
         return response
 
@@ -169,11 +165,12 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         return session_pb2.ReleaseGenerationResponse()
 
     async def WatchReplicas(
-        self, _request: session_pb2.WatchReplicasRequest, context: Context
+        self, request: session_pb2.WatchReplicasRequest, context: Context
     ) -> AsyncIterator[session_pb2.WatchReplicasResponse]:
-        """Stream the replicas of the run."""
-        async for listed in watch_replicas(self._pool, from_here=is_local_peer(context.peer())):
-            yield listed
+        """Stream the replicas of the run. The stream also shows that the gateway lives."""
+        with self._desk.connected(request.gateway):
+            async for listed in watch_replicas(self._pool, from_here=is_local_peer(context.peer())):
+                yield listed
 
 
 class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
@@ -182,11 +179,11 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
     Args:
         run: Name of the run.
         desk: Has the episodes.
-        curriculum: Knows tasks and settings of the environments.
+        offers: Whether the run has external episodes at all.
     """
 
-    def __init__(self, run: str, desk: Desk, curriculum: Curriculum) -> None:
-        self._run, self._desk, self._curriculum = run, desk, curriculum
+    def __init__(self, run: str, desk: Desk, *, offers: bool) -> None:
+        self._run, self._desk, self._offers = run, desk, offers
 
     async def LeaseTasks(
         self, request: episode_pb2.LeaseTasksRequest, context: Context
@@ -198,7 +195,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
                 "WRONG_RUN",
                 f"this orchestrator has runs/{self._run}, not {request.run or '(none)'}: check the name or the address",
             )
-        if not any(each.workflow == EXTERNAL for each in self._curriculum.environments.values()):
+        if not self._offers:
             raise SluiceError.failed_precondition(
                 "NO_EXTERNAL_EPISODES",
                 'the run has no external episodes: set orchestrator.workflow = "external", for one environment at least',
@@ -225,21 +222,19 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
 
     def _leased(self, lease: Lease, now: float) -> episode_pb2.LeasedTask:
         group = self._desk.journal.ledger.groups[lease.group]
-        task = self._curriculum.task(group.environment, group.task_id, group.position)
-        opening = self._desk.openings.get(lease.group)
-        if task is None or opening is None:
-            raise SluiceError.unavailable(
-                "STARTING", f"the run takes up group {group.name} again; repeat the call", self._desk.limits.retry_s
-            )
+        posed, opening = self._desk.posed(group), self._desk.openings.get(lease.group)
+        if opening is None:
+            raise self._desk.starting(group)
         leased = episode_pb2.LeasedTask(
-            task=episode_pb2.Task(task_id=task.task_id, environment=group.environment),
+            task=episode_pb2.Task(task_id=posed.task.task_id, environment=group.environment),
             group_id=group.name,
             episodes=len(lease.lent),
             lease_id=lease.lease_id,
             lease=_duration(self._desk.lending.lease_left(lease, now)),
+            evaluation=posed.evaluation,
             opening=opening,
         )
-        ParseDict(json.loads(json.dumps(dict(task.data))), leased.task.data)
+        ParseDict(json.loads(json.dumps(dict(posed.task.data))), leased.task.data)
         return leased
 
     async def RenewLease(
@@ -257,7 +252,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         session = desk.lending.open(principal_of(context), request, desk.clock())
         response = episode_pb2.OpenEpisodeResponse(
             episode_id=session.name,
-            sampling=sampling_of(self._curriculum, desk.lending.group_of(session)),
+            sampling=desk.posed(desk.lending.group_of(session)).sampling,
             session_key=desk.session_key(session.name),
             idle=_duration(desk.limits.idle_s),
         )
@@ -287,19 +282,6 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self._desk.lending.abandon(principal_of(context), request)
         await self._desk.journal.durable()
         return episode_pb2.AbandonEpisodeResponse()
-
-
-def sampling_of(curriculum: Curriculum, group: Group) -> tokens_pb2.SamplingParams:
-    """Return how the episodes of a group are sampled."""
-    settings = curriculum.environments[group.environment].sampling
-    task = curriculum.task(group.environment, group.task_id, group.position)
-    own = task.max_tokens if task is not None else None
-    return tokens_pb2.SamplingParams(
-        temperature=settings.temperature,
-        max_tokens=settings.max_tokens if own is None else own,
-        stop=settings.stop,
-        ignore_eos=settings.ignore_eos,
-    )
 
 
 def _duration(seconds: float) -> Duration:

@@ -33,6 +33,9 @@ from sluice.versions import append_spans
 TEMPERATURE = "TEMPERATURE"
 """Why tokens are not trained that were sampled at another temperature than most of their session."""
 
+UNDELIVERED = "UNDELIVERED"
+"""Why tokens are not trained that no client was given: its connection broke, and it did not ask again."""
+
 
 class TreeError(Exception):
     """What was recorded of a session does not fit together; the message says where."""
@@ -44,7 +47,7 @@ class Built:
 
     Attributes:
         records: One per branch, in order.
-        not_trained: Sampled tokens that no trajectory trains although one holds them, by reason.
+        not_trained: Sampled tokens that no trajectory trains, by reason; not those of branches that a submission leaves out.
     """
 
     records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
@@ -90,6 +93,7 @@ def build(
     built = Built()
     for each, reason in why_not.items():
         built.not_trained[reason] += len(nodes[each].sample.token_ids)
+    built.not_trained.update(_undelivered(session, nodes, held))
     reward, by_turn = episode_reward(branches, rewards), _branch_rewards(branches, rewards)
     context = set(why_not)
     for trajectory_id, branch in zip(session.trajectory_ids, branches, strict=True):
@@ -113,6 +117,13 @@ def build(
         built.records.append(record)
         context.update(branch)
     return built
+
+
+def _undelivered(session: Session, nodes: Mapping[str, _Node], held: Iterable[str]) -> Counter[str]:
+    """Return how many tokens nobody was given that no branch holds, by reason."""
+    left = nodes.keys() - set(held)
+    unread = [each for each in left if nodes[each].made.request_id in session.undelivered]
+    return Counter({UNDELIVERED: sum(len(nodes[each].sample.token_ids) for each in unread)} if unread else {})
 
 
 def episode_reward(branches: Sequence[Sequence[str]], rewards: Mapping[Target, float]) -> float | None:

@@ -1,23 +1,32 @@
-"""The workflow of external episodes: offer a group, wait for its end, and make trajectories of what was sampled."""
+"""The workflow of external episodes: offer a group, wait for its end, and make trajectories of what was sampled.
+
+An evaluation does the same in a journal of its own, which nobody keeps: its facts are not those of the run.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 import structlog
 
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.journal.external import EPISODE, ExternalEpisodes, Session, Target
+from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.report import NOT_TRAINED
-from orchestrator_svc.sessions.desk import Desk
-from orchestrator_svc.sessions.trajectories import TreeError, build, episode_reward
+from orchestrator_svc.sessions.desk import Desk, Posed
+from orchestrator_svc.sessions.trajectories import Built, TreeError, build, episode_reward
 from orchestrator_svc.workflows import EpisodeData, chat_messages
 from sluice.rpc import SluiceError
 from sluice.sampling.policy import PolicyEngine
-from sluice.v1 import orchestrator_pb2, session_pb2, tokens_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2, session_pb2, tokens_pb2
 
 log = structlog.get_logger(__name__)
+
+EVALUATED = "EVALUATED"
+"""Why the group of an evaluation is dropped: nothing of it is trained."""
 
 
 class External:
@@ -42,18 +51,23 @@ class External:
         """
         if data.log is None:
             raise SluiceError.failed_precondition(
-                "NO_EXTERNAL_EPISODES", "external agents run the episodes of training alone, not those of evaluations"
+                "NO_EXTERNAL_EPISODES",
+                "evaluations between the steps of a run offer external agents nothing: evaluate its weights with sluice eval --agent",
             )
         number = int(data.group_id.removeprefix("g"))
+        submitted = await self.submitted(number, data)
+        built = await asyncio.gather(*(self._trajectories(engine, data, each) for each in submitted))
+        return [record for records in built for record in records]
+
+    async def submitted(self, number: int, data: EpisodeData) -> list[Session]:
+        """Offer the episodes of a running group, and return those that were submitted when all have ended."""
         posed = chat_messages(await self._environment.messages(data.task)) if self._environment.poses else []
         self._desk.offer(number, tokens_pb2.Conversation(messages=posed))
         try:
             external = await self._ended(number)
         finally:
             self._desk.withdraw(number)
-        submitted = [each for each in external.sessions if each.submission is not None]
-        built = await asyncio.gather(*(self._trajectories(engine, data, each) for each in submitted))
-        return [record for records in built for record in records]
+        return [each for each in external.sessions if each.submission is not None]
 
     async def _ended(self, number: int) -> ExternalEpisodes:
         """Wait until all episodes of a group have ended, or its time is over: what was submitted by then is trained."""
@@ -80,19 +94,28 @@ class External:
     ) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Return the trajectories of a session; none if what was sampled in it was damaged."""
         try:
-            made = [await self._desk.generation(session, each) for each in session.requests.values()]
-            rewards = session.rewards
-            if episode_reward(session.submitted_branches, rewards) is None and self._environment.scores:
-                rewards = await self._scored(data, session, made)
-            built = build(session, made, rewards, data.task.task_id)
+            built = await self.built(engine, data, session)
         except (SluiceError, TreeError) as error:
             log.error("an external episode is left out", session=session.name, error=str(error))  # noqa: TRY400 - says all
             return []
-        engine.counts["requests"] += len(made)
-        engine.counts["tokens"] += sum(len(sample.token_ids) for each in made for sample in each.response.samples)
         for reason, tokens in built.not_trained.items():
             engine.counts[f"{NOT_TRAINED}{reason}"] += tokens
         return built.records
+
+    async def built(self, engine: PolicyEngine, data: EpisodeData, session: Session) -> Built:
+        """Return the trajectories of a session, scored by the environment where the agent gave no reward.
+
+        Raises:
+            SluiceError: DATA_LOSS if what was sampled in it was damaged.
+            TreeError: if what was recorded does not fit together.
+        """
+        made = [await self._desk.generation(session, each) for each in session.requests.values()]
+        rewards = session.rewards
+        if episode_reward(session.submitted_branches, rewards) is None and self._environment.scores:
+            rewards = await self._scored(data, session, made)
+        engine.counts["requests"] += len(made)
+        engine.counts["tokens"] += sum(len(sample.token_ids) for each in made for sample in each.response.samples)
+        return build(session, made, rewards, data.task.task_id)
 
     async def _scored(
         self, data: EpisodeData, session: Session, made: list[session_pb2.RecordedGeneration]
@@ -109,3 +132,66 @@ class External:
         return session.rewards | {
             target: value for target, value in zip(targets, values, strict=True) if value is not None
         }
+
+
+class EvaluationGroups:
+    """The groups of evaluations that are on offer: what the desk of an evaluation asks for."""
+
+    def __init__(self) -> None:
+        self._posed: dict[int, Posed] = {}
+
+    def posed(self, group: Group) -> Posed | None:
+        """Return what a group is about."""
+        return self._posed.get(group.number)
+
+    @contextlib.contextmanager
+    def drawn(self, desk: Desk, environment: str, data: EpisodeData) -> Iterator[int]:
+        """Make a group in the journal of the desk, and drop it when the block ends; yield its number."""
+        number = desk.journal.ledger.next_group
+        self._posed[number] = Posed(data.task, data.sampling.params(data.task.max_tokens), evaluation=True)
+        drawn = journal_pb2.TaskDrawn(
+            environment=environment,
+            task_id=data.task.task_id,
+            group=number,
+            episodes=data.episodes,
+            policy_version=data.version.to_proto(),
+        )
+        desk.journal.record(journal_pb2.Fact(task_drawn=drawn))
+        try:
+            yield number
+        finally:
+            dropped = journal_pb2.GroupDropped(group=number, reason=EVALUATED)
+            desk.journal.record(journal_pb2.Fact(group_dropped=dropped))
+            del self._posed[number]
+
+
+class ExternalEvaluation:
+    """Lets external agents run the episodes of an evaluation.
+
+    Args:
+        name: Name of the environment.
+        environment: As for `External`.
+        desk: Has a journal of its own.
+        groups: Those that the desk asks for.
+    """
+
+    def __init__(self, name: str, environment: EnvironmentProcesses, desk: Desk, groups: EvaluationGroups) -> None:
+        self._name, self._desk, self._groups = name, desk, groups
+        self._external = External(environment, desk, desk.limits)
+
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Offer the episodes, and return the trajectories of those that were submitted.
+
+        Raises:
+            SluiceError: DATA_LOSS if what was sampled was damaged.
+            TreeError: if what was recorded does not fit together.
+        """
+        with self._groups.drawn(self._desk, self._name, data) as number:
+            sessions = await self._external.submitted(number, data)
+            built = [await self._external.built(engine, data, each) for each in sessions]
+        records = [record for each in built for record in each.records]
+        for trajectory in (each.trajectory for each in records):
+            trajectory.group_id = data.group_id
+            trajectory.episode_id = data.group_id + trajectory.episode_id.removeprefix(f"g{number}")
+            trajectory.trajectory_id = data.group_id + trajectory.trajectory_id.removeprefix(f"g{number}")
+        return records

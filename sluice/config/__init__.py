@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from sluice.config.decide import allocated, allocation_of, check_tables_fit
 from sluice.config.load import Options, RunConfig, load_command, load_run, run_config_class, seconds, whole_number
-from sluice.config.schema import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig, reason_of
+from sluice.config.schema import (
+    RUN_PATTERN,
+    CommonConfig,
+    PeersConfig,
+    Section,
+    SecurityConfig,
+    ServerConfig,
+    reason_of,
+)
 from sluice.config.services import (
     Command,
     FailedForGoodError,
@@ -27,6 +35,7 @@ from sluice.config.text import dump_toml, markdown_reference
 from sluice.errors import ConfigError
 
 __all__ = [
+    "RUN_PATTERN",
     "Command",
     "CommonConfig",
     "ConfigError",

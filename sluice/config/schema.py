@@ -271,12 +271,16 @@ class PeersConfig(Section):
     orchestrator: str = Field("127.0.0.1:7104", description="Address of the orchestrator.")
 
 
+RUN_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+"""What the name of a run looks like."""
+
+
 class CommonConfig(Section):
     """The keys at the top level of a run's file, the same for every service."""
 
     run: str = Field(
         "default",
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        pattern=RUN_PATTERN,
         description="Name of the run: lower-case letters, digits, `.`, `_`, `-`; at most 63 characters.",
     )
     output_dir: Path = Field(Path("outputs"), description="Directory that holds one directory per run.")

@@ -64,6 +64,9 @@ RPC_IN_FLIGHT = Gauge("sluice_rpc_in_flight", "Calls in progress.", ("service", 
 FLUSH_S = 0.5
 """Seconds after `finish` for the last responses to leave."""
 
+WAITING_CALLS = frozenset({"sluice.v1.EpisodeService/LeaseTasks", "sluice.v1.SessionService/BeginGeneration"})
+"""Calls, idempotent ones, that do no work while they wait for somebody else. A server that drains ends them as it ends watches."""
+
 _REQUEST_ID_CHARACTERS = 128
 
 _RETRY_AFTER_S = 1.0
@@ -388,7 +391,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def end_watches(self) -> None:
-        """End the streams that last until their client leaves, so that a drain waits for work only."""
+        """End the calls that wait for others or until their client leaves, so that a drain waits for work only."""
         fresh = self.watchers - self.ended
         self.ended |= fresh
         for task in fresh:
@@ -401,7 +404,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if method in self._unimplemented:
             body = _unimplemented(method)
         observed = _ObservedMethod(self, service, name, body)
-        observed.is_watch = handler.response_streaming and name.startswith("Watch")
+        observed.is_watch = method in WAITING_CALLS or (handler.response_streaming and name.startswith("Watch"))
         make: Any = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
@@ -418,7 +421,7 @@ class _ObservedMethod:
     """One method of one server, with its metrics at hand.
 
     Attributes:
-        is_watch: Whether it is a stream that lasts until the client or the server leaves.
+        is_watch: Whether it is a stream that lasts until the client or the server leaves, or one of `WAITING_CALLS`.
     """
 
     is_watch = False
@@ -454,7 +457,7 @@ class _ObservedMethod:
             if task in self._calls.ended and not context.done():  # the server drains; the client is still there
                 code = grpc.StatusCode.UNAVAILABLE
                 task.uncancel()
-                message = "the server is shutting down; watch again elsewhere"
+                message = "the server is shutting down; make the same call again, elsewhere if there is another server"
                 await _abort(context, SluiceError.unavailable("DRAINING", message))
             remaining = context.time_remaining()
             late = remaining is not None and remaining <= 0

@@ -43,18 +43,20 @@ class ListedReplicas:
         return dict(self._names)
 
 
-async def follow_list(pool: ReplicaPool, sessions: session_pb2_grpc.SessionServiceAsyncStub) -> None:
+async def follow_list(pool: ReplicaPool, sessions: session_pb2_grpc.SessionServiceAsyncStub, gateway: str = "") -> None:
     """Let a pool use the replicas that the orchestrator lists, until cancelled. While it is away, they stay as they are.
 
     Args:
         pool: Uses them; it sees by itself which of them work.
         sessions: The orchestrator, called with the role gateway.
+        gateway: The caller's name: its claims end soon after it was killed.
     """
+    # The first attempt after a break comes within the second after which the orchestrator takes a gateway for dead.
     replicas, backoff = ListedReplicas(), Backoff()
     while True:
         problem = "it ended the list"
         try:
-            async for listed in sessions.WatchReplicas(session_pb2.WatchReplicasRequest()):
+            async for listed in sessions.WatchReplicas(session_pb2.WatchReplicasRequest(gateway=gateway)):
                 backoff.succeed()
                 pool.use(replicas.take(listed, time.monotonic()))
         except grpc.aio.AioRpcError as error:

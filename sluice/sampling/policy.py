@@ -71,11 +71,11 @@ class TokenStream:
 
     Args:
         generation: The request and its samples.
-        coalesce_s: Seconds of tokens that a replica is asked to send in one message.
+        coalesce_s: Seconds of tokens that a replica is asked to send in one message; None: as the settings say.
         alive_s: Seconds without news after which a sign of life comes, also while no replica has the request.
     """
 
-    def __init__(self, generation: Generation, coalesce_s: float, alive_s: float) -> None:
+    def __init__(self, generation: Generation, coalesce_s: float | None, alive_s: float) -> None:
         self.coalesce_s = coalesce_s
         self._generation, self._alive_s = generation, alive_s
         self._unread: list[rollout_pb2.SampleDelta] = []
@@ -200,7 +200,7 @@ class PolicyEngine:
         request: rollout_pb2.GenerateRequest,
         prefix_keys: Sequence[str] = (),
         *,
-        coalesce_s: float = 0.05,
+        coalesce_s: float | None = 0.05,
         alive_s: float = 1.0,
     ) -> AsyncIterator[TokenStream]:
         """Sample as `agenerate` does while the block reads the tokens. Leaving the block ends the sampling.
@@ -208,7 +208,7 @@ class PolicyEngine:
         Args:
             request: As for `agenerate`. Text comes if it asks for text, messages with the last delta of each sample.
             prefix_keys: As for `agenerate`.
-            coalesce_s: Seconds of tokens in one message; more with thousands of requests under way.
+            coalesce_s: Seconds of tokens in one message, more with thousands of requests under way; None: as the settings say.
             alive_s: Seconds without news after which a message without deltas comes.
 
         Raises:

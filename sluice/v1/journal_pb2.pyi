@@ -68,6 +68,7 @@ class Fact(_message.Message):
     REWARD_RECORDED_FIELD_NUMBER: _builtins.int
     EPISODE_SUBMITTED_FIELD_NUMBER: _builtins.int
     EPISODE_GIVEN_UP_FIELD_NUMBER: _builtins.int
+    SESSION_GENERATION_DELIVERED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was recorded; for people to read. Order comes from `seq`."""
@@ -188,6 +189,10 @@ class Fact(_message.Message):
     def episode_given_up(self) -> Global___EpisodeGivenUp:
         """An episode of an external agent ended without a submission."""
 
+    @_builtins.property
+    def session_generation_delivered(self) -> Global___SessionGenerationDelivered:
+        """A client got what was sampled while none was there."""
+
     def __init__(
         self,
         *,
@@ -221,12 +226,13 @@ class Fact(_message.Message):
         reward_recorded: Global___RewardRecorded | None = ...,
         episode_submitted: Global___EpisodeSubmitted | None = ...,
         episode_given_up: Global___EpisodeGivenUp | None = ...,
+        session_generation_delivered: Global___SessionGenerationDelivered | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped", "lease_granted", "lease_ended", "episode_opened", "session_generation_recorded", "reward_recorded", "episode_submitted", "episode_given_up"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped", "lease_granted", "lease_ended", "episode_opened", "session_generation_recorded", "reward_recorded", "episode_submitted", "episode_given_up", "session_generation_delivered"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1372,6 +1378,7 @@ class SessionGenerationRecorded(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    UNDELIVERED_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """The group."""
     episode: _builtins.int
@@ -1386,6 +1393,8 @@ class SessionGenerationRecorded(_message.Message):
     """Digest of the request, as RecordedGeneration.body_digest."""
     payload_bytes: _builtins.int
     """Size of the payload in bytes."""
+    undelivered: _builtins.bool
+    """No client was there to take it. Unless it is delivered later, or continued, it belongs to no branch."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionSample]:
         """By sample."""
@@ -1406,14 +1415,49 @@ class SessionGenerationRecorded(_message.Message):
         samples: _abc.Iterable[Global___SessionSample] | None = ...,
         place: Global___PayloadPlace | None = ...,
         payload_bytes: _builtins.int = ...,
+        undelivered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "body_digest", b"body_digest", "episode", b"episode", "group", b"group", "parent", b"parent", "payload_bytes", b"payload_bytes", "place", b"place", "request_id", b"request_id", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "body_digest", b"body_digest", "episode", b"episode", "group", b"group", "parent", b"parent", "payload_bytes", b"payload_bytes", "place", b"place", "request_id", b"request_id", "samples", b"samples", "undelivered", b"undelivered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionGenerationRecorded: _TypeAlias = SessionGenerationRecorded  # noqa: Y015
+
+@_typing.final
+class SessionGenerationDelivered(_message.Message):
+    """A client that asked again got what was recorded as `undelivered`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    episode: _builtins.int
+    """The episode within the group."""
+    attempt: _builtins.int
+    """Its attempt."""
+    request_id: _builtins.str
+    """The request."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        episode: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "group", b"group", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionGenerationDelivered: _TypeAlias = SessionGenerationDelivered  # noqa: Y015
 
 @_typing.final
 class SessionSample(_message.Message):

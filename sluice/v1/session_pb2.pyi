@@ -130,7 +130,9 @@ class BeginGenerationRequest(_message.Message):
     body_digest: _builtins.bytes
     """Digest of all that makes two requests the same; xxh3-128, 16 bytes."""
     is_retry: _builtins.bool
-    """The client says that it repeats an earlier request: what was recorded for the newest one with this digest is returned."""
+    """The client says that it repeats an earlier request: what was recorded for the newest one with this digest is returned. Without
+    this mark it is returned if it was recorded as `undelivered`, and was given to nobody since.
+    """
     joins: _builtins.str
     """Request that an earlier answer named as running: if it is recorded by now, that is returned."""
     @_builtins.property
@@ -277,10 +279,15 @@ class RecordGenerationRequest(_message.Message):
     EPISODE_ID_FIELD_NUMBER: _builtins.int
     GATEWAY_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    UNDELIVERED_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     gateway: _builtins.str
     """The gateway that holds the claim."""
+    undelivered: _builtins.bool
+    """No client is there to take the reply: its connection broke. BeginGeneration gives the reply to the next request with the same
+    body, marked as a retry or not. If none comes, and nothing continues it, it is not trained.
+    """
     @_builtins.property
     def generation(self) -> Global___RecordedGeneration:
         """What was sampled. The orchestrator sets the parent by the token ids."""
@@ -291,10 +298,11 @@ class RecordGenerationRequest(_message.Message):
         episode_id: _builtins.str = ...,
         gateway: _builtins.str = ...,
         generation: Global___RecordedGeneration | None = ...,
+        undelivered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode_id", b"episode_id", "gateway", b"gateway", "generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode_id", b"episode_id", "gateway", b"gateway", "generation", b"generation", "undelivered", b"undelivered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,12 +439,19 @@ class WatchReplicasRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    gateway: _builtins.str
+    """The gateway, as in BeginGenerationRequest. If its last stream breaks, and it does not call again within a second, its claims end:
+    it was killed, and others may sample what it was sampling. Empty: its claims end by their time alone.
+    """
     def __init__(
         self,
+        *,
+        gateway: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

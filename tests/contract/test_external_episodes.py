@@ -17,6 +17,7 @@ from test_orchestrator_run import DEADLINE_S, Scene, make_scene, trained
 
 from orchestrator_svc.audit import audit
 from orchestrator_svc.journal.store import DATABASE, read_facts
+from orchestrator_svc.sessions.desk import BACK_S
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.rpc.principals import add_token
@@ -304,6 +305,54 @@ async def test_a_call_that_repeats_a_running_request_waits_and_gets_what_is_reco
         release = session_pb2.ReleaseGenerationRequest(episode_id=session, request_id="one", gateway="east")
         await agent.call("ReleaseGeneration", release)
         assert (await waiting) == session_pb2.BeginGenerationResponse(), "it was released: the other one samples"
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_the_claims_of_a_gateway_end_soon_after_its_stream_broke(scene) -> None:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+        running = scene.start(**EXTERNAL)
+        await until_serving(running, agent)
+        (task,) = await agent.lease()
+        session = (await agent.open(task.lease_id)).episode_id
+        begin = session_pb2.BeginGenerationRequest(
+            episode_id=session, request_id="one", gateway="east", body_digest=bytes(16)
+        )
+        begin.claim.seconds = 600
+        async with gateway(scene.port) as doomed:
+            stream = doomed.sessions.WatchReplicas(session_pb2.WatchReplicasRequest(gateway="east"))
+            await stream.read()
+            assert not (await doomed.call("BeginGeneration", begin)).running
+        begin.request_id, begin.gateway = "two", "west"
+        taken_over = await agent.call("BeginGeneration", begin)
+        assert taken_over == session_pb2.BeginGenerationResponse(), "the call waits until the claim has ended"
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_a_gateway_whose_stream_broke_and_that_is_back_keeps_its_claims(scene) -> None:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+        running = scene.start(**EXTERNAL)
+        await until_serving(running, agent)
+        (task,) = await agent.lease()
+        session = (await agent.open(task.lease_id)).episode_id
+        begin = session_pb2.BeginGenerationRequest(
+            episode_id=session, request_id="one", gateway="east", body_digest=bytes(16)
+        )
+        begin.claim.seconds = 600
+        watched = session_pb2.WatchReplicasRequest(gateway="east")
+        async with gateway(scene.port) as cut_off:
+            stream = cut_off.sessions.WatchReplicas(watched)
+            await stream.read()
+            await cut_off.call("BeginGeneration", begin)
+            back = agent.sessions.WatchReplicas(watched)
+            await back.read()
+        begin.request_id, begin.gateway = "two", "west"
+        sent = (("on-behalf-of", agent.principal),)
+        joined = await agent.sessions.BeginGeneration(begin, metadata=sent, timeout=2 * (BACK_S + 1))
+        assert joined.running == "one", (
+            "the call waited for half of its time, which is longer than a dead gateway's claims last"
+        )
         running.cancel()
         await asyncio.wait({running})
 

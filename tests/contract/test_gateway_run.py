@@ -45,11 +45,7 @@ class ToolReplica(RolloutDouble):
         prompt = [*request.continues.token_ids, *(next(self.numbers) for _ in conversation.messages[known:])]
         ids = [next(self.numbers) for _ in range(3)]
         self.sampled.append(ids)
-        message = tokens_pb2.ChatMessage(content="It said a cat.")
-        if conversation.messages[-1].role != "tool":
-            message = tokens_pb2.ChatMessage(
-                reasoning="Look.", tool_calls=[{"name": "look", "arguments": '{"place":"a"}'}]
-            )
+        message = self.says(conversation)
         sample = rollout_pb2.GeneratedSample(
             token_ids=ids,
             logprobs=[-0.5] * len(ids),
@@ -61,6 +57,11 @@ class ToolReplica(RolloutDouble):
         return rollout_pb2.GenerateResponse(
             prompt_token_ids=prompt, samples=[sample], tokenizer_digest=self.digest, continued=bool(known)
         )
+
+    def says(self, conversation: tokens_pb2.Conversation) -> tokens_pb2.ChatMessage:
+        if conversation.messages[-1].role == "tool":
+            return tokens_pb2.ChatMessage(content="It said a cat.")
+        return tokens_pb2.ChatMessage(reasoning="Look.", tool_calls=[{"name": "look", "arguments": '{"place":"a"}'}])
 
 
 async def play_chat(session: dict[str, Any]) -> str:
@@ -104,12 +105,12 @@ async def play_messages(session: dict[str, Any]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(scene: Scene):
+async def running_gateway(scene: Scene, grpc_port: int = 0):
     (port,) = free_ports(1)
     peers = PeersConfig(orchestrator=f"127.0.0.1:{scene.port}")
     common = CommonConfig(run="test", output_dir=scene.directory, model="double", peers=peers)
     serving = asyncio.create_task(
-        serve(common, GatewayConfig.model_validate({"server": {"port": 0, "http_port": port}}))
+        serve(common, GatewayConfig.model_validate({"server": {"port": grpc_port, "http_port": port}}))
     )
     try:
         yield f"http://127.0.0.1:{port}"

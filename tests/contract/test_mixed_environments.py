@@ -121,6 +121,19 @@ async def test_groups_without_signal_are_replaced_from_their_own_environment(sce
     assert report["trajectories_dropped"]["NO_SIGNAL"] == 2 * found["groups_refilled"]
 
 
+async def test_groups_that_a_function_of_the_user_does_not_accept_are_replaced(scene) -> None:
+    (scene.directory / "picky.py").write_text(
+        "def long_enough(records):\n    return all(len(each.conversation.messages[-1].content) > 1 for each in records)\n"
+    )
+    lengths = itertools.cycle([1, 1, 2, 3])
+    scene.replicas[0].text = lambda request, index: "a" * next(lengths)
+    location = f"{scene.directory / 'picky.py'}:long_enough"
+    report = await scene.run(filter={"should_accept": location}, max_running=1, max_steps=2)
+    (found,) = report["environments"]
+    assert found["groups_refilled"] == found["groups"] - found["groups_accepted"] >= 2
+    assert {sum(each.mask_runs[1::2]) for each in trained(scene)} == {2, 3}
+
+
 async def test_after_the_bound_on_refills_groups_without_signal_are_trained(scene) -> None:
     scene.replicas[0].text = lambda request, index: "same"
     report = await scene.run(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 
+from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from orchestrator_svc.envs.processes import EnvironmentProcesses
@@ -18,7 +19,7 @@ from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
+from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling, choose_workflow
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.sampling import pool as pool_module
@@ -82,6 +83,69 @@ async def test_turns_are_appended_to_the_ids_that_were_sampled() -> None:
     prompts = [list(call.request.token_ids.ids) for call in replica.calls]
     longest = max(prompts, key=len)
     assert all(longest[: len(prompt)] == prompt for prompt in prompts), "every prompt begins the next one"
+
+
+async def retried(
+    answers: list[str], directory: Path, *, max_turns: int = 8, finish=None
+) -> tuple[RolloutDouble, list]:
+    """Ask for the opposite of hot, again and again; the model gives these answers."""
+    (directory / "opposites.py").write_text(OPPOSITES)
+    replica, given = RolloutDouble(), iter(answers)
+    replica.text = lambda request, index: next(given)
+    if finish is not None:
+        replica.finish = lambda request: finish
+    config = EpisodeConfig(workflow="retry", max_turns=max_turns, retry={"message": "No.", "discount": 0.5})
+    settings = EnvironmentProcessesConfig(count=1)
+    reference = f"{directory / 'opposites.py'}:Opposites"
+    opened = EnvironmentProcesses(reference, {}, settings, (30.0, "start_s"))
+    async with engine_over(replica) as (engine, _), opened as environment:
+        return replica, await choose_workflow(config, environment).arun_episode(engine, episode(1))
+
+
+OPPOSITES = """
+from orchestrator_svc.envs.base import Task
+
+class Opposites:
+    name = "opposites"
+    def tasks(self, split, seed):
+        return [Task("t")]
+    def messages(self, task):
+        return [{"role": "user", "content": "The opposite of hot?"}]
+    def score(self, task, completion):
+        return {"cold": 1.0, "cool": 0.5, "hot": 0.0}[completion]
+"""
+
+
+async def test_a_question_is_asked_again_until_its_answer_is_good_enough(tmp_path) -> None:
+    _, (record,) = await retried(["hot", "cool", "cold"], tmp_path)
+    said = [(each.role, each.content) for each in record.conversation.messages]
+    assert said[1:] == [
+        ("assistant", "hot"),
+        ("user", "No."),
+        ("assistant", "cool"),
+        ("user", "No."),
+        ("assistant", "cold"),
+    ]
+    assert record.trajectory.reward == 1.0 * 0.5**2
+    assert [each.reward for each in record.trajectory.turn_rewards] == [0.0, 0.25, 0.0]
+    assert len(record.trajectory.turn_runs) == 3
+
+
+async def test_the_last_answer_counts_where_none_is_good_enough(tmp_path) -> None:
+    _, (record,) = await retried(["cool", "hot", "cool"], tmp_path, max_turns=3)
+    assert record.trajectory.reward == pytest.approx(0.5 * 0.5**2)
+    assert record.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
+
+
+async def test_an_answer_that_was_cut_off_is_scored_and_ends_the_episode(tmp_path) -> None:
+    replica, (record,) = await retried(["cool"], tmp_path, finish=tokens_pb2.FINISH_REASON_LENGTH)
+    assert record.trajectory.reward == 0.5
+    assert len(replica.calls) == 1
+
+
+async def test_an_answer_without_a_score_leaves_the_reward_missing(tmp_path) -> None:
+    _, (record,) = await retried(["unheard of"], tmp_path)
+    assert not record.trajectory.HasField("reward")
 
 
 async def test_a_version_that_changes_between_turns_is_kept_apart() -> None:

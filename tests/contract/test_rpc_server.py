@@ -18,7 +18,7 @@ from sluice.config import SecurityConfig, ServerConfig
 from sluice.rpc import MAX_MESSAGE_BYTES, RpcServer, SluiceError, connect
 from sluice.rpc import server as rpc_server
 from sluice.rpc.server import free_ports
-from sluice.v1 import common_pb2, common_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from sluice.v1 import common_pb2, common_pb2_grpc, episode_pb2, episode_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 pytestmark = pytest.mark.slow
 
@@ -125,6 +125,31 @@ async def test_stopping_ends_watches_at_once_and_waits_for_work(served):
     double.release.set()
     assert await work == trainer_pb2.SaveCheckpointResponse()
     await asyncio.wait_for(stopping, 30)
+
+
+class Offers(episode_pb2_grpc.EpisodeServiceServicer):
+    """Has nothing on offer."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def LeaseTasks(self, request, context):  # noqa: N802
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+async def test_stopping_ends_calls_that_wait_for_an_offer_at_once():
+    server, offers = RpcServer("gateway", ServerConfig(port=0), SecurityConfig(), run="r1"), Offers()
+    server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, offers, "sluice.v1.EpisodeService")
+    await server.start()
+    async with grpc.aio.insecure_channel(server.target, [("grpc.enable_retries", 0)]) as channel:
+        waiting = episode_pb2_grpc.EpisodeServiceStub(channel).LeaseTasks(episode_pb2.LeaseTasksRequest(), timeout=60)
+        await asyncio.wait_for(offers.asked.wait(), 10)
+        await asyncio.wait_for(server.stop(60), 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await waiting
+    error = SluiceError.from_rpc(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
 async def test_work_that_outlasts_the_grace_is_cancelled(served):

@@ -80,7 +80,15 @@ def generation(
     )
 
 
-def recorded(journal: Journal, group: int, episode: int, made: session_pb2.RecordedGeneration, attempt: int = 0):
+def recorded(
+    journal: Journal,
+    group: int,
+    episode: int,
+    made: session_pb2.RecordedGeneration,
+    attempt: int = 0,
+    *,
+    undelivered: bool = False,
+) -> pb.Fact:
     prompt = list(made.response.prompt_token_ids)
     samples = [
         pb.SessionSample(
@@ -98,8 +106,14 @@ def recorded(journal: Journal, group: int, episode: int, made: session_pb2.Recor
         samples=samples,
         place=journal.keep(made),
         payload_bytes=made.ByteSize(),
+        undelivered=undelivered,
     )
     return pb.Fact(session_generation_recorded=fact)
+
+
+def delivered(group: int, episode: int, request: str) -> pb.Fact:
+    fact = pb.SessionGenerationDelivered(group=group, episode=episode, request_id=request)
+    return pb.Fact(session_generation_delivered=fact)
 
 
 def rewarded(group: int, episode: int, reward: float, attempt: int = 0, **target: str) -> pb.Fact:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator_svc.config import CheckpointConfig
-from orchestrator_svc.evaluation import EvalResult, EvalSample, Standing, pass_at, wilson
+from orchestrator_svc.evaluation import EvalResult, EvalSample, Standing, gain, pass_at, wilson
 from orchestrator_svc.run import Every
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
@@ -106,3 +106,26 @@ def test_a_version_without_a_result_of_every_environment_is_not_compared() -> No
 def test_by_steps_by_seconds_or_by_both(steps: int, seconds: float, due: list[int]) -> None:
     every = Every(CheckpointConfig(every_steps=steps, every_s=seconds), last=0.0)
     assert [step for step in range(1, 11) if every.at(step, float(step))] == due
+
+
+def test_a_gain_is_paired_by_task() -> None:
+    before = {f"{task}": task / 10 for task in range(10)}
+    better = gain(before, {task: reward + 0.01 for task, reward in before.items()})
+    assert (better.mean, better.low, better.high) == pytest.approx((0.01, 0.01, 0.01)), "no task differs in its gain"
+    assert better.tasks == 10
+
+
+def test_the_interval_of_a_gain_is_that_of_the_mean_difference() -> None:
+    found = gain({"a": 0.0, "b": 0.0, "c": 1.0, "left out": 0.0}, {"a": 1.0, "b": 0.0, "c": 1.0})
+    error = math.sqrt(2 / 9 / 2)  # the variance of 1, 0, 0 is 1/3; over three tasks
+    assert (found.mean, found.tasks) == (pytest.approx(1 / 3), 3)
+    assert (found.low, found.high) == pytest.approx((1 / 3 - 1.96 * error, 1 / 3 + 1.96 * error), abs=1e-4)
+
+
+def test_one_common_task_says_nothing_of_a_gain() -> None:
+    with pytest.raises(ValueError, match="1 tasks have a reward of both models"):
+        gain({"a": 0.0, "b": 0.0}, {"a": 1.0})
+
+
+def test_a_task_counts_by_the_mean_of_its_sampled_rewards() -> None:
+    assert EvalResult(samples([1.0, 0.0, None], [0.5])).task_rewards == {"0": 0.5, "1": 0.5}

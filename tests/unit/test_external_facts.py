@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from run_facts import accept, applied, begin_epoch, covered, drawn, dropped, end, made
-from session_facts import generation, given_up, granted, lease_ended, opened, recorded, rewarded, submitted
+from session_facts import delivered, generation, given_up, granted, lease_ended, opened, recorded, rewarded, submitted
 
 from orchestrator_svc.journal import ledger
 from orchestrator_svc.journal.external import EPISODE, GROUP_ENDED, SUBMITTED, EndedSession
@@ -29,6 +29,9 @@ def lived(journal: Journal, group: int) -> None:
     journal.record(opened(group, 1))
     journal.record(recorded(journal, group, 0, generation("a", [1, 2], [3, 4], [5])))
     journal.record(recorded(journal, group, 0, generation("b", [1, 2, 3, 4, 9], [6], parent="a/0")))
+    for request in ("lost", "late"):
+        journal.record(recorded(journal, group, 0, generation(request, [7], [8]), undelivered=True))
+    journal.record(delivered(group, 0, "late"))
     journal.record(rewarded(group, 0, 0.5))
     journal.record(rewarded(group, 0, 0.25, generation_id="a/1"))
     journal.record(submitted(group, 0, truncated=True))
@@ -49,12 +52,12 @@ async def test_a_start_finds_leases_sessions_and_rewards_as_they_were(tmp_path) 
     assert [(each.principal, each.episodes) for each in external.leases.values()] == [("ann", {0}), ("bob", {1})]
     first, second = external.sessions
     assert (first.name, second.name) == ("g1-0-0", "g1-1-1")
-    assert first.branches() == [("a/1",), ("a/0", "b/0")]
+    assert first.branches() == [("a/1",), ("a/0", "b/0"), ("late/0",)]
     assert first.rewards[EPISODE] == 0.5
-    assert first.trajectory_ids == ("g1-0.0", "g1-0.1")
+    assert first.trajectory_ids == ("g1-0.0", "g1-0.1", "g1-0.2")
     assert again.ledger.ended_sessions["g1-1-0"] == EndedSession("ann", "IDLE", (), None)
     found = await again.read([each.place for each in external.requests], session_pb2.RecordedGeneration)
-    assert [each.request_id for each in found] == ["a", "b"]
+    assert [each.request_id for each in found] == ["a", "b", "lost", "late"]
     await again.close()
 
 
@@ -95,7 +98,7 @@ async def test_a_group_that_ends_leaves_only_how_its_sessions_ended(tmp_path, mo
         "g1-0-0": ("ann", SUBMITTED),
         "g1-1-1": ("bob", GROUP_ENDED),
     }
-    assert ended["g1-0-0"].trajectory_ids == ("g1-0.0", "g1-0.1")
+    assert ended["g1-0-0"].trajectory_ids == ("g1-0.0", "g1-0.1", "g1-0.2")
     for number in (2, 3):
         journal.record(drawn(number))
         journal.record(granted(number, 1, [0, 1]))

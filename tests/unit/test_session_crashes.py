@@ -58,7 +58,7 @@ class CrashingSessions(RuleBasedStateMachine):
         self.leased: dict[tuple[str, str], list[str]] = {}  # lease ids by principal and request
         self.opened: dict[tuple[str, str, str], str] = {}  # session by principal, lease and request
         self.recorded: dict[tuple[str, str], tuple[session_pb2.RecordGenerationRequest, list[str], str]] = {}
-        self.rewards: dict[tuple[str, Target], float] = {}
+        self.rewards: dict[tuple[str, Target], set[float]] = {}  # the last answered, and those asked for since
         self.submitted: dict[str, tuple[str, episode_pb2.SubmitTrajectoryRequest, tuple[str, ...]]] = {}
         self.abandoned: dict[str, str] = {}
         self.whole: dict[str, list[int]] = {}  # token ids of each sample that was ever sent
@@ -168,11 +168,11 @@ class CrashingSessions(RuleBasedStateMachine):
         assert self.ledger.last_seq == facts, "a repeated call changed something"
 
     def ask_for_what_was_recorded(self):
-        for (name, target), value in self.rewards.items():
+        for (name, target), values in self.rewards.items():
             session = self.lending.find(name)
             assert session is not None
             if isinstance(session, Session):
-                assert session.rewards[target] == value
+                assert session.rewards[target] in values
         for (name, _), (request, ids, parent) in self.recorded.items():
             session = self.lending.find(name)
             if isinstance(session, Session):
@@ -362,9 +362,10 @@ class CrashingSessions(RuleBasedStateMachine):
                 request.generation_id = sample
             else:
                 request.branch = sample
-        answer = self.attempt(lambda: [self.lending.reward(self.owner(name), request, self.now)])
-        if answer:
-            self.rewards[name, Target(request.generation_id, request.branch)] = reward
+        place = name, Target(request.generation_id, request.branch)
+        self.reward_may_change(place, reward)
+        if self.attempt(lambda: [self.lending.reward(self.owner(name), request, self.now)]):
+            self.rewards[place] = {reward}
 
     @precondition(lambda self: self.opened)
     @rule(choice=st.integers(0, 100), named=st.booleans(), follows=st.booleans(), reward=st.sampled_from([None, 1.0]))
@@ -375,12 +376,15 @@ class CrashingSessions(RuleBasedStateMachine):
         if named and isinstance(session, Session) and session.samples:
             request.branches.add(generation_ids=session.path(pick(session.samples, choice)[0]))
         before = self.submitted.get(name)
+        repeated = not isinstance(session, Session) or session.submission is not None
+        if reward is not None and not repeated:
+            self.reward_may_change((name, Target()), reward)
         answer = self.attempt(lambda: self.lending.submit(self.owner(name), request))
         if answer:
             assert before is None or before[2] == answer
             self.submitted.setdefault(name, (self.owner(name), request, answer))
-            if reward is not None and before is None:
-                self.rewards[name, Target()] = reward
+            if reward is not None and not repeated:
+                self.rewards[name, Target()] = {reward}
 
     @precondition(lambda self: self.opened)
     @rule(choice=st.integers(0, 100), requeue=st.booleans())
@@ -432,6 +436,11 @@ class CrashingSessions(RuleBasedStateMachine):
             assert error.code.name in {"NOT_FOUND", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"}  # noqa: PT017
             assert self.ledger.last_seq == facts, "a call that was refused changed something"
             return None
+
+    def reward_may_change(self, place, reward):
+        """Note that a reward is asked for: a process that dies may have written it, though nobody was told."""
+        if place in self.rewards:
+            self.rewards[place].add(reward)
 
     def owner(self, name):
         return next(principal for (principal, _, _), each in self.opened.items() if each == name)

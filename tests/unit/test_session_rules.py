@@ -50,11 +50,19 @@ class Run:
         return self.claims.begin("ann", message, self.now, joined=joined)
 
     def record(
-        self, name: str, prompt: Sequence[int], *replies: Sequence[int], body: int = 1, **more: str
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *replies: Sequence[int],
+        body: int = 1,
+        undelivered: bool = False,
+        **more: str,
     ) -> tuple[list[str], str]:
         made = generation(name, prompt, *replies, **more)
         made.body_digest = digest([body])
-        message = session_pb2.RecordGenerationRequest(episode_id="g1-0-0", gateway="east", generation=made)
+        message = session_pb2.RecordGenerationRequest(
+            episode_id="g1-0-0", gateway="east", generation=made, undelivered=undelivered
+        )
         return self.claims.record("ann", message, self.now)
 
     def wait(self, seconds: float) -> None:
@@ -98,6 +106,43 @@ async def test_a_request_that_was_released_or_whose_claim_ended_is_taken_over(ru
     assert isinstance(run.begin("b", gateway="west", joined="a"), Claimed)
     run.wait(20)
     assert isinstance(run.begin("a", joined="b"), Claimed), "the gateway of b is gone"
+
+
+async def test_a_reply_that_nobody_was_given_is_given_to_the_next_request_with_the_same_body(run, session):
+    run.begin("a")
+    run.record("a", [1], [2], undelivered=True)
+    assert session.leaves() == []
+    assert run.begin("b").request.request_id == "a"
+    assert session.leaves() == ["a/0"], "it is somebody's now"
+    assert isinstance(run.begin("c"), Claimed), "once"
+
+
+async def test_a_reply_that_nobody_was_given_belongs_to_no_branch_unless_something_continues_it(run, session):
+    run.begin("a")
+    run.record("a", [1], [2])
+    run.begin("b", body=2)
+    run.record("b", [1, 2, 3], [4], body=2, parent="a/0", undelivered=True)
+    assert session.branches() == [("a/0",)], "what it continues is a leaf"
+    run.record("c", [1, 2, 3, 4, 5], [6], body=3, parent="b/0")
+    assert session.branches() == [("a/0", "b/0", "c/0")]
+
+
+async def test_an_episode_of_which_nothing_was_delivered_is_not_submitted(run, session):
+    run.record("a", [1], [2], undelivered=True)
+    submit = episode_pb2.SubmitTrajectoryRequest(episode_id=session.name)
+    with pytest.raises(SluiceError, match="nothing of it was delivered"):
+        run.lending.submit("ann", submit)
+    assert run.begin("a").request.request_id == "a"
+    assert run.lending.submit("ann", submit) == ("g1-0",)
+
+
+async def test_the_claims_of_a_gateway_that_was_killed_end(run, session):
+    run.begin("a")
+    run.begin("b", body=2, gateway="west")
+    assert run.claims.end_all_of("east", run.now) == ["g1-0-0"]
+    assert isinstance(run.begin("c", gateway="west"), Claimed)
+    assert run.begin("d", body=2) == Running("b", 20.0), "that of another gateway holds"
+    assert run.claims.end_all_of("east", run.now) == []
 
 
 async def test_a_gateway_that_repeats_its_call_prolongs_its_claim(run, session):

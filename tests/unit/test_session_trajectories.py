@@ -11,7 +11,7 @@ from session_facts import digest, generation
 from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.journal.external import EPISODE, RecordedRequest, Sample, Session, Target
 from orchestrator_svc.journal.facts import Place
-from orchestrator_svc.sessions.trajectories import Built, TreeError, build
+from orchestrator_svc.sessions.trajectories import UNDELIVERED, Built, TreeError, build
 from orchestrator_svc.sifting import sift
 from orchestrator_svc.training import _give_advantages
 from sluice.advantages import ESTIMATORS, Episode, estimate, slopes
@@ -44,6 +44,20 @@ def built(made: list[session_pb2.RecordedGeneration], rewards=None, episode: int
 def forked() -> list[session_pb2.RecordedGeneration]:
     """Two turns, of which the second was sampled twice: branches a/0 b/0 and a/0 b/1."""
     return [generation("a", [1, 2], [3, 4]), generation("b", [1, 2, 3, 4, 5], [6], [7, 8], parent="a/0")]
+
+
+def test_what_no_client_was_given_is_not_trained_and_counted():
+    made = [
+        generation("a", [1, 2], [3, 4]),
+        generation("lost", [1, 2, 3, 4, 5], [6, 7, 8], parent="a/0"),
+        generation("b", [1, 2, 3, 4, 5], [9], parent="a/0"),
+    ]
+    session = session_of(made)
+    session.undelivered.add("lost")
+    found = build(session, made, {EPISODE: 1.0}, "task")
+    (record,) = found.records
+    assert list(record.trajectory.token_ids) == [1, 2, 3, 4, 5, 9]
+    assert found.not_trained == {UNDELIVERED: 3}
 
 
 def test_a_linear_episode_is_one_trajectory_as_our_own_workflows_make_it():

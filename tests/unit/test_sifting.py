@@ -124,3 +124,16 @@ def test_which_groups_teach_nothing(rules, rewards, without) -> None:
     group = sift([record(str(index), each) for index, each in enumerate(rewards)], settings(filter=rules), LIMIT)
     assert group.without_signal is without
     assert len(group.records) == len(rewards)
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_function_of_the_user_says_which_groups_are_trained(accepted) -> None:
+    asked = []
+
+    def should_accept(trained) -> bool:
+        asked.append([each.trajectory.trajectory_id for each in trained])
+        return accepted
+
+    group = sift([record("a", 1.0), record("b", None)], settings(), LIMIT, should_accept)
+    assert group.without_signal is not accepted
+    assert asked == [["a"]]

@@ -190,6 +190,21 @@ async def test_a_client_with_a_short_limit_gets_its_reply_when_it_asks_again(tmp
         assert len(gateway.replica.requests) == 1
 
 
+async def test_a_reply_whose_client_was_cut_off_is_given_to_the_same_request_without_a_mark(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("slow", pace_s=0.03)) as gateway, gateway.http() as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(CHAT, json=BODY, timeout=0.2)
+        await until(lambda: gateway.orchestrator.recorded)
+        session = gateway.orchestrator.session
+        assert session.leaves() == [], "nobody has it"
+        (recorded,) = session.samples
+        replies = [(await http.post(CHAT, json=BODY)).json()["id"] for _ in range(2)]
+        assert replies[0] == recorded
+        assert replies[1] != recorded, "it was given once; the same body again is another sample"
+        assert session.leaves() == replies
+        assert len(gateway.replica.requests) == 2
+
+
 async def test_a_request_that_nobody_asks_for_again_ends_and_gives_its_claim_back(tmp_path):
     async with stack(tmp_path, ScriptedReplica("slow", pace_s=5.0), linger_s=0.1) as gateway, gateway.http() as http:
         with pytest.raises(httpx.ReadTimeout):
@@ -228,7 +243,7 @@ async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path)
             raise SluiceError.invalid_argument("conversation", "the template takes no tools")
             yield rollout_pb2.GenerateStreamResponse()
 
-    async with stack(tmp_path, Refusing("one")) as gateway, gateway.http() as http:
+    async with stack(tmp_path, Refusing("one"), keepalive_s=10.0) as gateway, gateway.http() as http:
         for stream in (False, True):
             reply = await http.post(CHAT, json=BODY | {"stream": stream})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")

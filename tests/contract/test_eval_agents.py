@@ -1,0 +1,77 @@
+"""`sluice eval` with external agents: the real gateway and the agents' own processes, a scripted replica."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import pytest
+from orchestrator_doubles import RolloutDouble, serve_rollout
+from test_external_episodes import BARE
+
+from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
+from sluice.config import ConfigError
+from sluice.versions import Version
+
+pytestmark = pytest.mark.slow
+
+AGENT = '''
+"""Plays one episode over HTTP, and ends; one task is too hard for it."""
+import json, os, sys, urllib.request
+
+def post(path, body, key=""):
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(os.environ["SLUICE_GATEWAY_URL"] + path, json.dumps(body).encode(), headers)
+    try:
+        return json.load(urllib.request.urlopen(request))
+    except urllib.error.HTTPError as error:
+        print(path, error.code, error.read().decode())
+        sys.exit(error.code != 429)
+
+session = post("/rl/sessions", {"wait_s": 5})
+assert session["evaluation"], session
+level = int(session["task"]["data"]["level"])
+end = f"/rl/sessions/{session['id']}/end"
+if level == 2:
+    post(end, {"abandon": "too hard"}, session["key"])
+else:
+    said = [{"role": "user", "content": "?"}]
+    for turn in range(2):
+        reply = post("/v1/chat/completions", {"model": "any", "messages": said}, session["key"])
+        said += [reply["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    post(end, {"reward": level}, session["key"])
+'''
+
+
+@pytest.fixture
+async def argv(tmp_path):
+    """Settings of an evaluation of a running server, with everything but the agent."""
+    (tmp_path / "bare.py").write_text(BARE)
+    (tmp_path / "agent.py").write_text(AGENT)
+    async with serve_rollout(RolloutDouble(version=Version(1, 7))) as address:
+        yield ["--address", address, "--environment", f"{tmp_path}/bare.py:Bare", "--prompts", "3", "--samples", "2"]
+
+
+async def test_agents_play_held_out_tasks_and_what_they_fail_is_counted(argv, tmp_path, capsys) -> None:
+    output = tmp_path / "eval.json"
+    command = f"{sys.executable} {tmp_path}/agent.py"
+    argv += ["--agent", command, "--agents", "2", "--output", str(output)]
+    assert await asyncio.to_thread(COMMAND.run, argv) == 1, "an episode failed"
+    result = json.loads(output.read_text())
+    metrics = result["metrics"]
+    assert (result["policy_version"], result["episodes"]) == ("1.7", 6)
+    assert (metrics["reward_mean"], metrics["greedy_reward_mean"]) == (0.5, 0.5)
+    assert metrics["failed_episodes"] == 3, "two samples of the hard task, and a greedy one"
+    assert result["tokens"] == 6 * 2 * 2, "six episodes of two turns of two tokens"
+    assert "reward, sampled    0.5000  95% -0.4800 to 1.4800" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [("echo out of luck; exit 3", r"exit code 3.*\nout of luck"), ("echo bye", r"(?s)bye.*began no episode")],
+)
+async def test_agents_that_die_end_the_evaluation_with_their_last_lines(argv, command, problem) -> None:
+    config = EvalConfig(address=argv[1], environment=argv[3], agent=command)
+    with pytest.raises(ConfigError, match=problem):
+        await run_evaluation(config)
