@@ -2,7 +2,7 @@
 // It tells the policy "higher" or "lower", and rewards it the more, the sooner it finds the number.
 import { Agent, type Episode, type Message } from "../clients/typescript/dist/sluice.js";
 
-const GUESSES = 8;
+const GUESSES = 6;
 
 async function play(episode: Episode): Promise<number> {
   const { low, high, secret } = episode.data as { low: number; high: number; secret: number };
@@ -16,11 +16,12 @@ async function play(episode: Episode): Promise<number> {
   return 0;
 }
 
-const [target = "127.0.0.1:7105", run = "number_guess"] = process.argv.slice(2);
+const { SLUICE_GATEWAY = "127.0.0.1:7105", SLUICE_RUN = "number_guess" } = process.env; // an evaluation sets both
+const [target = SLUICE_GATEWAY, run = SLUICE_RUN] = process.argv.slice(2);
 const agent = new Agent(target, run, { tokenFile: process.env.SLUICE_TOKEN_FILE });
 const began = Date.now();
 const rewards: number[] = [];
-const submitted = await agent.run(
+const played = await agent.run(
   async (episode) => {
     const reward = await play(episode);
     rewards.push(reward);
@@ -32,6 +33,6 @@ const submitted = await agent.run(
   },
   { atATime: 64 },
 );
-console.log(`${submitted} games were submitted`);
+console.log(`${played} games were played`);
 agent.close();
 process.exit(0); // what was under way when the run ended is left

@@ -1,6 +1,9 @@
-"""Writes the demonstrations for the warm-up: games of a player who often forgets what the answers were.
+"""Writes the demonstrations for the warm-up: games of two players, of whom one counts and one bisects.
 
-python examples/number_guess/demonstrations.py outputs/number_guess/demonstrations.jsonl --seed 0
+Most games are of the player who counts up from the lowest number. The model then has two habits, and RL has something to choose
+from: the reward says which habit finds the number sooner.
+
+    python examples/number_guess/demonstrations.py outputs/number_guess/demonstrations.jsonl --seed 0
 """
 
 from __future__ import annotations
@@ -13,35 +16,36 @@ from pathlib import Path
 
 from env import WIDTH, games
 
-CARELESS_SHARE = 0.5
-"""Share of the guesses that ignore the answers so far."""
+COUNTING_SHARE = 0.6
+"""Share of the games of the player who counts."""
 
-GUESSES = 8
+GUESSES = 6
 """Most guesses of a game, as agent.ts has it."""
 
 COUNT = 25_600
+"""400 steps of 64."""
 
 
 def demonstrations(seed: int, count: int = COUNT) -> Iterator[dict[str, list[dict[str, str]]]]:
     """Games of the training split, until the number is found or the guesses are used up.
 
     Args:
-        seed: Seed of games and guesses.
+        seed: Seed of games and players.
         count: How many.
     """
     rng = random.Random(f"number_guess/demonstrator/{seed}")  # noqa: S311 - data, not secrets
     choices = list(games("train"))
     for _ in range(count):
         low, secret = rng.choice(choices)
+        counts = rng.random() < COUNTING_SHARE
         least, most = low, low + WIDTH - 1
         messages = [{"role": "user", "content": f"{least}-{most}"}]
         for _turn in range(GUESSES):
-            careless = rng.random() < CARELESS_SHARE
-            guess = rng.randint(low, low + WIDTH - 1) if careless else rng.randint(least, most)
+            guess = least if counts else (least + most) // 2
             messages.append({"role": "assistant", "content": str(guess)})
             if guess == secret:
                 break
-            least, most = (max(least, guess + 1), most) if guess < secret else (least, min(most, guess - 1))
+            least, most = (guess + 1, most) if guess < secret else (least, guess - 1)
             messages.append({"role": "user", "content": "higher" if guess < secret else "lower"})
         yield {"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]}
 
@@ -56,9 +60,7 @@ def main() -> None:
     arguments.path.parent.mkdir(parents=True, exist_ok=True)
     with arguments.path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in demonstrations(arguments.seed, arguments.count))
-    print(
-        f"{arguments.path}: {arguments.count} games, {CARELESS_SHARE:.0%} of the guesses without regard to the answers"
-    )
+    print(f"{arguments.path}: {arguments.count} games, in {COUNTING_SHARE:.0%} of them the player counts up")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""The agents of examples/curl and examples/number_guess train a run: as programs of their own, through the real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_external_episodes import EXTERNAL, trained_ids
+from test_gateway_run import ToolReplica, running_gateway
+from test_orchestrator_run import DEADLINE_S, make_scene
+
+from sluice.rpc.server import free_ports
+from sluice.v1 import tokens_pb2
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@dataclass
+class Reverser(ToolReplica):
+    """Reverses every second text; copies the others."""
+
+    def says(self, conversation: tokens_pb2.Conversation) -> tokens_pb2.ChatMessage:
+        text = conversation.messages[0].content
+        return tokens_pb2.ChatMessage(content=text[::-1] if len(self.sampled) % 2 else text)
+
+
+@dataclass
+class Guesser(ToolReplica):
+    """Guesses any number of the range."""
+
+    def says(self, conversation: tokens_pb2.Conversation) -> tokens_pb2.ChatMessage:
+        low, high = conversation.messages[0].content.split("-")
+        return tokens_pb2.ChatMessage(content=str(random.randint(int(low), int(high))))
+
+
+@contextlib.asynccontextmanager
+async def program(*argv: str, directory: Path = ROOT):
+    """A program that runs beside the block, and its children; all are ended with the block."""
+    process = await asyncio.create_subprocess_exec(*argv, cwd=directory, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def rewards(run_dir: Path) -> list[float]:
+    rows = [line for file in run_dir.glob("trajectories/step_*.jsonl") for line in file.read_text().splitlines()]
+    return [json.loads(row)["reward"] for row in rows]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_a_shell_script_with_curl_trains_a_run(tmp_path) -> None:
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [Reverser()])
+        running = scene.start(**EXTERNAL)
+        url = await stack.enter_async_context(running_gateway(scene))
+        agents = f"yes {url} | xargs -n 1 -P 4 sh examples/curl/agent.sh"
+        await stack.enter_async_context(program("sh", "-c", agents))
+        await running
+    assert {round(each, 3) for each in rewards(scene.run_dir)} == {1.0, 0.333}, (
+        "abc has its b in place, cba all letters"
+    )
+    assert set(trained_ids(scene).values()) == {1}
+
+
+@pytest.mark.ecosystem
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+async def test_an_agent_in_typescript_trains_a_run_and_ends_with_it(tmp_path) -> None:
+    example = EXAMPLES / "number_guess"
+    async with (
+        asyncio.timeout(600),
+        program("npm", "install", "--no-audit", "--no-fund", directory=example) as installing,
+    ):
+        assert await installing.wait() == 0
+        async with program("npm", "run", "build", directory=example) as building:
+            assert await building.wait() == 0
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [Guesser()])
+        running = scene.start(**EXTERNAL, environment=f"{example}/env.py:NumberGuess", batch_size=4, group_size=4)
+        (port,) = free_ports(1)
+        await stack.enter_async_context(running_gateway(scene, port))
+        agent = await stack.enter_async_context(
+            program("node", "agent.js", f"127.0.0.1:{port}", "test", directory=example)
+        )
+        await running
+        assert await agent.wait() == 0
+    given = rewards(scene.run_dir)
+    assert len(given) == 2 * 4 * 4
+    assert len(set(given)) > 1
+    assert len(scene.replicas[0].calls) > 2 * len(given), "games have several turns"
+    assert set(trained_ids(scene).values()) == {1}
