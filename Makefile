@@ -41,7 +41,7 @@ install: $(VENV)/.installed ## create .venv with everything that runs Sluice on 
 
 install-dev: $(VENV)/.installed-dev ## ... and what tests and linters need
 
-install-bench: .venv-bench/.installed ## what `sluice bench trainer` and `make test-ecosystem` compare with, apart from .venv
+install-bench: .venv-bench/.installed ## what `sluice bench trainer`, `sluice bench gateway` and `make test-ecosystem` compare with, apart from .venv
 
 .venv-bench/.installed: requirements/bench.lock $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-bench -r requirements/bench.lock
@@ -85,6 +85,7 @@ FIRST_SEED ?= 0
 
 chaos: install ## kill, stop and starve the services of a run at random moments (SEEDS=10, FIRST_SEED=3)
 	$(BIN)/sluice bench chaos --seeds $(SEEDS) --first-seed $(FIRST_SEED)
+	$(BIN)/sluice bench capture --episodes 12 --updated 12 --kills 1 --seed $(FIRST_SEED)
 
 lint: install-dev ## formatters, linters, types, contracts and generated pages, changing nothing
 	$(BIN)/ruff format --check .

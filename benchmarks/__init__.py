@@ -17,8 +17,16 @@ BENCHMARKS = {
         "benchmarks.chaos",
         "runs whose services are killed, stopped, cut off and starved, and what became of them",
     ),
+    "capture": (
+        "benchmarks.capture.command",
+        "agents of every dialect while services are killed: each token sampled, captured, given and trained once",
+    ),
     "dialects": ("benchmarks.dialects", "CPU time of a gateway's own work for a request of each dialect"),
     "e2e": ("benchmarks.e2e", "the quickstart's task against TRL: time to a reward, seconds and CPU a step"),
+    "gateway": (
+        "benchmarks.gateway",
+        "requests at a gateway against vLLM's own server; what it adds in CPU time, latency and memory",
+    ),
     "orchestrator": (
         "benchmarks.orchestrator",
         "episodes/s and episodes in flight of one orchestrator, simulated around it",

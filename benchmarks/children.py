@@ -25,6 +25,9 @@ from sluice.tasks import discard_outcome
 _Words = ParamSpec("_Words")
 _Result = TypeVar("_Result")
 
+BENCH_PACKAGES = Path(__file__).parents[1] / ".venv-bench"
+"""Where `make install-bench` puts packages that only benchmarks compare with."""
+
 MODEL_2M = ModelShape(hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768)
 """2.6 million parameters, the size that the figures in the documentation are for."""
 

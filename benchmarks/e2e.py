@@ -22,9 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import log_tail
+from benchmarks.children import BENCH_PACKAGES, log_tail
 from benchmarks.process_tree import CpuMeter
-from benchmarks.trainer import BENCH_PACKAGES
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.report import read_metrics

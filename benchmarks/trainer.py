@@ -23,12 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from benchmarks.children import in_child, log_tail, median_ratio
+from benchmarks.children import BENCH_PACKAGES, in_child, log_tail, median_ratio
 from benchmarks.trainer_workload import BATCH, NO_DEGENERATE, UPDATE, UPDATE_S, Workload, prepare
 from sluice.config import ConfigError
-
-BENCH_PACKAGES = Path(__file__).parents[1] / ".venv-bench"
-"""Where `make install-bench` puts packages that only benchmarks compare with."""
 
 SIZES = {"ours": (2048, 4096, 8192), "trl_grpo": (1, 2, 4, 8), "plain": (1, 2, 4, 8)}
 """Sizes of a forward pass that each side tries: ours tokens, the others sequences. Larger ones outgrow a CPU's caches."""
