@@ -549,6 +549,11 @@ class _Comparison:
 
 
 def _most_like(record: checkpoint_pb2.BatchRecord, made: Sequence[_Batch]) -> _Batch | None:
-    """Return the batch that was recorded among those made under its number: one with its trajectories, else the last."""
+    """Return the batch that was recorded among those made under its number: of its name, else with its trajectories, else the last.
+
+    A batch that was unmade and made again may hold the same trajectories under another name.
+    """
     names = tuple(result.trajectory_id for result in record.results)
-    return next((each for each in reversed(made) if each.trajectories == names), made[-1] if made else None)
+    return max(
+        reversed(made), key=lambda each: (each.batch_id == record.batch_id, each.trajectories == names), default=None
+    )
