@@ -28,11 +28,12 @@ async def test_episodes_are_played_until_the_run_has_ended_and_those_that_fail_a
 
     async def play(episode: Episode) -> float:
         attempts.append(episode.opened.episode_id)
-        if len(attempts) == 2:
+        attempt = len(attempts)
+        if attempt == 2:
             raise RuntimeError("the agent's own code failed")
-        if len(attempts) in {3, 4}:
+        if attempt in {3, 4}:
             await episode.abandon("not this one", requeue=True)
-            if len(attempts) == 4:
+            if attempt == 4:
                 episode.ended = False  # as if the orchestrator had given it up: the submission is refused
             return 0.0
         messages = [ChatMessage(role="user", content="Say something.")]
@@ -40,7 +41,7 @@ async def test_episodes_are_played_until_the_run_has_ended_and_those_that_fail_a
             reply = await episode.generate(messages)
             messages += [reply.message, ChatMessage(role="user", content="And then?")]
         await episode.reward(0.5, generation_id=reply.generation_id)
-        return len(attempts) / 100
+        return attempt / 100
 
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, [RolloutDouble()])
