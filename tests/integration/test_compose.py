@@ -1,4 +1,4 @@
-"""The example in containers: four services and what prepares them, each in an image of its own."""
+"""The example in containers: four services, a gateway, and what prepares them, each in an image of its own."""
 
 import os
 import shutil
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from testcontainers.compose import DockerCompose
 
@@ -15,7 +16,7 @@ from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
 
 ROOT = Path(__file__).parents[2]
-SERVICES = {"weightsync", "trainer", "rollout", "orchestrator"}
+SERVICES = {"weightsync", "trainer", "rollout", "orchestrator", "gateway"}
 FIRST_REWARD_S = 600
 
 
@@ -37,11 +38,21 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def gateway_port() -> int:
+    """The HTTP port at which agents of this machine reach the gateway."""
+    return free_port()
 
 
 def lend_the_torch_wheel() -> None:
@@ -55,10 +66,12 @@ def lend_the_torch_wheel() -> None:
 
 
 @pytest.fixture(scope="module")
-def compose(port: int) -> Iterator[DockerCompose]:
+def compose(port: int, gateway_port: int) -> Iterator[DockerCompose]:
     os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
     lend_the_torch_wheel()
     os.environ["ORCHESTRATOR_PORT"] = str(port)
+    os.environ["GATEWAY_HTTP_PORT"] = str(gateway_port)
+    os.environ["GATEWAY_PORT"] = str(free_port())
     os.environ["COMPOSE_PROJECT_NAME"] = "sluice-test"
     stack = DockerCompose(ROOT, compose_file_name="deploy/compose.yaml", build=True, wait=True, keep_volumes=False)
     with stack:
@@ -77,6 +90,17 @@ def admin(compose: DockerCompose, tmp_path_factory: pytest.TempPathFactory) -> S
 def test_every_service_is_healthy(compose: DockerCompose) -> None:
     health = {each.Service: each.Health for each in compose.get_containers()}
     assert {name: health.get(name) for name in SERVICES} == dict.fromkeys(SERVICES, "healthy")
+
+
+def test_the_gateway_asks_the_orchestrator_for_those_who_have_a_token(
+    compose: DockerCompose, gateway_port: int
+) -> None:
+    """The run has no external episodes, which the orchestrator alone knows."""
+    url = f"http://127.0.0.1:{gateway_port}/rl/sessions"
+    assert httpx.post(url, json={}).status_code == 401
+    token, _, _ = compose.exec_in_container(["cat", "/run/sluice/secrets/agent.token"], "gateway")
+    answer = httpx.post(url, json={}, headers={"authorization": f"Bearer {token.strip()}"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "NO_EXTERNAL_EPISODES")
 
 
 async def test_rewards_arrive(port: int, admin: SecurityConfig) -> None:

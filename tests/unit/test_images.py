@@ -1,0 +1,76 @@
+"""The images of the services hold what the services import, and compose starts each with settings that it takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sluice.config import load_run
+from sluice.rpc.access import is_local
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "deploy/docker"
+COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+SERVICES = sorted(COMPOSE.keys() - {"prepare"})
+
+IMPORT_WITH_CONTROL_ALONE = """
+import importlib, importlib.metadata, pkgutil, re, sys
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+listed = {plain(line) for line in open("requirements/control.txt").read().splitlines() if not line.startswith("#")}
+installed = importlib.metadata.packages_distributions()
+others = {top for top, names in installed.items() if not {plain(name) for name in names} & (listed | {"sluice"})}
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in others:
+            raise ModuleNotFoundError(f"{name} is not in requirements/control.txt", name=name)
+
+sys.meta_path.insert(0, Missing())
+for package in sys.argv[1:]:
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        importlib.import_module(module.name)
+"""
+"""Imports packages of ours in an interpreter that has what the images of the control plane have."""
+
+
+def test_the_wheel_in_the_images_has_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {each.rstrip("*") for each in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    copied = set(re.findall(r"^COPY (\w+) \1$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))
+    sent = {line[1:] for line in (DOCKER / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert packages <= copied & sent
+
+
+def test_a_gateway_imports_only_what_its_image_has() -> None:
+    command = [sys.executable, "-c", IMPORT_WITH_CONTROL_ALONE, "gateway_svc", "sluice.openai", "sluice.sampling"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_compose_starts_a_service_with_settings_that_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    command = [_interpolated(word) for word in COMPOSE[name]["command"]]
+    server = load_run(command[1:], service=command[0]).section(command[0]).server
+    assert not is_local(server.host), "other containers reach it"
+    assert COMPOSE[name]["healthcheck"]["test"][-1] == f"127.0.0.1:{server.port}"
+    for published in map(_interpolated, COMPOSE[name].get("ports", [])):
+        address, _outside, inside = published.split(":")
+        assert address == "127.0.0.1"
+        assert int(inside) in {server.port, server.http_port}
+
+
+def _interpolated(text: str) -> str:
+    """The text with the default of each variable, as compose reads it where no variable is set."""
+    while (shorter := re.sub(r"\$\{\w+:-([^${}]*)\}", r"\1", text)) != text:
+        text = shorter
+    return text
