@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -50,6 +51,12 @@ PROBE_TOOLS: list[dict[str, Any]] = [
     }
 ]
 """A call that a template is asked to write, to see which parser reads it back."""
+
+
+LEAST_MARK = 4
+"""Minimum length of a word that a template writes before the name of a tool for it to show that a call begins."""
+
+_TAG = re.compile(r"<[^\s<>\"{}]{2,}>?|\[[A-Z_]{3,}\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +174,31 @@ def reply_format(
 def written_call(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a turn with a call as the model's template writes it, and None if it writes none."""
     call = {"id": "call00001", "type": "function", "function": {"name": PROBE_NAME, "arguments": PROBE_ARGUMENTS}}
+    written = _written_turn(tokenizer, {"role": "assistant", "content": "", "tool_calls": [call]})
+    return written if PROBE_NAME in written else None
+
+
+def call_marks(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
+    """Return what the model's template writes before the name of a tool, at most once for each call, and not in other turns.
+
+    Tags, such as `<tool_call>` and `[TOOL_CALLS]`; without any, the last word that is not too short to mean something.
+    """
+    opening = (written_call(tokenizer) or "").partition(PROBE_NAME)[0]
+    other = _written_turn(tokenizer, {"role": "assistant", "content": "Done."})
+    marks = _TAG.findall(opening) or [word for word in opening.split() if len(word) >= LEAST_MARK][-1:]
+    return [mark for mark in dict.fromkeys(marks) if mark not in other]
+
+
+def _written_turn(tokenizer: PreTrainedTokenizerBase, turn: dict[str, Any]) -> str:
+    """Return a turn of the assistant as the model's template writes it; an empty text if it refuses."""
     question = {"role": "user", "content": PROBE_QUESTION}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
         renderer = ChatRenderer(tokenizer)
         prompt = renderer.text([question], tools=PROBE_TOOLS)
         text = renderer.text([question, turn], add_generation_prompt=False, tools=PROBE_TOOLS)
     except TemplateError:
-        return None
-    written = text[len(prompt) :] if text.startswith(prompt) else text.rpartition(PROBE_QUESTION)[2]
-    return written if PROBE_NAME in written else None
+        return ""
+    return text[len(prompt) :] if text.startswith(prompt) else text.rpartition(PROBE_QUESTION)[2]
 
 
 def reads_back(read: ReadCalls, written: str) -> bool:

@@ -291,6 +291,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             adapters=loaded_adapters(engine),
             max_adapters=lora.max_loras if lora else 0,
             max_adapter_rank=lora.max_rank if lora else 0,
+            tool_parser=self._tokenizer.replies.tool_parser,
+            reasoning_parser=self._tokenizer.replies.reasoning_parser,
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -102,6 +102,7 @@ class ModelTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, replies: ReplyFormat | None = None) -> None:
         self._tokenizer = tokenizer
         self.replies = reply_format(tokenizer, "auto", "auto") if replies is None else replies
+        self._said_malformed = False
         self._parsing = DeadlineThreads("parsing", PARSE_THREADS, PARSE_DEADLINE_S, MAX_HUNG_RENDERINGS)
         self.digest = tokenizer_digest(tokenizer) if tokenizer is not None else ""
         # One renderer per set of template arguments, since each renderer examines the template once.
@@ -243,6 +244,14 @@ class ModelTokenizer:
             reasoning, said = "", Said(self.decode(ids), malformed=1)
         CALLS.labels("parsed").inc(len(said.calls))
         CALLS.labels("malformed").inc(said.malformed)
+        if said.malformed and not self._said_malformed:
+            self._said_malformed = True
+            log.warning(
+                "a tool call could not be read; further ones are only counted in sluice_rollout_tool_calls_total",
+                name=name,
+                content=said.content[:200],
+                tool_parser=self.replies.tool_parser,
+            )
         message = tokens_pb2.ChatMessage(role="assistant", content=said.content, reasoning=reasoning)
         for index, call in enumerate(said.calls):
             id_ = f"call_{xxhash.xxh3_64_hexdigest(f'{name}/{index}'.encode())}"

@@ -625,6 +625,8 @@ class GetModelResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
+    TOOL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Directory name or hub id of the base model."""
     vocabulary_size: _builtins.int
@@ -643,6 +645,10 @@ class GetModelResponse(_message.Message):
     """Most adapters that it holds at a time. 0: it serves none."""
     max_adapter_rank: _builtins.int
     """Highest rank of an adapter."""
+    tool_parser: _builtins.str
+    """What reads tool calls in replies: "json", "none", or a parser of the engine's library. Unset: the replica does not say."""
+    reasoning_parser: _builtins.str
+    """What reads reasoning in replies: "think", "none", or a parser of the engine's library. Unset: the replica does not say."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end a generation."""
@@ -670,12 +676,21 @@ class GetModelResponse(_message.Message):
         adapters: _abc.Iterable[Global___LoadedAdapter] | None = ...,
         max_adapters: _builtins.int = ...,
         max_adapter_rank: _builtins.int = ...,
+        tool_parser: _builtins.str | None = ...,
+        reasoning_parser: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_parser", b"_reasoning_parser", "_tool_parser", b"_tool_parser", "policy_version", b"policy_version", "reasoning_parser", b"reasoning_parser", "tool_parser", b"tool_parser"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "policy_version", b"policy_version", "tokenizer_digest", b"tokenizer_digest", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_parser", b"_reasoning_parser", "_tool_parser", b"_tool_parser", "adapters", b"adapters", "architecture", b"architecture", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "policy_version", b"policy_version", "reasoning_parser", b"reasoning_parser", "tokenizer_digest", b"tokenizer_digest", "tool_parser", b"tool_parser", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reasoning_parser: _TypeAlias = _typing.Literal["reasoning_parser"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_parser: _TypeAlias = _typing.Literal["_reasoning_parser", b"_reasoning_parser"]  # noqa: Y015
+    _WhichOneofReturnType__tool_parser: _TypeAlias = _typing.Literal["tool_parser"]  # noqa: Y015
+    _WhichOneofArgType__tool_parser: _TypeAlias = _typing.Literal["_tool_parser", b"_tool_parser"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_parser) -> _WhichOneofReturnType__reasoning_parser | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_parser) -> _WhichOneofReturnType__tool_parser | None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 

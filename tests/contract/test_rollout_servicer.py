@@ -473,6 +473,7 @@ class TestDescription:
         assert (answer.model, answer.architecture) == (str(model), "Qwen3ForCausalLM")
         assert (answer.vocabulary_size, answer.max_model_len) == (VOCABULARY, CONTEXT)
         assert list(answer.eos_token_ids) == [EOS]
+        assert (answer.tool_parser, answer.reasoning_parser) == ("none", "none")
         assert Version.from_proto(answer.policy_version) == BASE
 
     async def test_tokenizes_what_generate_would_sample_from(self, served):

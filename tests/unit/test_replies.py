@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from small_models import text_of, tokenizer
 from test_render import CHATML, word_piece
 from test_render_continuation import CALLS
 
-from rollout_svc.replies import Call, Said, read_json_calls, reply_format, split_thinking
+from rollout_svc.replies import PROBE_TOOLS, Call, Said, call_marks, read_json_calls, reply_format, split_thinking
 from rollout_svc.tokenizer import ModelTokenizer
 from sluice.config import ConfigError
 from sluice.v1 import rollout_pb2, tokens_pb2
@@ -177,9 +178,85 @@ async def test_a_parser_that_fails_or_hangs_leaves_everything_in_the_content(mon
     assert counted("malformed") - before == 1
 
 
-@pytest.mark.slow
-def test_a_parser_of_vllm_that_cannot_be_had_is_named_with_its_cause():
-    parsers = "rollout_svc.engines.vllm.parsers"
+@pytest.mark.parametrize(
+    ("call", "marks"),
+    [
+        ('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', ["<tool_call>"]),
+        ("<tool_call>\n<function=NAME>\n<parameter=where>\nthere\n</parameter>", ["<tool_call>", "<function="]),
+        ('[TOOL_CALLS] [{"name": "NAME", "arguments": ARGUMENTS}]', ["[TOOL_CALLS]"]),
+        ('{"name": "NAME", "parameters": ARGUMENTS}', ['{"name":']),
+        ("<|start|>assistant to=functions.NAME ARGUMENTS", ["<|start|>"]),
+        ("[NAME(where='there')]", []),
+    ],
+)
+def test_a_template_shows_how_a_call_begins(call, marks):
+    written = call.replace("NAME", "' + call.function.name + '").replace("'there'", '"there"')
+    written = written.replace("ARGUMENTS", "' + (call.function.arguments | tojson) + '")
+    own = "{%- for call in message.tool_calls %}{{ '" + written.replace("\n", "\\n") + "' }}{% endfor %}"
+    template = (
+        "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}"
+        "{%- if message.tool_calls %}" + own + "{%- endif %}{{ '<|im_end|>' }}{% endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert call_marks(word_piece(template)) == marks
+
+
+BAD = "<tool_call>{look</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def vllm_parsers() -> str:
     pytest.importorskip("vllm")
+    return "rollout_svc.engines.vllm.parsers"
+
+
+@pytest.mark.slow
+def test_a_parser_of_vllm_that_cannot_be_had_is_named_with_its_cause(vllm_parsers):
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser is 'herms', which vLLM refuses: .*herms"):
-        reply_format(word_piece(CALLS), "herms", "auto", parsers=parsers)
+        reply_format(word_piece(CALLS), "herms", "auto", parsers=vllm_parsers)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.tool_parser is 'openai', which vLLM cannot use by itself: .*Harmony"
+    ):
+        reply_format(word_piece(CALLS), "openai", "auto", parsers=vllm_parsers)
+
+
+@pytest.mark.slow
+def test_every_parser_of_vllm_reads_or_says_what_the_tokenizer_lacks(vllm_parsers, monkeypatch):
+    """None lacks a package of the CPU install, except Cohere's, whose package vLLM does not bring either."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.CRITICAL)
+    model = word_piece(CALLS)
+    settings = [("tool_parser", name, "none") for name in ToolParserManager.list_registered()]
+    settings += [("reasoning_parser", "none", name) for name in ReasoningParserManager.list_registered()]
+    assert len(settings) > 80
+    refused, read = {}, set()
+    for setting, tool, reasoning in settings:
+        try:
+            reply_format(model, tool, reasoning, parsers=vllm_parsers)
+            read.add((setting, tool if reasoning == "none" else reasoning))
+        except ConfigError as error:
+            refused[setting, tool if reasoning == "none" else reasoning] = str(error)
+    lacking = {name for (_setting, name), problem in refused.items() if "No module named" in problem}
+    assert lacking <= {"cohere_command3", "cohere_command4"}, refused
+    assert {("tool_parser", name) for name in ("hermes", "qwen3_coder", "gemma4", "glm45")} <= read
+    assert {("reasoning_parser", name) for name in ("qwen3", "gemma4", "glm45")} <= read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "names", "malformed"),
+    [
+        (LOOK, ["look"], 0),
+        ("hello", [], 0),
+        (BAD, [], 1),
+        (f"{BAD} no, {BAD}", [], 2),
+        ('<tool_call>{"name": "look", "arguments": {"where": "<tool_call>"}}</tool_call>', ["look"], 0),
+    ],
+)
+def test_a_malformed_call_is_counted_under_hermes_too(vllm_parsers, text, names, malformed):
+    how = reply_format(word_piece(CALLS), "hermes", "none", parsers=vllm_parsers)
+    said = how.read_calls(text, PROBE_TOOLS)
+    assert ([call.name for call in said.calls], said.malformed) == (names, malformed)
+    assert names or said.content == text

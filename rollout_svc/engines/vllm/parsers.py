@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from rollout_svc.replies import PROBE_NAME, Call, ReadCalls, ReadReasoning, Said, written_call
+from rollout_svc.replies import PROBE_TOOLS, Call, ReadCalls, ReadReasoning, Said, call_marks
 from sluice.config import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = structlog.get_logger()
-
-LEAST_OPENING = 4
-"""Minimum length of what a template writes before the name of a tool for it to show that a reply without calls has a malformed one."""
 
 
 def tool_reader(tokenizer: PreTrainedTokenizerBase, name: str) -> ReadCalls:
@@ -34,7 +31,7 @@ def tool_reader(tokenizer: PreTrainedTokenizerBase, name: str) -> ReadCalls:
         "tool_parser", name, lambda: ParserManager.get_parser(name, None, enable_auto_tools=True, tokenizer=tokenizer)
     )
     special = _special_tokens(tokenizer)
-    opening = ((written_call(tokenizer) or "").partition(PROBE_NAME)[0].split() or [""])[-1]
+    marks = call_marks(tokenizer)
 
     def read(text: str, tools: Sequence[Mapping[str, Any]]) -> Said:
         request = ChatCompletionRequest(messages=[], model="", tools=list(tools), tool_choice="auto")
@@ -42,10 +39,14 @@ def tool_reader(tokenizer: PreTrainedTokenizerBase, name: str) -> ReadCalls:
         _, content, calls = parser(tokenizer, request.tools).parse(
             text, request, enable_auto_tools=True, model_output_token_ids=ids
         )
-        if not calls:  # a parser may leave parts of a malformed call out
-            return Said(special.sub("", text), malformed=int(len(opening) >= LEAST_OPENING and opening in text))
-        return Said(special.sub("", content or ""), [Call(call.name, call.arguments) for call in calls])
+        found = [Call(call.name, call.arguments) for call in calls or ()]
+        begun = (text.count(mark) - sum(call.arguments.count(mark) for call in found) for mark in marks)
+        malformed = max(0, max(begun, default=0) - len(found))
+        if not found:  # a parser may leave parts of a malformed call out
+            return Said(special.sub("", text), malformed=malformed)
+        return Said(special.sub("", content or ""), found, malformed)
 
+    _check_it_reads("tool_parser", name, lambda: read("", PROBE_TOOLS))
     return read
 
 
@@ -66,6 +67,7 @@ def reasoning_reader(tokenizer: PreTrainedTokenizerBase, name: str) -> ReadReaso
         reasoning, content = parser(tokenizer).extract_reasoning(text, request)
         return reasoning or "", content or ""
 
+    _check_it_reads("reasoning_parser", name, lambda: read("", False))
     return read
 
 
@@ -96,6 +98,16 @@ def _found(setting: str, name: str, find: Callable[[], Any]) -> Any:  # noqa: AN
         while cause.__cause__ is not None:  # vLLM calls a parser that it cannot import an unknown one
             cause = cause.__cause__
         raise ConfigError(f"rollout.{setting} is {name!r}, which vLLM refuses: {cause}") from error
+
+
+def _check_it_reads(setting: str, name: str, read: Callable[[], object]) -> None:
+    """Refuse a parser that only names a format, such as those of gpt-oss: vLLM reads that with another program."""
+    try:
+        read()
+    except NotImplementedError as error:
+        raise ConfigError(f"rollout.{setting} is {name!r}, which vLLM cannot use by itself: {error}") from error
+    except Exception as error:  # noqa: BLE001 - an empty reply may be refused in any way; replies are read one by one
+        log.debug("a parser refuses an empty reply", parser=name, problem=str(error)[:200])
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
