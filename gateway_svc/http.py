@@ -136,6 +136,10 @@ class RewardBody(Strict):
     branch: str | None = None
 
 
+class RenewBody(Strict):
+    """Body of `POST /rl/sessions/{id}/renew`, which has no fields."""
+
+
 class EndBody(Strict):
     """Body of `POST /rl/sessions/{id}/end`. With `abandon`, the reason, the session is given up and not trained."""
 
@@ -462,6 +466,11 @@ def _add_sessions(app: FastAPI, sessions: Sessions, door: Door) -> None:
                 "opening": MessageToDict(task.opening, preserving_proto_field_name=True),
             }
         )
+
+    @app.post("/rl/sessions/{name}/renew")
+    async def renew(name: str, http: Request) -> JSONResponse:
+        read_body(RenewBody, await http.body() or b"{}")
+        return JSONResponse({"id": name, "lease_s": await sessions.renew(_named(http, name))})
 
     @app.post("/rl/sessions/{name}/reward")
     async def reward(name: str, http: Request) -> JSONResponse:

@@ -31,6 +31,9 @@ from sluice.sampling.policy import PolicyEngine, TokenStream
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
 from sluice.versions import BASE
 
+UNKNOWN_LEASE = "UNKNOWN_LEASE"
+"""Reason of the orchestrator for a lease that has ended."""
+
 ON_BEHALF_OF = "on-behalf-of"
 """Metadata with the name of the principal whose call a gateway makes."""
 
@@ -183,17 +186,38 @@ class RecordedSessions:
         await self._call(self._episodes.AbandonEpisode, request, who)
         self._forget(request.episode_id)
 
+    async def renew(self, ref: SessionRef) -> float:
+        """Prolong the lease of a session, also of one whose reward follows, and return its seconds."""
+        found = await self._find_ended(ref)
+        try:
+            if found.lease_id:
+                request = episode_pb2.RenewLeaseRequest(lease_id=found.lease_id)
+                renewed = await self._call(self._episodes.RenewLease, request, found.principal)
+                return renewed.lease.ToNanoseconds() / 1e9
+        except SluiceError as error:
+            if error.reason != UNKNOWN_LEASE:
+                raise
+        raise SluiceError.failed_precondition(
+            "SESSION_ENDED", f"the lease of {ref.episode_id} has ended, or its group has: open another session"
+        )
+
     async def _owner(self, ref: SessionRef) -> str:
         """Return whose session it is: that of the caller, or of the one whose session key was sent, also after its end."""
-        if not ref.key:
-            return caller().name
-        request = session_pb2.FindSessionRequest(session_key=ref.key, ended=True)
+        return (await self._find_ended(ref)).principal if ref.key else caller().name
+
+    async def _find_ended(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
+        """Return a session of the caller, or that of the key, also after its end."""
+        request = session_pb2.FindSessionRequest(ended=True)
+        if ref.key:
+            request.session_key = ref.key
+        else:
+            request.episode_id = ref.episode_id
         found = await self._call(self._sessions.FindSession, request, caller().name)
         if found.episode_id != ref.episode_id:
             raise SluiceError.not_found(
                 "UNKNOWN_EPISODE", f"the session key does not open {ref.episode_id!r}: send the key of that session"
             )
-        return found.principal
+        return found
 
     def _forget(self, episode_id: str) -> None:
         for place in [place for place, (_, each) in self._found.items() if each.episode_id == episode_id]:

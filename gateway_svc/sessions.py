@@ -89,6 +89,10 @@ class Sessions(Protocol):
         """Lease and open one episode for the caller. Idempotent by the id, unless that is empty."""
         ...
 
+    async def renew(self, ref: SessionRef) -> float:
+        """Prolong the lease of a session, and return its seconds; FAILED_PRECONDITION with SESSION_ENDED if the lease ended."""
+        ...
+
     async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
         """Record a reward, also after the end of the session if its submission says so."""
         ...

@@ -88,6 +88,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
             posed = self._desk.posed(group)
             response.sampling.CopyFrom(posed.sampling)
             response.evaluation = posed.evaluation
+            response.lease_id = found.lease_id
             response.min_policy_version.CopyFrom(group.floor.to_proto())
         return response
 

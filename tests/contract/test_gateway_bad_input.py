@@ -215,6 +215,12 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
             "submitted before it was sampled": await code(keyed, f"{path}/end", {"reward": 1}),
             "ended by another principal": await code(bob, f"{path}/end", {"abandon": "x"}),
             "ended by another key": await code(keyed, f"/rl/sessions/{ended['id']}/end", {}),
+            "renewed by another principal": await code(bob, f"{path}/renew", {}),
+            "renewed by another key": await code(none, f"{path}/renew", {}, **{"x-api-key": ended["key"]}),
+            "renewed after it was given up": await code(ann, f"/rl/sessions/{ended['id']}/renew", {}),
+            "renewed too late": await code(
+                none, f"/rl/sessions/{expired['id']}/renew", {}, **{"x-api-key": expired["key"]}
+            ),
             "opened without a token": await code(none, "/rl/sessions", {}),
             "opened by a session key": await code(keyed, "/rl/sessions", {}),
             "opened with a wait of an hour": await code(ann, "/rl/sessions", {"wait_s": 3600}),
@@ -227,6 +233,10 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
             "submitted before it was sampled": 400,
             "ended by another principal": 404,
             "ended by another key": 404,
+            "renewed by another principal": 404,
+            "renewed by another key": 404,
+            "renewed after it was given up": 410,
+            "renewed too late": 410,
             "opened without a token": 401,
             "opened by a session key": 401,
             "opened with a wait of an hour": 400,

@@ -211,6 +211,10 @@ class MemorySessions:
         episode = episode_pb2.OpenEpisodeResponse(episode_id=name, session_key=session.key)
         return Opened(task, episode)
 
+    async def renew(self, ref: SessionRef) -> float:
+        self._known(ref)
+        return 600.0
+
     async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
         self._known(ref).rewards.append(request)
 
