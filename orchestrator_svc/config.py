@@ -526,7 +526,8 @@ class OrchestratorConfig(EpisodeConfig):
 
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that would make the orchestrator fail at start; see `Section.check_start`."""
-        from orchestrator_svc.envs.loading import check_there, locate  # noqa: PLC0415  a run alone has an environment
+        from orchestrator_svc.envs.loading import locate  # noqa: PLC0415  a run alone has an environment
+        from sluice.loading import check_there  # noqa: PLC0415
 
         if any(each.workflow == "external" for each in self.mix):
             if run.deterministic:

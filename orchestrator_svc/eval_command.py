@@ -21,9 +21,10 @@ from pydantic import Field, model_validator
 
 from orchestrator_svc.config import EXTERNAL, AttemptsConfig, ExternalConfig, OrchestratorConfig
 from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.loading import check_there, locate
+from orchestrator_svc.envs.loading import locate
 from sluice.config import RUN_PATTERN, Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName
+from sluice.loading import check_there
 from sluice.models import check_files, check_model
 from sluice.sampling.config import ReplicasConfig
 from sluice.tasks import settle

@@ -20,12 +20,12 @@ import xxhash
 from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig
 from orchestrator_svc.envs.base import Message, Task, Turn
 from orchestrator_svc.envs.episode import OpenEpisode, ReplayDiffersError
-from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.retry import RetriedQuestion, RetriedQuestions
 from sluice.config import ConfigError
+from sluice.loading import load_attribute
 from sluice.rpc import SluiceError
 from sluice.sampling.generation import derived_seed
 from sluice.sampling.policy import PolicyEngine

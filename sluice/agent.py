@@ -46,6 +46,9 @@ PATIENCE_S = 60.0
 ANSWER_S = 120.0
 """Seconds that a lease may take, longer than a gateway holds it while the orchestrator restarts."""
 
+RETURN_S = 1.0
+"""Seconds to give back an episode that is not played to its end. A supervisor kills two seconds after the drain."""
+
 _LEAST_PAUSE_S = 0.1
 
 _Request = TypeVar("_Request")
@@ -93,8 +96,9 @@ class Episode:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Return the data of the task."""
-        return MessageToDict(self.task.data)
+        """Return the data of the task. Whole numbers are ints, although they travel as floats."""
+        data: dict[str, Any] = _with_ints(MessageToDict(self.task.data))
+        return data
 
     async def generate(
         self,
@@ -159,12 +163,15 @@ class AgentClient:
         target: Address of the gateway's gRPC port.
         run: Name of the run.
         security: Token of a principal with the role `agent`, and TLS.
+        patience_s: Seconds that a lease is asked for again while no gateway answers; by default `PATIENCE_S`.
     """
 
-    def __init__(self, target: str, run: str, security: SecurityConfig | None = None) -> None:
+    def __init__(
+        self, target: str, run: str, security: SecurityConfig | None = None, *, patience_s: float | None = None
+    ) -> None:
         self._channel = connect(target, security or SecurityConfig(), role="agent")
         self._stub = episode_pb2_grpc.EpisodeServiceStub(self._channel)
-        self._run = run
+        self._run, self._patience_s = run, patience_s
 
     async def __aenter__(self) -> Self:
         return self
@@ -172,39 +179,62 @@ class AgentClient:
     async def __aexit__(self, *exception: object) -> None:
         await self._channel.close()
 
-    async def run(self, play: Callable[[Episode], Awaitable[float | None]], *, at_a_time: int = 8) -> int:
+    async def run(
+        self,
+        play: Callable[[Episode], Awaitable[float | None]],
+        *,
+        at_a_time: int = 8,
+        stop: asyncio.Event | None = None,
+        drain_s: float = 5.0,
+    ) -> int:
         """Play episodes until the run has ended; return how many were played to their end. What is under way then is left.
 
         Args:
             play: Plays one episode. Returns its reward, or None if it was recorded or the environment scores it. It may submit the
                 episode or give it up itself. If it raises, the episode is given up.
             at_a_time: Episodes under way.
+            stop: When it is set no more episodes are leased, and this returns when those under way have ended.
+            drain_s: Seconds that they get for that. Those that have not ended are offered to other agents.
 
         Raises:
-            SluiceError: if the gateway lends no episodes (wrong run, no permission), or does not answer for a minute.
+            SluiceError: if the gateway lends no episodes (wrong run, no permission), or does not answer for the client's patience.
         """
-        ended = 0
+        ended, stop = 0, stop or asyncio.Event()
+        leasing: set[int] = set()
 
-        async def work() -> None:
+        async def work(number: int) -> None:
             nonlocal ended
-            while (leased := await self._lease()) is not None:
+            while not stop.is_set():
+                leasing.add(number)
+                leased = await self._lease(stop)
+                leasing.remove(number)
+                if leased is None:
+                    return
                 async with self._renewed(leased):
-                    played = await self._play(play, leased)
+                    played = await self._play(play, leased, stop)
                     ended += played  # not in one statement: others count while this one plays
 
-        workers = [asyncio.create_task(work(), name=f"agent {number}") for number in range(at_a_time)]
+        workers = [asyncio.create_task(work(number), name=f"agent {number}") for number in range(at_a_time)]
+        stopping = asyncio.create_task(stop.wait())
         try:
             # The first one that ends has learned that the run ended, or failed.
-            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                each.result()
+            done, _ = await asyncio.wait({*workers, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping in done:
+                for number in leasing:
+                    workers[number].cancel()
+                await asyncio.wait(workers, timeout=drain_s)
+            else:
+                for worker in done:
+                    worker.result()
         finally:
-            for each in workers:
+            for each in (stopping, *workers):
                 each.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
         return ended
 
-    async def _play(self, play: Callable[[Episode], Awaitable[float | None]], leased: episode_pb2.LeasedTask) -> int:
+    async def _play(
+        self, play: Callable[[Episode], Awaitable[float | None]], leased: episode_pb2.LeasedTask, stop: asyncio.Event
+    ) -> int:
         request = episode_pb2.OpenEpisodeRequest(lease_id=leased.lease_id, request_id=uuid.uuid4().hex)
         episode: Episode | None = None
         try:
@@ -212,6 +242,10 @@ class AgentClient:
             reward = await play(episode)
             if not episode.ended:
                 await episode.submit(reward)
+        except asyncio.CancelledError:
+            if episode is not None and stop.is_set():
+                await self._give_back(episode)
+            raise
         except Exception as error:  # noqa: BLE001 - the agent's own code may raise anything, and an episode may end while it is played
             log.warning("an episode is given up", task=leased.task.task_id, error=repr(error))
             if episode is not None:
@@ -220,7 +254,22 @@ class AgentClient:
             return 0
         return 1
 
-    async def _lease(self) -> episode_pb2.LeasedTask | None:
+    async def _give_back(self, episode: Episode) -> None:
+        """Have an episode offered again, if that can be done at once."""
+        with contextlib.suppress(SluiceError, TimeoutError):
+            async with asyncio.timeout(RETURN_S):
+                await episode.abandon("its agent was stopped", requeue=True)
+
+    async def _return_lease(self, request: episode_pb2.LeaseTasksRequest) -> None:
+        """Give back what a request that was cancelled may have leased: its answer may have been under way."""
+        request.wait.Clear()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            leased = (await self._stub.LeaseTasks(request, timeout=RETURN_S)).tasks[0]
+            opening = episode_pb2.OpenEpisodeRequest(lease_id=leased.lease_id, request_id=uuid.uuid4().hex)
+            opened = await self._stub.OpenEpisode(opening, timeout=RETURN_S)
+            await self._give_back(Episode(self._stub, leased, opened))
+
+    async def _lease(self, stop: asyncio.Event) -> episode_pb2.LeasedTask | None:
         """Lease one episode; None when the run has ended."""
         request = episode_pb2.LeaseTasksRequest(
             run=f"runs/{self._run}",
@@ -231,12 +280,16 @@ class AgentClient:
         )
         while True:
             try:
-                return (await _patiently(self._stub.LeaseTasks, request, answer_s=ANSWER_S)).tasks[0]
+                return (await _patiently(self._stub.LeaseTasks, request, self._patience_s, answer_s=ANSWER_S)).tasks[0]
             except SluiceError as error:
                 if error.reason == RUN_ENDED:
                     return None
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
+            except asyncio.CancelledError:
+                if stop.is_set():
+                    await self._return_lease(request)
+                raise
 
     @contextlib.asynccontextmanager
     async def _renewed(self, leased: episode_pb2.LeasedTask) -> AsyncIterator[None]:
@@ -270,7 +323,7 @@ async def _patiently(
         method: The call.
         request: Its request.
         timeout_s: Seconds until the last attempt; by default `PATIENCE_S`.
-        answer_s: Seconds that each attempt may take, if more than what is left of `timeout_s`.
+        answer_s: Seconds that each attempt may take; by default what is left of `timeout_s`.
 
     Raises:
         SluiceError: what the gateway raised, or the last failure to reach one.
@@ -280,7 +333,7 @@ async def _patiently(
     until, unreached = loop.time() + timeout_s, None
     while True:
         try:
-            return await method(request, timeout=max(_LEAST_PAUSE_S, answer_s, until - loop.time()))
+            return await method(request, timeout=answer_s or max(_LEAST_PAUSE_S, until - loop.time()))
         except grpc.aio.AioRpcError as failure:
             error, pause_s = SluiceError.from_rpc(failure), backoff.fail()
             if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_after_s is not None:
@@ -293,6 +346,18 @@ async def _patiently(
             if loop.time() + pause_s >= until:
                 raise _with_remedy(error, timeout_s) from failure
             await asyncio.sleep(pause_s)
+
+
+def _with_ints(value: Any) -> Any:  # noqa: ANN401 - anything that JSON has
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {name: _with_ints(each) for name, each in value.items()}
+        case list():
+            return [_with_ints(each) for each in value]
+        case _:
+            return value
 
 
 def _with_remedy(error: SluiceError, timeout_s: float) -> SluiceError:

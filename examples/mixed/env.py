@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from orchestrator_svc.envs.base import Message, Task
-from orchestrator_svc.envs.loading import load_attribute
+from sluice.loading import load_attribute
 
 __all__ = ["FaultySums"]
 

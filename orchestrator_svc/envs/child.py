@@ -25,6 +25,7 @@ from orchestrator_svc.envs import loading
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
 from orchestrator_svc.envs.framing import FrameReader, NotPlainError, encode
 from sluice.errors import ConfigError
+from sluice.loading import without_values
 
 _RECEIVE_BYTES = 1 << 16
 _PAGE_TASKS = 1000
@@ -268,7 +269,7 @@ def _start(connection: Connection, settings: Answer) -> Any:  # noqa: ANN401 - a
     except BaseException as error:  # noqa: BLE001 - importing foreign code may raise anything
         raised = _described(error)
         why = f"{raised['type']}: {raised['message']}\n{raised['trace']}".rstrip()
-        why = loading.without_values(why, settings["arguments"])
+        why = without_values(why, settings["arguments"])
         connection.send({"refused": f"environment {settings['environment']} cannot be constructed: {why}"})
         sys.exit(1)
     return environment

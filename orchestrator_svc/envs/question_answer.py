@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator_svc.envs.base import Message, Task
-from orchestrator_svc.envs.loading import load_attribute
 from sluice.errors import ConfigError
+from sluice.loading import load_attribute
 
 
 def exact_reward(completion: str, answer: str) -> float:

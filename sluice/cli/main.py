@@ -72,6 +72,7 @@ ADDED_HELP = {
 """Help line of each command that the services add, so that `sluice --help` imports none of them."""
 
 SERVICE_HELP = {
+    "agents": "play the episodes of a run with a Python class of yours",
     "gateway": "serve agents that hold their own conversations, and record them",
     "orchestrator": "serve the run: tasks, rewards, advantages, batches",
     "rollout": "serve generation from the policy",

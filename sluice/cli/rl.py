@@ -41,6 +41,7 @@ from sluice.rpc.principals import new_token, replace_private
 from sluice.rpc.server import LOOPBACK
 from sluice.supervise.plan import (
     Place,
+    agent_names,
     assign_devices,
     child_specs,
     choose_addresses,
@@ -106,7 +107,11 @@ def run(argv: list[str]) -> int:
 
 def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
     """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run."""
-    needed = [*NEEDED, *(["gateway"] if has_external_agents(config) else [])]
+    needed = [
+        *NEEDED,
+        *(["gateway"] if has_external_agents(config) else []),
+        *(["agents"] if agent_names(config) else []),
+    ]
     missing = [name for name in needed if name not in service_names()]
     if missing:
         raise ConfigError(

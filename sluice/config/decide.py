@@ -32,6 +32,9 @@ _VLLM_DTYPES: dict[str, str] = {name: name for name in (*_TRAINED, "float16")} |
 OWN_WORKFLOWS = frozenset({"auto", "single_turn", "multi_turn"})
 """Workflows of ours. Their trajectories carry no log-probabilities of a reference or a teacher; those of others may."""
 
+EXTERNAL = "external"
+"""The workflow whose episodes agents play."""
+
 IN_BATCH = "batch"
 """In place of a model in the trainer's table: every trajectory brings the log-probabilities."""
 
@@ -221,6 +224,31 @@ def _not_repeatable(setting: str, given: object, needed: object) -> ConfigError:
     return ConfigError(
         f"deterministic = true needs {setting} = {needed}, but it is {given}: leave it out, or set deterministic = false"
     )
+
+
+def played(run: _Run) -> tuple[_Run, tuple[str, ...]]:
+    """Give the episodes of a run to the agents of `agents.agent`, where no environment says that agents play its episodes.
+
+    Returns:
+        The settings, and one line per decision.
+
+    Raises:
+        ConfigError: if each environment has another workflow.
+    """
+    agents, orchestrator = _section(run, "agents"), _section(run, "orchestrator")
+    agent: str = getattr(agents, "agent", "")
+    if orchestrator is None or not agent or any(each.workflow == EXTERNAL for each in getattr(orchestrator, "mix", ())):
+        return run, ()
+    data = orchestrator.model_dump(exclude_unset=True)
+    free = [each for each in data.get("environments") or [data] if each.get("workflow", "auto") == "auto"]
+    if not free:
+        raise ConfigError(
+            f"agents.agent is {agent}, but no environment of the run has workflow = {EXTERNAL!r}: set it, or leave the workflow out"
+        )
+    for each in free:
+        each["workflow"] = EXTERNAL
+    note = f"orchestrator.workflow = {EXTERNAL} (auto: {agent} plays the episodes)"
+    return run.model_copy(update={"orchestrator": type(orchestrator).model_validate(data)}), (note,)
 
 
 def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:

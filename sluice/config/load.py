@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pydantic import BaseModel, Field, SecretStr, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from sluice.config.decide import allocated, decided, repeatable, visible_devices
+from sluice.config.decide import allocated, decided, played, repeatable, visible_devices
 from sluice.config.schema import (
     CommonConfig,
     FieldType,
@@ -53,6 +53,9 @@ SECTION_ALIASES = {"inference": "rollout"}
 
 FLAG_ALIASES = {"insecure": "security.insecure"}
 """Short names of flags."""
+
+TOLD_TO_AGENTS = {"SLUICE_GATEWAY": ("peers", "gateway"), "SLUICE_GATEWAY_URL": None}
+"""Variables by which an evaluation tells agents of any kind where its gateway is, and the settings that they mean here."""
 
 _BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off"})
 
@@ -152,7 +155,9 @@ def environment_layer(
         if not variable.startswith(prefix) or not text or _is_foreign(variable, foreign):
             continue
         first, *rest = variable.removeprefix(prefix).lower().split("__")
-        path = (SECTION_ALIASES.get(first, first), *rest)
+        path: Sequence[str] | None = TOLD_TO_AGENTS.get(variable, (SECTION_ALIASES.get(first, first), *rest))
+        if path is None:
+            continue
         try:
             data = deep_merge(data, nest(path, parse_text(resolve(model, path), text)))
         except ConfigError as error:
@@ -305,8 +310,9 @@ def load_run(
         if own_token is not None:
             security = config.security.model_copy(update={"token_file": own_token, "admin_token_file": None})
             config = config.model_copy(update={"security": security})
-        config, decisions = decided(repeatable(allocated(config)), cuda=bool(visible_devices(os.environ)))
-        notes = check(config) or ()
+        config, plays = played(allocated(config))
+        config, decisions = decided(repeatable(config), cuda=bool(visible_devices(os.environ)))
+        decisions, notes = (*plays, *decisions), check(config) or ()
         return config, [*(f"decided: {decision}" for decision in decisions), *notes]
 
     commands = tuple(command_prefix(name) for name in command_names())

@@ -269,6 +269,7 @@ class PeersConfig(Section):
         description="Addresses of the rollout replicas, one each; `dns:///name:port` is balanced round robin.",
     )
     orchestrator: str = Field("127.0.0.1:7104", description="Address of the orchestrator.")
+    gateway: str = Field("127.0.0.1:7105", description="Address of the gateway that agents lease episodes from.")
 
 
 RUN_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sluice.config import ConfigError, PeersConfig, RunConfig, ServerConfig, allocation_of
 from sluice.config.decide import VISIBLE
@@ -24,6 +25,9 @@ HAS_HTTP = frozenset({"rollout", "gateway"})
 
 COMPUTES = frozenset({"trainer", "rollout"})
 """Services that keep cores busy; the others wait for sockets."""
+
+MAY_LEAVE = {"rollout": "was drained and is not started again", "agents": "has ended: the run has no more episodes"}
+"""Services that may end before the run does, and why."""
 
 MOST_PROCESSES = 1024
 """More computing processes on one machine are a mistake in the settings."""
@@ -147,6 +151,7 @@ class Addresses:
             trainer=target["trainer"],
             rollout=replicas,
             orchestrator=target["orchestrator"],
+            **{name: target[name] for name in ("gateway",) if name in target},
         )
 
 
@@ -165,12 +170,21 @@ def has_external_agents(run: RunConfig) -> bool:
     return any(each.workflow == "external" for each in getattr(run.section("orchestrator"), "mix", ()))
 
 
+def agent_names(run: RunConfig) -> list[str]:
+    """Return the names of the children that play episodes with the class that `agents.agent` names; none without one."""
+    agents: Any = getattr(run, "agents", None)
+    if not getattr(agents, "agent", ""):
+        return []
+    workers: int = agents.workers
+    return ["agents"] if workers == 1 else [f"agents-{number}" for number in range(workers)]
+
+
 def choose_addresses(run: RunConfig, replicas: int) -> Addresses:
     """Choose loopback ports for all children of a run, the one that takes longest to start first.
 
     They are free ones, except for the gateway's: agents must know it, so it has the ports of the settings.
     """
-    names = [*replica_names(replicas), "trainer", "orchestrator", "weightsync"]
+    names = [*replica_names(replicas), "trainer", "orchestrator", "weightsync", *agent_names(run)]
     with_http = [name for name in names if service_of(name) in HAS_HTTP]
     ports = iter(free_ports(len(names) + len(with_http)))
     grpc, http = dict(zip(names, ports, strict=False)), dict(zip(with_http, ports, strict=True))
@@ -239,7 +253,7 @@ def child_specs(
                 wait_ready=partial(wait_until_serving, f"{LOOPBACK}:{port}", run.security),
                 environment=environment,
                 ends_run=service == "orchestrator",
-                may_leave=service == "rollout",
+                may_leave=MAY_LEAVE.get(service, ""),
                 drain_s=drain_s,
             )
         )

@@ -71,8 +71,8 @@ class ChildSpec:
         environment: Variables that are added to the supervisor's own.
         fork_server: Program that forks the child at each start, see `sluice.cli.fork_server`; empty: each start executes `argv`.
         ends_run: Whether the run succeeds when this child ends with exit code 0.
-        may_leave: Whether the others go on without this child when it ends with exit code 0, as a drained replica does. The end of
-            any other child is a failure.
+        may_leave: Why the others go on without this child when it ends with exit code 0, as a drained replica does, for people.
+            Empty: its end is a failure.
         drain_s: Seconds that it takes to drain after SIGTERM, at most.
     """
 
@@ -83,7 +83,7 @@ class ChildSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     fork_server: tuple[str, ...] = ()
     ends_run: bool = False
-    may_leave: bool = False
+    may_leave: str = ""
     drain_s: float = 5.0
 
 
@@ -231,7 +231,7 @@ class Supervisor:
                 if code == 0 and spec.ends_run:
                     return Outcome(Ending.SUCCEEDED, spec.name, describe_exit(code))
                 if code == 0 and spec.may_leave and was_ready:
-                    self._listener.on_state(spec.name, ChildState.LEFT, "was drained and is not started again")
+                    self._listener.on_state(spec.name, ChildState.LEFT, spec.may_leave)
                     return None
                 now = time.monotonic()
                 fruitless = 0 if ready and now - ready_at >= SETTLED_S else fruitless + 1

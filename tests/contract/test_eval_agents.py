@@ -43,19 +43,34 @@ else:
     post(end, {"reward": level}, session["key"])
 '''
 
+CLASS = """
+class Agent:
+    async def arun_episode(self, engine, task):
+        level = task["level"]
+        if level == 2:
+            raise ValueError("too hard")
+        said = [{"role": "user", "content": "?"}]
+        for turn in range(2):
+            reply = await engine.generate(said)
+            said += [reply.message, {"role": "user", "content": "go on"}]
+        return level
+"""
+
 
 @pytest.fixture
 async def argv(tmp_path):
     """Settings of an evaluation of a running server, with everything but the agent."""
     (tmp_path / "bare.py").write_text(BARE)
     (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "class.py").write_text(CLASS)
     async with serve_rollout(RolloutDouble(version=Version(1, 7))) as address:
         yield ["--address", address, "--environment", f"{tmp_path}/bare.py:Bare", "--prompts", "3", "--samples", "2"]
 
 
-async def test_agents_play_held_out_tasks_and_what_they_fail_is_counted(argv, tmp_path, capsys) -> None:
+@pytest.mark.parametrize("agent", ["agent.py", "-m sluice.cli.main agents --agent class.py:Agent"])
+async def test_agents_play_held_out_tasks_and_what_they_fail_is_counted(argv, tmp_path, capsys, agent) -> None:
     output = tmp_path / "eval.json"
-    command = f"{sys.executable} {tmp_path}/agent.py"
+    command = f"cd {tmp_path} && {sys.executable} {agent}"
     argv += ["--agent", command, "--agents", "2", "--output", str(output)]
     assert await asyncio.to_thread(COMMAND.run, argv) == 1, "an episode failed"
     result = json.loads(output.read_text())

@@ -26,6 +26,21 @@ from sluice.v1 import common_pb2, common_pb2_grpc, orchestrator_pb2, trainer_pb2
 ROOT = Path(__file__).parents[2]
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 
+AGENT = """
+import openai
+
+class Agent:
+    def __init__(self, worth):
+        self.worth = worth
+        self.client = openai.AsyncOpenAI(api_key="each episode has its own")
+
+    async def run(self, data, base_url, api_key):
+        policy = self.client.with_options(base_url=base_url, api_key=api_key)
+        asked = [{"role": "user", "content": data["text"]}]
+        reply = await policy.chat.completions.create(model="any", messages=asked)
+        return self.worth if len(reply.choices[0].message.content) % 2 else self.worth / 2
+"""
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
@@ -101,7 +116,7 @@ def served_runs(run: Run) -> dict[str, str]:
     return runs
 
 
-def test_each_service_may_be_killed_once_and_the_run_still_finishes(started) -> None:
+def test_each_service_may_be_killed_once_and_the_run_still_finishes(started, tmp_path: Path) -> None:
     run = started("--orchestrator.max-steps", "40", "--orchestrator.checkpoint.every-steps", "1")
     run.until("step 2/")
     for service in ("rollout", "weightsync", "trainer", "orchestrator"):
@@ -120,12 +135,23 @@ def test_each_service_may_be_killed_once_and_the_run_still_finishes(started) -> 
     *_, older, _ = sorted(
         (path.name for path in run.directory.glob("checkpoints/step_*")), key=lambda name: int(name[5:])
     )
-    fork = started("--orchestrator.max-steps", "43", "--resume-from", f"small/{older}", name="fork")
+    (tmp_path / "agent.py").write_text(AGENT)
+    agents = ("--agents.agent", f"{tmp_path}/agent.py:Agent", "--agents.args.worth", "0.5")
+    ports = ("--gateway.server.port", "0", "--gateway.server.http-port", "0")
+    flags = (*agents, *ports, "--orchestrator.max-steps", "55")
+    fork = started(*flags, "--resume-from", f"small/{older}", name="fork")
+    fork.until("step 42/")
+    fork.child("agents").terminate()
+    assert fork.until("agents ended").startswith("agents ended with exit code 143; restart 1 of 3"), "it drained"
+    fork.until("agents serves")
     assert fork.end() == 0, "\n".join(fork.seen)
     assert fork.seen[0].startswith(f"{fork.directory}: forked from small/{older}@")
     told = audit(fork.directory)
     assert told["exact"], told["differences"]
-    assert (told["batches"], int(told["version"].partition(".")[0])) == (43, report["epochs"] + 1)
+    assert (told["batches"], int(told["version"].partition(".")[0])) == (55, report["epochs"] + 1)
+    last = max(fork.directory.glob("trajectories/step_*.jsonl"), key=lambda path: int(path.stem[5:]))
+    rewards = {json.loads(row)["reward"] for row in last.read_text().splitlines()}
+    assert rewards <= {0.25, 0.5}, "what the agent gave"
     assert audit(run.directory)["batches"] == 40, "the old run is as it was"
 
 

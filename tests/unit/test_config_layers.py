@@ -143,6 +143,14 @@ def test_empty_variables_and_those_of_kubernetes_and_of_children_are_ignored(mon
     assert load_run([]).seed == 0
 
 
+def test_an_evaluation_tells_agents_its_gateway_by_variables(monkeypatch):
+    monkeypatch.setenv("SLUICE_GATEWAY", "127.0.0.1:4321")
+    monkeypatch.setenv("SLUICE_GATEWAY_URL", "http://127.0.0.1:4322")
+    monkeypatch.setenv("SLUICE_RUN", "eval")
+    run = load_run([])
+    assert (run.peers.gateway, run.run) == ("127.0.0.1:4321", "eval")
+
+
 def test_the_log_level_can_be_set_by_a_variable(monkeypatch):
     monkeypatch.setenv("SLUICE_LOG_LEVEL", "debug")
     assert load_run([]).log_level == "debug"

@@ -40,6 +40,15 @@ def test_a_run_with_external_agents_has_a_gateway_at_the_ports_of_the_settings(t
     assert next(spec.argv for spec in specs if spec.name == "gateway")[-2:] == ("--server.http-port", "7999")
 
 
+def test_a_run_with_an_agent_of_its_own_has_a_gateway_and_processes_that_play(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--agents.agent", "a.py:Agent", "--agents.workers", "2", "--gateway.server.port", "7998")
+    addresses = choose_addresses(run, 1)
+    assert addresses.peers().gateway == "127.0.0.1:7998"
+    assert {"agents-0", "agents-1"} < set(addresses.grpc)
+    assert "agents-0" not in addresses.http
+    assert "agents" in choose_addresses(a_run(tmp_path, "--agents.agent", "a.py:Agent"), 1).grpc
+
+
 def test_children_that_compute_divide_the_cores_and_the_others_take_one_thread() -> None:
     trainer = child_environment("trainer", 4, 2, {})
     assert {**trainer, "PYTHONWARNINGS": ""} == {

@@ -91,6 +91,24 @@ def test_a_dry_run_says_what_was_decided_and_why(capsys):
     ]
 
 
+def test_an_agent_plays_the_environments_that_leave_it_open_who_plays():
+    agent = ("--agents.agent", "a.py:Agent")
+
+    def workflows(*flags: str) -> list[str]:
+        return [each.workflow for each in load_run(flags).section("orchestrator").mix]
+
+    assert workflows() == ["auto"]
+    assert workflows(*agent) == ["external"]
+    mixed = [{"name": "a", "environment": "a.py:A"}, {"name": "b", "environment": "b.py:B", "workflow": "retry"}]
+    assert workflows(*agent, "--orchestrator.environments", json.dumps(mixed)) == ["external", "retry"]
+    mixed[1]["workflow"] = "external"
+    assert workflows(*agent, "--orchestrator.environments", json.dumps(mixed)) == ["auto", "external"]
+    with pytest.raises(ConfigError, match="no environment of the run has workflow = 'external'"):
+        load_run([*agent, "--orchestrator.workflow", "retry"])
+    with pytest.raises(ConfigError, match=r"orchestrator\.workflow"):
+        load_run([*agent, "--deterministic"])
+
+
 def test_settings_that_were_decided_stay_when_they_are_read_again(monkeypatch, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[trainer]\ndtype = "float32"\n[rollout]\ndtype = "float32"\n')

@@ -62,7 +62,7 @@ async def test_a_killed_child_is_restarted_and_the_run_continues(tmp_path: Path)
 
 async def test_a_child_that_may_leave_is_not_started_again_and_the_others_go_on(tmp_path: Path) -> None:
     witness = Witness()
-    leaves = spec(tmp_path, "leaves", READY + "time.sleep(0.2)", may_leave=True)
+    leaves = spec(tmp_path, "leaves", READY + "time.sleep(0.2)", may_leave="was drained")
     decider = spec(tmp_path, "decider", READY + "time.sleep(1.5)", ends_run=True)
     outcome = await run([leaves, decider], witness)
     assert (outcome.ending, outcome.child) == (Ending.SUCCEEDED, "decider")
@@ -72,7 +72,7 @@ async def test_a_child_that_may_leave_is_not_started_again_and_the_others_go_on(
 
 async def test_a_child_that_may_leave_but_fails_is_started_again(tmp_path: Path) -> None:
     witness = Witness()
-    fails = spec(tmp_path, "fails", READY + "time.sleep(0.1); sys.exit(1)", may_leave=True)
+    fails = spec(tmp_path, "fails", READY + "time.sleep(0.1); sys.exit(1)", may_leave="was drained")
     outcome = await run([fails, spec(tmp_path, "other", SERVE)], witness, max_restarts=1)
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "fails")
     assert witness.count("fails", ChildState.RESTARTING) == 1

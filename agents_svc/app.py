@@ -1,0 +1,64 @@
+"""`sluice agents`: leases the episodes of a run from a gateway and plays them with a class of the user's, until the run has ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from agents_svc.config import AgentsConfig
+from agents_svc.player import Player, load_agent
+from sluice.agent import AgentClient
+from sluice.config import CommonConfig, FailedForGoodError, Service, UnfinishedError
+from sluice.rpc import RpcServer
+from sluice.tasks import settle
+
+log = structlog.get_logger(__name__)
+
+
+async def serve(common: CommonConfig, config: AgentsConfig) -> None:
+    """Play until the run has ended, or until a signal.
+
+    Raises:
+        ConfigError: if the class cannot be loaded.
+        FailedForGoodError: if no episode is played to its end.
+        SluiceError: if the gateway lends no episodes, or is away for too long.
+        UnfinishedError: if a signal came before the run had ended.
+    """
+    player = Player(
+        load_agent(config.agent, config.args),
+        at_a_time=config.at_a_time,
+        episode_s=config.episode_s,
+        most_failures=config.most_failures,
+    )
+    server = RpcServer("agents", config.server, common.security, run=common.run)
+    stop, drain_s = asyncio.Event(), config.server.drain_s
+    async with AgentClient(common.peers.gateway, common.run, common.security, patience_s=config.gateway_s) as client:
+        playing = asyncio.create_task(
+            client.run(player.play, at_a_time=config.at_a_time, stop=stop, drain_s=drain_s), name="agents"
+        )
+        playing.add_done_callback(lambda _: player.ended.set())
+
+        unfinished = False
+
+        async def finish(_drain_s: float) -> None:
+            nonlocal unfinished
+            unfinished = not player.ended.is_set()
+            stop.set()
+            await asyncio.wait({playing})
+
+        try:
+            await server.start()
+            await server.serve_until_signal(player.ended, finish)
+        finally:
+            playing.cancel()
+            await settle(playing)
+            await server.stop(0)
+    if player.gave_up:
+        raise FailedForGoodError(player.gave_up)
+    if unfinished:
+        raise UnfinishedError("the run has not ended; episodes that were under way are offered again")
+    log.info("the run has ended", episodes=playing.result())
+
+
+SERVICE = Service("agents", AgentsConfig, serve)

@@ -1,0 +1,138 @@
+"""Finds what settings name as ``module:Attr`` or ``path/to/file.py:Attr``, such as a class of the user's, and constructs it.
+
+The processes of an environment load this module each time one starts, so it imports no settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sluice.errors import ConfigError
+
+_SHORTEST_SECRET = 4
+"""Characters: shorter texts are no secrets, and replacing them would garble a message."""
+
+
+def check_there(location: str, what: str) -> None:
+    """Check that the file or package that ``module:Attr`` or ``path.py:Attr`` names exists, without importing it.
+
+    Raises:
+        ConfigError: if not.
+    """
+    module, _ = _parts(location, what)
+    if module.endswith(".py"):
+        _existing(Path(module), what)
+        return
+    from sluice.models import importable  # noqa: PLC0415 - brings the settings; only who checks needs it
+
+    if not importable(module):
+        raise ConfigError(
+            f"cannot find {what} {module}: there is no such module; install its package, or correct the name"
+        )
+
+
+def construct(location: str, what: str, arguments: Mapping[str, Any], setting: str, name: str = "") -> Any:  # noqa: ANN401 - whatever the user names
+    """Call the class or function that ``module:Attr`` or ``path.py:Attr`` names.
+
+    Args:
+        location: Where it is.
+        what: What it makes, for messages.
+        arguments: Keyword arguments.
+        setting: Their setting.
+        name: What the settings call it, if not by its location.
+
+    Raises:
+        ConfigError: if it cannot be found, or refuses the arguments.
+    """
+    make = load_attribute(location, what)
+    try:
+        return make(**arguments)
+    except (TypeError, ValueError, OSError) as error:
+        names = ", ".join(arguments) or "none"
+        raise ConfigError(
+            f"{what} {name or location} refuses its {setting} ({names}): {without_values(str(error), arguments)}"
+        ) from error
+
+
+def load_attribute(location: str, what: str) -> Any:  # noqa: ANN401 - whatever the user names
+    """Return the attribute that ``module:Attr`` or ``path.py:Attr`` names.
+
+    Raises:
+        ConfigError: if there is no such module or attribute.
+    """
+    module_name, attribute = _parts(location, what)
+    module = _from_file(Path(module_name), what) if module_name.endswith(".py") else _from_name(module_name, what)
+    found = getattr(module, attribute, None)
+    if found is None:
+        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        names = [value.__name__ for value in own if inspect.isclass(value) and not value.__name__.startswith("_")]
+        raise ConfigError(f"{module_name} has no {attribute!r}; it defines {', '.join(names) or 'no classes'}")
+    return found
+
+
+def without_values(text: str, arguments: object) -> str:
+    """Return a text without the texts among some arguments: keys of judges must not be printed."""
+    match arguments:
+        case str() if len(arguments) >= _SHORTEST_SECRET:
+            return text.replace(arguments, "***")
+        case Mapping():
+            inner: Iterable[object] = arguments.values()
+        case list() | tuple():
+            inner = arguments
+        case _:
+            return text
+    for each in inner:
+        text = without_values(text, each)
+    return text
+
+
+def _parts(location: str, what: str) -> tuple[str, str]:
+    module, separator, attribute = location.rpartition(":")
+    if not separator:
+        raise ConfigError(
+            f"{what} {location!r} is neither installed nor of the form module:Attr or path/to/file.py:Attr"
+        )
+    return module, attribute
+
+
+def _from_name(name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cannot import {what} {name}: {error}; is its package installed?") from error
+
+
+def _from_file(path: Path, what: str) -> ModuleType:
+    """Import a file under a name of its own; files beside it can be imported by it."""
+    path = _existing(path, what)
+    name = f"sluice_user_{path.parent.name}_{path.stem}".replace("-", "_").replace(".", "_")
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        del sys.modules[name]
+        raise ConfigError(f"cannot import {what} {path}: {error}") from error
+    return module
+
+
+def _existing(path: Path, what: str) -> Path:
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no {what} file {path} (relative paths start at {Path.cwd()})")
+    return path
