@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import xxhash
+
 from orchestrator_svc.journal.facts import LedgerError, Place
 from sluice.v1 import journal_pb2 as pb
 
@@ -71,12 +73,14 @@ class EndedSession(NamedTuple):
         reason: `SUBMITTED`, or why it was given up.
         trajectory_ids: Its trajectories, if it was submitted.
         last_reward: The last reward that was recorded for it.
+        submission_digest: xxh3-64 of how it was submitted; empty if it was not.
     """
 
     principal: str
     reason: str
     trajectory_ids: tuple[str, ...]
     last_reward: tuple[Target, float] | None
+    submission_digest: bytes = b""
 
 
 @dataclass(slots=True)
@@ -142,6 +146,11 @@ class Session:
         return [tuple(each) for each in named] or [self.path(each) for each in self.leaves()]
 
     @property
+    def submission_digest(self) -> bytes:
+        """The xxh3-64 of its submission; empty while there is none."""
+        return b"" if self.submission is None else submission_digest(self.submission)
+
+    @property
     def submitted_branches(self) -> list[tuple[str, ...]]:
         """The branches of the submission; none before."""
         if self.submission is None:
@@ -179,6 +188,11 @@ def parse_session_name(name: str) -> tuple[int, int, int] | None:
         return None
     group, episode, attempt = map(int, parts)
     return (group, episode, attempt) if session_name(group, episode, attempt) == name else None
+
+
+def submission_digest(fact: pb.EpisodeSubmitted) -> bytes:
+    """Return the xxh3-64 of what a submission says."""
+    return xxhash.xxh3_64_digest(fact.SerializeToString(deterministic=True))
 
 
 def trajectory_ids(group: int, episode: int, branches: int) -> tuple[str, ...]:
@@ -387,10 +401,8 @@ class ExternalEpisodes:
 
 
 def _ended(session: Session, reason: str) -> EndedSession:
-    submitted = session.submission is not None
+    if session.submission is None:
+        return EndedSession(session.principal, reason, (), session.last_reward)
     return EndedSession(
-        session.principal,
-        SUBMITTED if submitted else reason,
-        session.trajectory_ids if submitted else (),
-        session.last_reward,
+        session.principal, SUBMITTED, session.trajectory_ids, session.last_reward, session.submission_digest
     )

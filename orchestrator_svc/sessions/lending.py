@@ -26,6 +26,7 @@ from orchestrator_svc.journal.external import (
     group_of_lease,
     parse_session_name,
     session_name,
+    submission_digest,
 )
 from orchestrator_svc.journal.ledger import Group, Stage
 from orchestrator_svc.journal.store import Journal
@@ -289,27 +290,30 @@ class Lending:
                 "reward", f"is {request.reward}; give a finite number, or leave it out where it is missing"
             )
         session = self.known(principal, request.episode_id)
-        if isinstance(session, EndedSession):
-            if session.reason != SUBMITTED:
-                raise _ended(request.episode_id, session.reason)
-            return session.trajectory_ids
+        if isinstance(session, EndedSession) and session.reason != SUBMITTED:
+            raise _ended(request.episode_id, session.reason)
+        group, episode, attempt = parse_session_name(request.episode_id) or (
+            0,
+            0,
+            0,
+        )  # a session that is known has such a name
         fact = pb.EpisodeSubmitted(
-            group=session.group,
-            episode=session.episode,
-            attempt=session.attempt,
+            group=group,
+            episode=episode,
+            attempt=attempt,
             branches=request.branches,
             reward=request.reward if request.HasField("reward") else None,
             truncated=request.truncated,
             reward_follows=request.reward_follows,
         )
-        if session.submission is None:
+        if isinstance(session, Session) and session.submission is None:
             _check_branches(session, request)
             self._journal.record(pb.Fact(episode_submitted=fact))
             self._idle_ends.pop(session.name, None)
-        elif session.submission != fact:
+        elif submission_digest(fact) != session.submission_digest:
             raise SluiceError.failed_precondition(
                 "SUBMITTED_OTHERWISE",
-                f"episode {session.name} was submitted before with other branches, reward or flags, and that one counts; a later"
+                f"episode {request.episode_id} was submitted before with other branches, reward or flags, and that one counts; a later"
                 " reward is given by RecordReward",
             )
         return session.trajectory_ids

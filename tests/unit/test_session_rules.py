@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from run_facts import drawn
+from run_facts import drawn, dropped
 from session_facts import digest, generation
 
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import Session
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded, Running
+from orchestrator_svc.sessions.desk import Desk, Waiting
 from orchestrator_svc.sessions.lending import Lending
 from sluice.rpc import SluiceError
 from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
@@ -344,6 +345,10 @@ async def test_a_submission_must_name_whole_paths_of_its_own_tree(run, session):
     assert submit(["a/0", "b/1"]) == ("g1-0",)
     with pytest.raises(SluiceError, match="submitted before"):
         submit()
+    run.journal.record(dropped(1, "EPISODE_DEADLINE"))
+    assert submit(["a/0", "b/1"]) == ("g1-0",), "also when its group has ended"
+    with pytest.raises(SluiceError, match="submitted before"):
+        submit(["a/0", "b/1"], reward=1.0)
 
 
 async def test_a_reward_counts_until_all_episodes_of_the_group_have_ended(run, session):
