@@ -117,6 +117,7 @@ class Desk:
         claims: Who samples what.
         openings: Messages and tools to begin with, of each group that is on offer.
         ended: Whether the run has ended, so that nothing will be on offer.
+        cached_bytes: Size of the generations that are kept in memory.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Desk:
         self.ended = False
         self._secret = secret
         self._cache: OrderedDict[tuple[str, str], session_pb2.RecordedGeneration] = OrderedDict()
-        self._cached_bytes = 0
+        self.cached_bytes = 0
         self._gateways: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -148,11 +149,18 @@ class Desk:
         """
         while True:
             now = self.clock()
-            self.lending.expire(now)
-            self.claims.expire(now)
+            self.expire(now)
             # What begins meanwhile ends no earlier than this.
             least = min(self.limits.lease_s, self.limits.idle_s)
             await asyncio.sleep(max(0.0, min(self.lending.next_deadline() - now, least)))
+
+    def expire(self, now: float) -> None:
+        """End what has no time left, and let go of the generations of sessions that have ended: nothing reads them again."""
+        self.lending.expire(now)
+        self.claims.expire(now)
+        live = {name: isinstance(self.lending.find(name), Session) for name in {name for name, _ in self._cache}}
+        for key in [key for key in self._cache if not live[key[0]]]:
+            self.cached_bytes -= self._cache.pop(key).ByteSize()
 
     def end(self) -> None:
         """Tell those who wait for an offer that there will be none."""
@@ -233,9 +241,9 @@ class Desk:
         if (session.name, made.request_id) in self._cache or size > bound:
             return
         self._cache[session.name, made.request_id] = made
-        self._cached_bytes += size
-        while self._cached_bytes > bound:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].ByteSize()
+        self.cached_bytes += size
+        while self.cached_bytes > bound:
+            self.cached_bytes -= self._cache.popitem(last=False)[1].ByteSize()
 
     async def generation(self, session: Session, request: RecordedRequest) -> session_pb2.RecordedGeneration:
         """Return what was sampled for a request.

@@ -121,11 +121,11 @@ async def doors(tmp_path):
             await asyncio.wait({serving, running})
 
 
-async def opened(http: httpx.AsyncClient) -> dict[str, Any]:
+async def opened(http: httpx.AsyncClient, request_id: str = "") -> dict[str, Any]:
     """Open a session, as soon as the services have found each other."""
     while True:
         with contextlib.suppress(httpx.ConnectError):
-            response = await http.post("/rl/sessions", json={"wait_s": 5})
+            response = await http.post("/rl/sessions", json={"wait_s": 5, "request_id": request_id})
             if response.status_code == 200:
                 return dict(response.json())
             assert response.status_code in {429, 503}, response.text
@@ -160,7 +160,8 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
         await asyncio.sleep(LEASE_S + 0.5)
         ended = await opened(ann)
         assert (await ann.post(f"/rl/sessions/{ended['id']}/end", json={"abandon": "x"})).status_code == 200
-        session = await opened(ann)
+        session = await opened(ann, "once")
+        assert (await opened(ann, "once"))["id"] == session["id"]
         renewing = asyncio.create_task(renewed(doors, session))
         keyed.headers["authorization"] = f"Bearer {session['key']}"
 
@@ -247,6 +248,15 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
         ends = [await keyed.post(f"{path}/end", json={"reward": 1}) for _ in range(2)]
         assert [each.status_code for each in ends] == [200, 200]
         assert ends[0].json() == ends[1].json()
+        assert {
+            "submitted with another reward": await code(keyed, f"{path}/end", {"reward": 2}),
+            "given up after it was submitted": await code(keyed, f"{path}/end", {"abandon": "x"}),
+            "sampled after it was submitted": await code(keyed, "/v1/responses", ROUTES["/v1/responses"]),
+        } == {
+            "submitted with another reward": 400,
+            "given up after it was submitted": 410,
+            "sampled after it was submitted": 410,
+        }
         assert doors.kept() == ["session_generation_recorded", "episode_submitted"]
         renewing.cancel()
         await asyncio.wait({renewing})

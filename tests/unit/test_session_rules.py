@@ -364,3 +364,22 @@ async def test_a_reward_counts_until_all_episodes_of_the_group_have_ended(run, s
     give(0.5)  # a repeated call
     with pytest.raises(SluiceError, match="reward_follows"):
         give(1.0)
+
+
+# Memory.
+
+
+async def test_what_was_sampled_in_a_session_leaves_the_memory_when_the_session_ends(run, session):
+    desk = Desk(run.journal, LIMITS.model_copy(update={"cache_mb": 1}), Waiting(), b"", posed=lambda _group: None)
+    other = run.open("g1-lease-1", "o2")
+    for each in (session, other):
+        desk.remember(each, generation("a", [1], [2]))
+    both = desk.cached_bytes
+    desk.expire(run.now)
+    assert desk.cached_bytes == both > 0, "both may be continued"
+    run.lending.abandon("ann", episode_pb2.AbandonEpisodeRequest(episode_id=other.name))
+    desk.expire(run.now)
+    assert desk.cached_bytes == both / 2
+    run.journal.record(dropped(1, "EPISODE_DEADLINE"))
+    desk.expire(run.now)
+    assert desk.cached_bytes == 0
