@@ -89,7 +89,8 @@ def test_an_agent_with_a_tool_trains_a_run_and_ends_with_it(warm: Path, tmp_path
     assert "the run has ended" in said
     episodes, share = re.findall(r"^(\d+) episodes.*with a call (\d+)%", said, re.MULTILINE)[-1]
     assert int(episodes) >= STEPS * TASKS * ATTEMPTS
-    assert int(share) >= 80, said
+    # A briefly warmed model calls in three quarters of 48 episodes or more; one whose calls are not parsed, in none.
+    assert int(share) >= 50, said
     report = json.loads((tmp_path / "tool_use/report.json").read_text())
     assert report["steps"] == STEPS
     assert ran(*SLUICE, "audit", str(tmp_path / "tool_use"))
