@@ -21,7 +21,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem chaos lint format proto proto-check clean
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem client-table chaos lint format proto proto-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -47,7 +47,7 @@ install-bench: .venv-bench/.installed ## what `sluice bench trainer`, `sluice be
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-bench -r requirements/bench.lock
 	touch $@
 
-install-ecosystem: .venv-ecosystem-agents/.installed .venv-ecosystem-langchain/.installed .node-ecosystem/.installed ## agents for `make test-ecosystem`, apart from .venv
+install-ecosystem: .venv-ecosystem-agents/.installed .venv-ecosystem-langchain/.installed .venv-ecosystem-verifiers/.installed .node-ecosystem/.installed ## agents for `make test-ecosystem`, apart from .venv
 
 .venv-ecosystem-%/.installed: requirements/ecosystem-%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
@@ -79,6 +79,9 @@ test-fast: install-dev ## run the tests that take seconds
 
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
 	$(BIN)/pytest -m ecosystem $$(grep -rl --include='test_*.py' mark.ecosystem tests)
+
+client-table: install-dev install-ecosystem ## play each client of agents through a gateway, and print the table of docs/gateway.md
+	$(BIN)/python tests/ecosystem/client_table.py
 
 SEEDS ?= 1
 FIRST_SEED ?= 0

@@ -105,12 +105,12 @@ async def play_messages(session: dict[str, Any]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(scene: Scene, grpc_port: int = 0):
+async def running_gateway(scene: Scene, grpc_port: int = 0, **settings: Any):
     (port,) = free_ports(1)
     peers = PeersConfig(orchestrator=f"127.0.0.1:{scene.port}")
     common = CommonConfig(run="test", output_dir=scene.directory, model="double", peers=peers)
     serving = asyncio.create_task(
-        serve(common, GatewayConfig.model_validate({"server": {"port": grpc_port, "http_port": port}}))
+        serve(common, GatewayConfig.model_validate({"server": {"port": grpc_port, "http_port": port}, **settings}))
     )
     try:
         yield f"http://127.0.0.1:{port}"

@@ -1,17 +1,17 @@
-// Agents of libraries for Node.js, each in a few lines: `node ecosystem_clients.mjs AGENT URL KEY`, where the packages are.
-// Each asks where it is, lets the tool `look` answer, and prints the final text as JSON.
+// Agents of libraries for Node.js, each in a few lines: `node clients.mjs AGENT`, where the packages are. Lines as in clients.py.
 
-const [agent, url, key] = process.argv.slice(2);
+import { createInterface } from "node:readline";
+
 const parameters = { type: "object", properties: { place: { type: "string" } }, required: ["place"] };
-const user = { role: "user", content: "Where is it?" };
+const question = (tools) => ({ role: "user", content: tools ? "Where is it?" : "Say hello." });
 
 const agents = {
-  async openai_chat(streamed) {
+  async openai_chat(url, key, streamed, tools) {
     const { default: OpenAI } = await import("openai");
     const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key });
-    const tools = [{ type: "function", function: { name: "look", parameters } }];
-    for (const messages = [user]; ; ) {
-      const given = { model: "m", messages, tools };
+    const offered = tools ? { tools: [{ type: "function", function: { name: "look", parameters } }] } : {};
+    for (const messages = [question(tools)]; ; ) {
+      const given = { model: "m", messages, ...offered };
       const reply = streamed
         ? await client.chat.completions.stream(given).finalChatCompletion()
         : await client.chat.completions.create(given);
@@ -22,12 +22,12 @@ const agents = {
     }
   },
 
-  async openai_responses(streamed) {
+  async openai_responses(url, key, streamed, tools) {
     const { default: OpenAI } = await import("openai");
     const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key });
-    const tools = [{ type: "function", name: "look", parameters, strict: false }];
-    for (const input = [user]; ; ) {
-      const given = { model: "m", input, tools };
+    const offered = tools ? { tools: [{ type: "function", name: "look", parameters, strict: false }] } : {};
+    for (const input = [question(tools)]; ; ) {
+      const given = { model: "m", input, ...offered };
       const reply = streamed
         ? await client.responses.stream(given).finalResponse()
         : await client.responses.create(given);
@@ -38,12 +38,12 @@ const agents = {
     }
   },
 
-  async anthropic(streamed) {
+  async anthropic_messages(url, key, streamed, tools) {
     const { default: Anthropic } = await import("@anthropic-ai/sdk");
     const client = new Anthropic({ baseURL: url, apiKey: key });
-    const tools = [{ name: "look", input_schema: parameters }];
-    for (const messages = [user]; ; ) {
-      const given = { model: "m", max_tokens: 100, messages, tools };
+    const offered = tools ? { tools: [{ name: "look", input_schema: parameters }] } : {};
+    for (const messages = [question(tools)]; ; ) {
+      const given = { model: "m", max_tokens: 100, messages, ...offered };
       const reply = streamed ? await client.messages.stream(given).finalMessage() : await client.messages.create(given);
       messages.push({ role: "assistant", content: reply.content });
       const calls = reply.content.filter((block) => block.type === "tool_use");
@@ -54,5 +54,9 @@ const agents = {
   },
 };
 
-const streamed = agent.endsWith("_streamed");
-console.log(JSON.stringify({ final: await agents[agent.replace("_streamed", "")](streamed) }));
+for await (const line of createInterface({ input: process.stdin })) {
+  const { url, key, streamed, tools } = JSON.parse(line);
+  const said = agents[process.argv[2]](url, key, streamed, tools);
+  const answer = await said.then((final) => ({ final }), (error) => ({ error: String(error) }));
+  console.log(JSON.stringify(answer));
+}
