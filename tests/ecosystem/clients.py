@@ -196,19 +196,15 @@ def smolagents_chat(url: str, key: str, *, streamed: bool, tools: bool) -> str:
 
 
 def verifiers_chat(url: str, key: str, *, streamed: bool, tools: bool) -> str:
-    return asyncio.run(_verifiers("openai_chat_completions", f"{url}/v1", key, streamed, tools))
+    assert not streamed
+    return asyncio.run(_verifiers(f"{url}/v1", key, tools))
 
 
-def verifiers_messages(url: str, key: str, *, streamed: bool, tools: bool) -> str:
-    return asyncio.run(_verifiers("anthropic_messages", url, key, streamed, tools))
-
-
-async def _verifiers(dialect: Any, url: str, key: str, streamed: bool, tools: bool) -> str:
+async def _verifiers(url: str, key: str, tools: bool) -> str:
     import verifiers as vf
     from datasets import Dataset
     from verifiers.types import ClientConfig
 
-    assert not streamed
     os.environ["SESSION_KEY"] = key
     rows = Dataset.from_list([{"question": WHERE if tools else HELLO, "answer": ""}])
     rubric = vf.Rubric(funcs=[lambda **_: 1.0])
@@ -217,7 +213,7 @@ async def _verifiers(dialect: Any, url: str, key: str, streamed: bool, tools: bo
         if tools
         else vf.SingleTurnEnv(dataset=rows, rubric=rubric)
     )
-    client = ClientConfig(client_type=dialect, api_base_url=url, api_key_var="SESSION_KEY")
+    client = ClientConfig(api_base_url=url, api_key_var="SESSION_KEY")
     inputs: Any = [{"prompt": [{"role": "user", "content": WHERE if tools else HELLO}], "example_id": 0, "answer": ""}]
     done = await env.generate(inputs, client=client, model="m", sampling_args={"max_tokens": 100})
     (output,) = done["outputs"]
