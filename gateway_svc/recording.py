@@ -17,6 +17,7 @@ from typing import TypeVar
 import grpc
 import structlog
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from gateway_svc.canonical import conversation_keys, extended_key
 from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, TextDeltas, visible_message
@@ -286,6 +287,8 @@ class RecordedSessions:
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
         """Claim, sample and record."""
         until = time.monotonic() + self._config.deadlines.request_s
+        begin_time = Timestamp()
+        begin_time.GetCurrentTime()
         keys = conversation_keys(request.generate.conversation)
         begin = session_pb2.BeginGenerationRequest(
             episode_id=session.episode_id,
@@ -312,16 +315,16 @@ class RecordedSessions:
         recorded = False
         try:
             with self._claimed(session.principal, begin):
-                places = [session.episode_id, session.group_id]
+                places, replicas = [session.episode_id, session.group_id], list[str]()
                 if request.stream:
                     # Of a conversation no text is shown, so that its tokens may come in few messages.
                     coalesce_s = None if wanted.HasField("conversation") else TEXT_COALESCE_S
                     async with self._engine.stream(wanted, places, coalesce_s=coalesce_s) as stream:
                         async for part in _parts(stream, wanted):
                             yield part
-                        response = stream.response
+                        response, replicas = stream.response, stream.replicas
                 else:
-                    response = await self._engine.agenerate(wanted, places)
+                    response = await self._engine.agenerate(wanted, places, replicas)
                 generation = session_pb2.RecordedGeneration(
                     request_id=begin.request_id,
                     response=response,
@@ -337,6 +340,9 @@ class RecordedSessions:
                     not_trained=request.not_trained or (EVALUATION if session.evaluation else ""),
                     conversation=request.generate.conversation,
                     dialect=request.dialect,
+                    gateway=self._name,
+                    replicas=replicas,
+                    begin_time=begin_time,
                 )
                 shared = self._running[session.episode_id, identity.digest]
                 shared.undelivered = None if shared.readers else begin

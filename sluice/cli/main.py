@@ -65,6 +65,7 @@ ADDED_HELP = {
     "objective": "evaluate an objective and its gradient on given numbers",
     "eval": "score a model directory or a running server on an environment",
     "audit": "prove that every accepted trajectory was trained exactly once",
+    "trace": "show what external agents did: who called what, when, which tokens, which version",
     "fork": "begin another run from a checkpoint of a run",
     "bench": "measure a part of the system side by side with its alternative",
     "weights": "list, show, verify and compare the weight versions of a run",

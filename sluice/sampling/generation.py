@@ -283,11 +283,13 @@ class Generation:
 
     Attributes:
         response: What is known of the answer; whole when `rest` returns nothing for the last part.
+        replicas: Addresses of those that were asked, in order, each once.
     """
 
     def __init__(self, request: rollout_pb2.GenerateRequest) -> None:
         self.request = request
         self.response = rollout_pb2.GenerateResponse(request_id=request.request_id)
+        self.replicas: list[str] = []
         self._samples = [Growing(self.response.samples.add(index=index)) for index in range(request.n or 1)]
 
     def whole(self) -> Part:

@@ -88,6 +88,11 @@ class TokenStream:
         """What is known of the answer: all of it when the iteration has ended."""
         return self._generation.response
 
+    @property
+    def replicas(self) -> list[str]:
+        """Addresses of the replicas that were asked, in order."""
+        return self._generation.replicas
+
     def end(self, sampling: asyncio.Task[None]) -> None:
         """Note that the task that sampled has ended, by an error or not."""
         self._ended = sampling
@@ -178,7 +183,7 @@ class PolicyEngine:
         return nullcontext(lambda: None) if self.lockstep is None else self.lockstep.side_by_side(episodes)
 
     async def agenerate(
-        self, request: rollout_pb2.GenerateRequest, prefix_keys: Sequence[str] = ()
+        self, request: rollout_pb2.GenerateRequest, prefix_keys: Sequence[str] = (), replicas: list[str] | None = None
     ) -> rollout_pb2.GenerateResponse:
         """Sample all continuations of a prompt; the caller sets the deadline of the whole.
 
@@ -186,11 +191,13 @@ class PolicyEngine:
             request: What to sample. It may not ask for the log-probabilities of the prompt, which streams do not have.
             prefix_keys: Whose tokens the prompt begins with, the most specific first, such as the names of its episode and of
                 its group. Requests with a common key go to one replica, which has these tokens in its cache.
+            replicas: Gets the addresses of the replicas that are asked.
 
         Raises:
             SluiceError: if the request itself is at fault, or a sample was interrupted again and again.
         """
         generation = self._generation(request)
+        generation.replicas = replicas if replicas is not None else []
         await self._sample(_Asked(generation, prefix_keys, None))
         return generation.response
 
@@ -294,6 +301,8 @@ class PolicyEngine:
         """
         wanted = Version.from_proto(part.request.min_policy_version)
         replica = self._only or await self.pool.choose(wanted, part.avoid, asked.keys)
+        if replica.target not in asked.generation.replicas:
+            asked.generation.replicas.append(replica.target)
         problem: SluiceError | None = None
         try:
             await self._receive(replica, part, asked.stream)

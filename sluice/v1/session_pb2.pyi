@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from sluice.v1 import common_pb2 as _common_pb2
 from sluice.v1 import rollout_pb2 as _rollout_pb2
@@ -229,6 +230,9 @@ class RecordedGeneration(_message.Message):
     NOT_TRAINED_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
     DIALECT_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    BEGIN_TIME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request; generations are named `{request_id}/{index}`."""
     parent: _builtins.str
@@ -241,6 +245,8 @@ class RecordedGeneration(_message.Message):
     """Why it may not be trained, such as "TOP_P"; empty if it may."""
     dialect: _builtins.str
     """Dialect and route that it came by, such as "openai.responses"."""
+    gateway: _builtins.str
+    """Gateway that recorded it; for people to read."""
     @_builtins.property
     def response(self) -> _rollout_pb2.GenerateResponse:
         """What the replica answered."""
@@ -252,6 +258,14 @@ class RecordedGeneration(_message.Message):
     @_builtins.property
     def conversation(self) -> _tokens_pb2.Conversation:
         """The conversation that was answered, for people to read and for scores."""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of the replicas that sampled it, in order; for people to read."""
+
+    @_builtins.property
+    def begin_time(self) -> _timestamp_pb2.Timestamp:
+        """When the gateway began with it; for people to read."""
 
     def __init__(
         self,
@@ -265,10 +279,13 @@ class RecordedGeneration(_message.Message):
         not_trained: _builtins.str = ...,
         conversation: _tokens_pb2.Conversation | None = ...,
         dialect: _builtins.str = ...,
+        gateway: _builtins.str = ...,
+        replicas: _abc.Iterable[_builtins.str] | None = ...,
+        begin_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "conversation", b"conversation", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "conversation", b"conversation", "dialect", b"dialect", "keys", b"keys", "not_trained", b"not_trained", "parent", b"parent", "request_id", b"request_id", "response", b"response", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "body_digest", b"body_digest", "conversation", b"conversation", "dialect", b"dialect", "gateway", b"gateway", "keys", b"keys", "not_trained", b"not_trained", "parent", b"parent", "replicas", b"replicas", "request_id", b"request_id", "response", b"response", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from gateway_svc.app import serve
 from gateway_svc.config import GatewayConfig
 from orchestrator_svc.audit import audit
 from orchestrator_svc.journal.store import DATABASE, read_facts
+from sluice.cli.main import main
 from sluice.config import CommonConfig, PeersConfig
 from sluice.rpc.server import free_ports
 from sluice.v1 import rollout_pb2, tokens_pb2
@@ -131,7 +133,7 @@ async def opened(http: httpx.AsyncClient) -> dict[str, Any]:
         await asyncio.sleep(0.05)
 
 
-async def test_agents_of_each_dialect_train_a_run_and_each_token_is_trained_once(tmp_path) -> None:
+async def test_agents_of_each_dialect_train_a_run_and_each_token_is_trained_once(tmp_path, capsys) -> None:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, [ToolReplica()])
         running = scene.start(**{**EXTERNAL, "max_steps": 1})
@@ -153,6 +155,18 @@ async def test_agents_of_each_dialect_train_a_run_and_each_token_is_trained_once
     assert trained_ids(scene) == dict.fromkeys(itertools.chain.from_iterable(scene.replicas[0].sampled), 1)
     assert (scene.run_dir / DATABASE).exists()
     assert not audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
+    shown = traced(scene.run_dir, capsys)
+    assert [line.split()[0] for line in shown if line.startswith("g")] == ["g1-0-0", "g1-1-0", "g2-0-0", "g2-1-0"]
+    shown = traced(scene.run_dir, capsys, "g1-1")
+    assert len([line for line in shown if "  replica 127.0.0.1:" in line]) == 2
+    assert "prompt 5 tokens: continues #1 (4), 1 new" in [line.strip() for line in shown], "\n".join(shown)
+    assert shown[-1].startswith("trajectory g1-1: #1 -> #2: trained in step 1")
+
+
+def traced(run_dir: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return what `sluice trace` prints."""
+    assert main(["trace", str(run_dir), *words]) == 0
+    return capsys.readouterr().out.splitlines()
 
 
 async def test_any_gateway_serves_any_session(tmp_path) -> None:

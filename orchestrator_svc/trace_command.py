@@ -1,0 +1,294 @@
+"""`sluice trace RUN [EPISODE]`: what agents did in a run's external episodes: who called what, when, which tokens, which version.
+
+Without an episode: the last ones that were opened, a line each. With one: its requests in order, what each continues or where it
+forks, what was said, and what became of its trajectories. The files are only read, and the run may be alive.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from orchestrator_svc.audit_command import find_run
+from orchestrator_svc.journal.external import RecordedRequest, Session
+from orchestrator_svc.journal.facts import LedgerError
+from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload
+from orchestrator_svc.journal.store import read_facts
+from orchestrator_svc.trace import Following, Trace, TracedSession, following
+from sluice.config import Command, ConfigError, Options, whole_number
+from sluice.v1 import session_pb2, tokens_pb2
+from sluice.versions import Version
+
+_NAMED = 5
+"""Episodes that a message names at most."""
+
+_LEAST_WIDTH = 60
+
+_INDENT = " " * 13
+
+Generations = Mapping[int, session_pb2.RecordedGeneration]
+"""What was sampled for the requests of a session, by number from 1, as far as it is kept."""
+
+
+def run(argv: list[str]) -> int:
+    """Print the episodes of a run, or one of them; return 0.
+
+    Raises:
+        ConfigError: if there is no such run or episode, or a file cannot be read.
+    """
+    parser = Options(prog="sluice trace", description=__doc__)
+    parser.add_argument("run", help="name of the run, or its directory")
+    parser.add_argument("episode", nargs="?", default="", help="such as g12-3-0, or g12 if it has a single one")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="holds the runs (default: outputs)")
+    parser.add_argument("--last", type=whole_number(1), default=20, help="episodes that are listed (default: 20)")
+    parser.add_argument("--tokens", action="store_true", help="show the token ids, too")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object for each episode, with all that is known of it"
+    )
+    arguments = parser.parse_args(argv)
+    directory = find_run(arguments.run, arguments.output_dir)
+    try:
+        trace = Trace.of(read_facts(directory))
+        if arguments.episode:
+            shown = [_find(trace, arguments.episode)]
+        else:
+            shown = list(trace.sessions.values())[-arguments.last :]
+        if not shown:
+            raise ConfigError(
+                f"{directory} has no external episodes: no agent has opened one, or the workflow runs in process"
+            )
+        readings = [_read(directory, each.session) for each in shown]
+    except (OSError, JournalError, LedgerError) as error:
+        raise ConfigError(f"the journal of {directory} cannot be read: {error}") from error
+    if arguments.json:
+        told: Iterable[str] = (json.dumps(_as_json(trace, *each)) for each in zip(shown, readings, strict=True))
+    elif arguments.episode:
+        told = lines(trace, shown[0], readings[0], tokens=arguments.tokens)
+    else:
+        more = len(trace.sessions) - len(shown)
+        told = [
+            *_list(shown, readings),
+            *([f"{more:,} more were opened before them: --last shows more"] if more else []),
+            f"One of them: sluice trace {arguments.run} {shown[-1].session.name}",
+        ]
+    sys.stdout.writelines(f"{line}\n" for line in told)
+    return 0
+
+
+def _find(trace: Trace, name: str) -> TracedSession:
+    """Return the episode of a name, or the only one whose name begins with it."""
+    if name in trace.sessions:
+        return trace.sessions[name]
+    found = [each for each in trace.sessions if each.startswith(f"{name}-")]
+    if len(found) == 1:
+        return trace.sessions[found[0]]
+    if found:
+        more = ", ..." if len(found) > _NAMED else ""
+        raise ConfigError(f"{name} is one of {', '.join(found[:_NAMED])}{more}: name one")
+    last = list(trace.sessions)[-_NAMED:]
+    known = f"the last ones are {', '.join(last)}" if last else "no agent has opened one"
+    raise ConfigError(f"no episode {name!r} was opened in this run; {known}")
+
+
+def _read(directory: Path, session: Session) -> Generations:
+    """Return what was sampled for the requests of a session that is still kept."""
+    generations = {}
+    for number, request in enumerate(session.requests.values(), 1):
+        try:
+            payload = read_payload(directory / "journal", request.place)
+        except SegmentError:
+            continue  # a checkpoint covers it, and the facts are all that is left
+        generations[number] = session_pb2.RecordedGeneration.FromString(payload)
+    return generations
+
+
+# The list.
+
+
+def _list(shown: Sequence[TracedSession], readings: Sequence[Generations]) -> Iterator[str]:
+    rows = [("episode", "task", "opened (UTC)", "by", "route", "requests", "sampled", "branches", "end")]
+    for traced, generations in zip(shown, readings, strict=True):
+        session = traced.session
+        kept = len(generations) == len(session.requests)
+        rows.append(
+            (
+                session.name,
+                f"{traced.environment}/{traced.task_id}",
+                f"{traced.opened:%m-%d %H:%M:%S}",
+                session.principal,
+                ",".join(sorted({each.dialect for each in generations.values()})) or "-",
+                str(len(session.requests)),
+                str(sum(map(_sampled, generations.values()))) if kept else "-",
+                str(len(session.submitted_branches or session.leaves())),
+                traced.end or "open",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _sampled(made: session_pb2.RecordedGeneration) -> int:
+    return sum(len(sample.token_ids) for sample in made.response.samples)
+
+
+# One episode.
+
+
+def lines(trace: Trace, traced: TracedSession, generations: Generations, *, tokens: bool = False) -> Iterator[str]:
+    """Yield what happened in one episode, for people to read."""
+    session = traced.session
+    attempt = f", attempt {session.attempt + 1}" if session.attempt else ""
+    yield f"episode {session.name}: task {traced.task_id} of {traced.environment}{attempt}, by {session.principal}"
+    yield f"{traced.opened:%Y-%m-%d %H:%M:%S} UTC  opened"
+    number = 0
+    for event in traced.events:
+        at = f"{(event.time - traced.opened).total_seconds():+9.3f} s  "
+        if event.request is None:
+            yield at + event.text
+            continue
+        number += 1
+        made = generations.get(number)
+        if made is None:
+            yield f"{at}#{number}  {_unkept(session, event.request)}"
+            continue
+        before = {each: generations[each] for each in generations if each < number}
+        turn = _Turn(made, following(made, before))
+        unread = "  no client has it" if event.request.request_id in session.undelivered else ""
+        yield f"{at}#{number}  {turn.where(event.time)}{unread}"
+        for line in (turn.prompt(), *turn.samples(), *turn.said(), *(turn.ids() if tokens else ())):
+            yield _INDENT + line
+    if not traced.end:
+        yield "it is open"
+    yield from _trajectories(trace, session, generations)
+
+
+def _unkept(session: Session, request: RecordedRequest) -> str:
+    sizes = " and ".join(str(each.tokens) for each in request.samples)
+    parent = f", continues #{_number(session, request.samples[0].parent)}" if request.samples[0].parent else ""
+    return f"{sizes} tokens with the prompt{parent}; what they say is not kept any more: a checkpoint covers it"
+
+
+def _number(session: Session, generation_id: str) -> int:
+    return list(session.requests).index(generation_id.rpartition("/")[0]) + 1
+
+
+def _trajectories(trace: Trace, session: Session, generations: Generations) -> Iterator[str]:
+    """Yield the branches of a submitted episode, and what became of each."""
+    held: set[str] = set()
+    for name, branch in zip(session.trajectory_ids, session.submitted_branches, strict=True):
+        path = " -> ".join(f"#{_number(session, each)}" for each in branch)
+        shared = [f"#{_number(session, each)}" for each in branch if each in held]
+        held.update(branch)
+        context = f" ({', '.join(shared)} as context)" if shared else ""
+        yield f"trajectory {name}: {path}{context}: {trace.outcomes.get(name, 'its group has not ended')}"
+    why_not = {number: each.not_trained for number, each in generations.items() if each.not_trained}
+    for number, reason in why_not.items():
+        yield f"#{number} is not trained: {reason}"
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One request as it is shown."""
+
+    made: session_pb2.RecordedGeneration
+    follows: Following
+
+    def where(self, recorded: datetime) -> str:
+        """Return by which route, gateway and replica it was sampled, and how long that took."""
+        made = self.made
+        words = [made.dialect or "unknown route"]
+        words += [f"gateway {made.gateway}"] if made.gateway else []
+        words += [f"replica {', then '.join(made.replicas)}"] if made.replicas else []
+        if made.HasField("begin_time"):
+            words.append(f"{(recorded - made.begin_time.ToDatetime(UTC)).total_seconds():.3f} s")
+        return "  ".join(words)
+
+    def prompt(self) -> str:
+        """Return what the prompt continues, or where it forks."""
+        total, follows = len(self.made.response.prompt_token_ids), self.follows
+        if follows.exact:
+            return (
+                f"prompt {total} tokens: continues #{follows.number} ({follows.common}), {total - follows.common} new"
+            )
+        if follows.common:
+            return f"prompt {total} tokens: a fork, equal to #{follows.number} up to token {follows.common}"
+        return f"prompt {total} tokens"
+
+    def samples(self) -> Iterator[str]:
+        """Yield how many tokens were sampled, by which versions, and why they end."""
+        samples = self.made.response.samples
+        for sample in samples:
+            spans = sample.version_spans
+            versions = [str(Version.from_proto(each.policy_version)) for each in spans]
+            if len(spans) > 1:
+                versions = [f"{version} from {each.start}" for version, each in zip(versions, spans, strict=True)]
+            end = tokens_pb2.FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower()
+            name = f" as sample {sample.index}" if len(samples) > 1 else ""
+            yield f"sampled {len(sample.token_ids)} tokens{name}, version {', '.join(versions)}, {end}"
+
+    def said(self) -> Iterator[str]:
+        """Yield the new messages and the replies, a line each."""
+        for message in self.follows.messages:
+            yield _line(message.role, message)
+        for sample in self.made.response.samples:
+            reply = sample.message if sample.HasField("message") else tokens_pb2.ChatMessage(content=sample.text)
+            yield _line("-> assistant", reply)
+
+    def ids(self) -> Iterator[str]:
+        """Yield the ids of the prompt's new tokens, and of the sampled ones."""
+        prompt = self.made.response.prompt_token_ids
+        yield f"prompt ids from {self.follows.common}: {' '.join(map(str, prompt[self.follows.common :]))}"
+        for sample in self.made.response.samples:
+            yield f"sampled ids: {' '.join(map(str, sample.token_ids))}"
+
+
+def _line(role: str, message: tokens_pb2.ChatMessage) -> str:
+    """Return a message on one line, cut to the width of the terminal."""
+    texts = [f"({message.reasoning})"] if message.reasoning else []
+    texts += [message.content, *(part.text or "(an image)" for part in message.parts)]
+    texts += [f"{call.name}({call.arguments})" for call in message.tool_calls]
+    text = f"{role}: " + " ".join(" ".join(texts).split())
+    width = max(shutil.get_terminal_size().columns, _LEAST_WIDTH) - len(_INDENT)
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
+
+
+# JSON.
+
+
+def _as_json(trace: Trace, traced: TracedSession, generations: Generations) -> dict[str, Any]:
+    session = traced.session
+    requests: Iterable[tuple[int, RecordedRequest]] = enumerate(session.requests.values(), 1)
+    return {
+        "episode": session.name,
+        "environment": traced.environment,
+        "task": traced.task_id,
+        "principal": session.principal,
+        "opened": traced.opened.isoformat(),
+        "end": traced.end,
+        "events": [
+            {"time": each.time.isoformat(), "what": each.text or f"recorded {each.request and each.request.request_id}"}
+            for each in traced.events
+        ],
+        "requests": [
+            {"request_id": request.request_id, "parent": request.samples[0].parent}
+            | (
+                {"recorded": MessageToDict(generations[number], preserving_proto_field_name=True)}
+                if number in generations
+                else {}
+            )
+            for number, request in requests
+        ],
+        "trajectories": {each: trace.outcomes.get(each, "") for each in session.trajectory_ids},
+    }
+
+
+COMMAND = Command("trace", "show what external agents did: who called what, when, which tokens, which version", run)
