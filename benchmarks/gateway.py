@@ -349,9 +349,11 @@ async def against_vllm(options: argparse.Namespace, directory: Path, name: str) 
     }
 
 
-def engine_settings(sessions: int) -> dict[str, Any]:
-    """Return the engine arguments of both servers."""
-    return {"max_num_seqs": sessions, "max_model_len": MAX_MODEL_LEN}
+def engine_settings(model: Path, sessions: int) -> dict[str, Any]:
+    """Return the engine arguments of both servers. A replica would compute in the trainer's precision, vLLM in that of the files."""
+    from rollout_svc.engines.vllm.processes import model_dtype  # noqa: PLC0415 - only where vLLM is wanted
+
+    return {"max_num_seqs": sessions, "max_model_len": MAX_MODEL_LEN, "dtype": model_dtype(str(model))}
 
 
 @contextlib.asynccontextmanager
@@ -368,7 +370,10 @@ async def vllm_server(directory: Path, model: Path, sessions: int) -> AsyncItera
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     processes.prepare_environment(environment, workers=1)
     given = processes.engine_arguments(
-        str(model), engine_settings(sessions), on_cpu=not processes.has_accelerator(), arguments_class=AsyncEngineArgs
+        str(model),
+        engine_settings(model, sessions),
+        on_cpu=not processes.has_accelerator(),
+        arguments_class=AsyncEngineArgs,
     )
     ours = {"model", "worker_extension_cls", "weight_transfer_config", "use_tqdm_on_load", "skip_tokenizer_init"}
     words = [flag(key, value) for key, value in given.items() if key not in ours]
@@ -418,7 +423,7 @@ async def real_gateway(directory: Path, model: Path, sessions: int) -> AsyncIter
             f"--peers.weightsync={weights.target}",
             f"--server.port={port}",
             f"--server.http-port={free_port()}",
-            f"--engine-args={json.dumps(engine_settings(sessions))}",
+            f"--engine-args={json.dumps(engine_settings(model, sessions))}",
         ]
         child = await stack.enter_async_context(
             service("rollout", *words, health=replica, log=directory / "rollout.log", start_s=START_S)
