@@ -236,6 +236,10 @@ class RequestGuard:
             await self._app(scope, call.receive, call.send)
         except SluiceError as error:
             await self._respond(error, scope["path"])(scope, receive, call.send)
+        except asyncio.CancelledError:
+            # Nobody but the server cancels a request: it stops, and the client is still there. What has begun is cut.
+            if not call.status:
+                await self._respond(_stopping(), scope["path"])(scope, receive, call.send)
         except Exception as error:
             log.exception("request failed unexpectedly", path=path)
             if not call.status:
@@ -345,6 +349,11 @@ class _Call:
 def _request_id(headers: Headers) -> str:
     given = headers.get(REQUEST_ID, "")[:MAX_REQUEST_ID]
     return given if given.isascii() and given.isprintable() and given else uuid.uuid4().hex
+
+
+def _stopping() -> SluiceError:
+    message = "the server is shutting down; make the same request again, elsewhere if there is another server"
+    return SluiceError.unavailable("DRAINING", message, RETRY_AFTER_S)
 
 
 def _unexpected(error: Exception, request_id: str) -> SluiceError:

@@ -184,14 +184,15 @@ class TestServer:
             assert (await waiting).usage.completion_tokens == TOKENS
             await stopping
 
-    async def test_requests_that_outlive_the_drain_are_cancelled(self, model, engine):
+    async def test_requests_that_outlive_the_drain_may_be_made_again(self, model, engine):
         async with Replica(model, engine) as served, client_of(served) as client, served.frozen():
             waiting = asyncio.create_task(chat(client))
             await until(lambda: served.servicer.samples == 1)
             await served.http.stop(0)
             assert served.servicer.samples == 0
-            with pytest.raises(openai.APIError):
+            with pytest.raises(openai.InternalServerError) as refused:
                 await waiting
+            assert (refused.value.status_code, refused.value.code) == (503, "DRAINING")
 
     async def test_a_taken_port_is_an_error_with_a_remedy(self, replica):
         async def app(*_: Any) -> None: ...
