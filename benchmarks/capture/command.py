@@ -94,7 +94,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
         "--episodes", type=whole_number(1), default=200, help="episodes of each kind, weights unchanged"
     )
     parser.add_argument(
-        "--updated", type=whole_number(0), default=40, help="episodes of each kind with updates; 0: none"
+        "--updated", type=whole_number(0), default=60, help="episodes of each kind with updates; 0: none"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of agents")
     parser.add_argument("--kills", type=whole_number(0), default=2, help="rounds of kills; one has ten kills")
@@ -202,7 +202,7 @@ class Job:
             "rollout.dtype": "float32",
             "rollout.kv-policy": "recompute",
             "trainer.dtype": "float32",
-            "trainer.lr": 3e-4 if self.updates else 0.0,
+            "trainer.lr": 1e-4 if self.updates else 0.0,
             "weightsync.keep": 1_000_000 if self.updates else 3,
             "weightsync.anchor-every": 1,
         }
