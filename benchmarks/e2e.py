@@ -24,11 +24,11 @@ from typing import Any
 
 from benchmarks.children import BENCH_PACKAGES, log_tail
 from benchmarks.process_tree import CpuMeter
-from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.report import read_metrics
 from sluice.config import ConfigError
 from sluice.engines import ENGINES
+from sluice.environments.loading import load_environment
 
 GOALS = (0.85, 0.9)
 """Mean rewards over `WINDOW` steps whose times are compared."""

@@ -20,8 +20,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from orchestrator_svc.envs.base import SingleTurnEnvironment, Task
-from orchestrator_svc.envs.loading import load_environment
+from sluice.environments.base import SingleTurnEnvironment, Task
+from sluice.environments.loading import load_environment
 
 
 class Reward:

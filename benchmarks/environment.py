@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator_svc.envs.base import Task
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.processes import EnvironmentProcesses
 from sluice.config import Options, whole_number
+from sluice.environments.base import Task
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.processes import EnvironmentProcesses
 
 GROUP = 16
 """Completions that are scored in one call."""

@@ -18,10 +18,10 @@ from statistics import NormalDist
 from typing import Any
 
 from orchestrator_svc.config import PacingConfig
-from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.journal.ledger import Batch, Ledger, Reason
 from orchestrator_svc.pacing import Pace
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from sluice.environments.base import Message, Task
 from sluice.v1 import journal_pb2
 from sluice.versions import BASE, Version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator_svc.envs.base import Message, Task, Turn
+from sluice.environments.base import Message, Task, Turn
 
 TASKS = 4096
 TURNS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from orchestrator_svc.envs.base import Message, Task, Turn
+from sluice.environments.base import Message, Task, Turn
 
 
 class Letters:

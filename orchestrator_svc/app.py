@@ -21,7 +21,6 @@ from orchestrator_svc.announcements import Announcements
 from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.dispatch import Dispatcher
-from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.evaluation import Evaluated, Evaluations
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.segments import JournalError
@@ -40,6 +39,7 @@ from orchestrator_svc.training import Training
 from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
+from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller, is_local_peer
 from sluice.sampling.lockstep import Lockstep

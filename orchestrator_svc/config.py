@@ -10,10 +10,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import CommonConfig, Section, ServerConfig
 from sluice.config.schema import Value, deep_merge
+from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 
 NO_ADVANTAGE = "none"
@@ -526,7 +526,7 @@ class OrchestratorConfig(EpisodeConfig):
 
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that would make the orchestrator fail at start; see `Section.check_start`."""
-        from orchestrator_svc.envs.loading import locate  # noqa: PLC0415  a run alone has an environment
+        from sluice.environments.loading import locate  # noqa: PLC0415  a run alone has an environment
         from sluice.loading import check_there  # noqa: PLC0415
 
         if any(each.workflow == "external" for each in self.mix):

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.ledger import Reason, Redraw
 from orchestrator_svc.live_settings import ratio_key
 from orchestrator_svc.shares import Shares
 from orchestrator_svc.task_stream import TaskStream
+from sluice.environments.base import Task
 from sluice.v1 import journal_pb2
 
 NO_SIGNAL = "NO_SIGNAL"

@@ -16,7 +16,6 @@ import structlog
 
 from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum, overlong_counter
-from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Group, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
@@ -26,6 +25,7 @@ from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.sifting import ScoredGroup, sift
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import GroupRunner, Sampling
+from sluice.environments.worker import EnvironmentFailedError
 from sluice.rpc import SluiceError
 from sluice.tasks import Turn
 from sluice.v1 import journal_pb2

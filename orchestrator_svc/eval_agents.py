@@ -31,8 +31,8 @@ from sluice.tasks import settle
 from sluice.v1 import episode_pb2_grpc, session_pb2_grpc
 
 if TYPE_CHECKING:
-    from orchestrator_svc.envs.processes import EnvironmentProcesses
     from orchestrator_svc.eval_command import EvalConfig
+    from sluice.environments.processes import EnvironmentProcesses
     from sluice.sampling.pool import ReplicaPool
 
 log = structlog.get_logger(__name__)

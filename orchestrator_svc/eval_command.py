@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from orchestrator_svc.config import EXTERNAL, AttemptsConfig, ExternalConfig, OrchestratorConfig
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.loading import locate
 from sluice.config import RUN_PATTERN, Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.loading import locate
 from sluice.loading import check_there
 from sluice.models import check_files, check_model
 from sluice.sampling.config import ReplicasConfig
@@ -216,11 +216,11 @@ async def run_evaluation(config: EvalConfig) -> Outcome:
         ConfigError: if the environment, the server or the agents cannot be used, or the deadline passes.
     """
     # What follows brings gRPC and process pools: not for `--help`.
-    from orchestrator_svc.envs.processes import EnvironmentProcesses  # noqa: PLC0415
     from orchestrator_svc.eval_agents import served_agents  # noqa: PLC0415
     from orchestrator_svc.eval_children import Children  # noqa: PLC0415
     from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
     from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_workflow  # noqa: PLC0415
+    from sluice.environments.processes import EnvironmentProcesses  # noqa: PLC0415
     from sluice.rpc.channel import token_file  # noqa: PLC0415
     from sluice.sampling.policy import PolicyEngine  # noqa: PLC0415
     from sluice.sampling.pool import ReplicaPool  # noqa: PLC0415

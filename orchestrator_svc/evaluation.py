@@ -17,10 +17,10 @@ import grpc
 import structlog
 
 from orchestrator_svc.config import AttemptsConfig, EnvironmentConfig, OrchestratorConfig
-from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.report import RunReporter
 from orchestrator_svc.workflows import GroupRunner, Sampling
+from sluice.environments.base import Task
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica

@@ -21,10 +21,10 @@ import numpy as np
 import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
 from orchestrator_svc.status import RunStatus
 from sluice.config import CommonConfig
+from sluice.environments.processes import EnvironmentProcesses
 from sluice.host_files import write_whole
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import evictions

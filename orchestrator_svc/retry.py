@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator_svc.config import RetryConfig
-from orchestrator_svc.envs.base import Message, Task, Turn
-from orchestrator_svc.envs.processes import EnvironmentProcesses
+from sluice.environments.base import Message, Task, Turn
+from sluice.environments.processes import EnvironmentProcesses
 
 
 class RetriedQuestions:

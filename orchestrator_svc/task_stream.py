@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator_svc.config import PoolsConfig
-from orchestrator_svc.envs.base import Task
 from orchestrator_svc.shares import Shares
+from sluice.environments.base import Task
 from sluice.v1 import journal_pb2
 
 NEW, EASY, MEDIUM, HARD = "new", "easy", "medium", "hard"

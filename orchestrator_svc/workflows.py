@@ -18,13 +18,13 @@ import structlog
 import xxhash
 
 from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig
-from orchestrator_svc.envs.base import Message, Task, Turn
-from orchestrator_svc.envs.episode import OpenEpisode, ReplayDiffersError
-from orchestrator_svc.envs.processes import EnvironmentProcesses
-from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.retry import RetriedQuestion, RetriedQuestions
 from sluice.config import ConfigError
+from sluice.environments.base import Message, Task, Turn
+from sluice.environments.episode import OpenEpisode, ReplayDiffersError
+from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.worker import EnvironmentFailedError
 from sluice.loading import load_attribute
 from sluice.rpc import SluiceError
 from sluice.sampling.generation import derived_seed

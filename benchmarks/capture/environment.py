@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from orchestrator_svc.envs.base import Message, Task
+from sluice.environments.base import Message, Task
 
 ITEMS = ("ink", "pen", "cup", "pot", "hat", "map", "bag", "box", "key", "fan", "mug", "jar", "net", "rug", "tie", "bow")
 

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from orchestrator_svc.envs.base import Message, Task
+from sluice.environments import Message, Task
 from sluice.loading import load_attribute
 
 __all__ = ["FaultySums"]

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 
-from orchestrator_svc.envs.base import Task
+from sluice.environments import Task
 
 __all__ = ["WIDTH", "NumberGuess", "games"]
 

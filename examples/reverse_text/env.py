@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from orchestrator_svc.envs.base import Message, Task
+from sluice.environments import Message, Task
 
 __all__ = ["ReverseText", "belongs_to", "words"]
 

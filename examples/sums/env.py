@@ -6,7 +6,7 @@ import hashlib
 import random
 import re
 
-from orchestrator_svc.envs.base import Message, Task
+from sluice.environments import Message, Task
 
 __all__ = ["Sums"]
 

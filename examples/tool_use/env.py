@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from orchestrator_svc.envs.base import Message, Task
+from sluice.environments import Message, Task
 
 __all__ = ["ITEMS", "Store", "errands", "question"]
 

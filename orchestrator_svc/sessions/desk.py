@@ -20,12 +20,12 @@ from pathlib import Path
 import structlog
 
 from orchestrator_svc.config import ExternalConfig
-from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.external import RecordedRequest, Session, parse_session_name
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.sessions.claims import Claims
 from orchestrator_svc.sessions.lending import Lending
+from sluice.environments.base import Task
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY
 from sluice.rpc.principals import replace_private

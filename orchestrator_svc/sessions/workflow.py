@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import structlog
 
 from orchestrator_svc.config import ExternalConfig
-from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.journal.external import EPISODE, ExternalEpisodes, Session, Target
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.report import NOT_TRAINED
 from orchestrator_svc.sessions.desk import Desk, Posed
 from orchestrator_svc.sessions.trajectories import Built, TreeError, build, episode_reward
 from orchestrator_svc.workflows import EpisodeData, chat_messages
+from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import SluiceError
 from sluice.sampling.policy import PolicyEngine
 from sluice.v1 import journal_pb2, orchestrator_pb2, session_pb2, tokens_pb2

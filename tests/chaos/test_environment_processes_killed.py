@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc.envs.base import Task
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.processes import EnvironmentProcesses
-from orchestrator_svc.envs.worker import EnvironmentFailedError
+from sluice.environments.base import Task
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.worker import EnvironmentFailedError
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
 ENVIRONMENT = """
-from orchestrator_svc.envs.base import Task
+from sluice.environments.base import Task
 
 class Echo:
     name = "echo"

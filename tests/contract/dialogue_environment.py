@@ -3,7 +3,7 @@
 import os
 import time
 
-from orchestrator_svc.envs.base import Task, Turn
+from sluice.environments.base import Task, Turn
 
 
 class Dialogue:

@@ -23,7 +23,7 @@ import os
 import signal
 import time
 
-from orchestrator_svc.envs.base import Task
+from sluice.environments.base import Task
 
 class Letters:
     """Scores how many letters of the completion are an a; scoring may fail, a question may break, hang or kill its process."""

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 EXTERNAL = {"workflow": "external", "max_steps": 2, "pacing": {"enabled": False}}
 
 BARE = """
-from orchestrator_svc.envs.base import Task
+from sluice.environments.base import Task
 
 class Bare:
     name = "bare"

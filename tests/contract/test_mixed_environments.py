@@ -14,10 +14,10 @@ from test_orchestrator_run import Scene, make_scene, restarted
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum
-from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from sluice.config import FailedForGoodError
+from sluice.environments.base import Task
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import tokens_pb2
 

@@ -26,8 +26,6 @@ from orchestrator_svc import training as training_module
 from orchestrator_svc.app import serve
 from orchestrator_svc.audit import audit
 from orchestrator_svc.config import DeadlinesConfig
-from orchestrator_svc.envs.base import Task
-from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
@@ -38,6 +36,8 @@ from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
+from sluice.environments.base import Task
+from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version

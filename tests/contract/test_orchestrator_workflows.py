@@ -12,15 +12,15 @@ import pytest
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 
 from orchestrator_svc.config import EpisodeConfig
-from orchestrator_svc.envs.base import Task
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.processes import EnvironmentProcesses
-from orchestrator_svc.envs.worker import EnvironmentFailedError
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling, choose_workflow
 from sluice.config import ConfigError, SecurityConfig
+from sluice.environments.base import Task
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.worker import EnvironmentFailedError
 from sluice.rpc import SluiceError
 from sluice.sampling import pool as pool_module
 from sluice.sampling.config import ReplicasConfig
@@ -103,7 +103,7 @@ async def retried(
 
 
 OPPOSITES = """
-from orchestrator_svc.envs.base import Task
+from sluice.environments.base import Task
 
 class Opposites:
     name = "opposites"

@@ -20,7 +20,7 @@ ENVIRONMENTS = """
 import os
 import time
 
-from orchestrator_svc.envs.base import Task, Turn
+from sluice.environments.base import Task, Turn
 
 
 def pause():

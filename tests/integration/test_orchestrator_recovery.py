@@ -23,7 +23,7 @@ DEADLINE_S = 200
 STEPS = 24
 
 ENVIRONMENT = """
-from orchestrator_svc.envs.base import Task
+from sluice.environments.base import Task
 
 class Vowels:
     name = "vowels"

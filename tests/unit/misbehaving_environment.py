@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from orchestrator_svc.envs.base import Task, Turn
+from sluice.environments.base import Task, Turn
 
 
 def loop():

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum, Draw, StartRate, overlong_counter
-from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal.ledger import Redraw
 from orchestrator_svc.shares import Shares
 from orchestrator_svc.task_stream import POOLS, TaskStream
+from sluice.environments.base import Task
 from sluice.v1 import journal_pb2 as pb
 
 

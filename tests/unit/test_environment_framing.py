@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc.envs.framing import MAX_FRAME_BYTES, BrokenFrameError, FrameReader, NotPlainError, encode
-from orchestrator_svc.envs.output import LINE_CHARACTERS, BoundedLines
-from orchestrator_svc.envs.processes import Restarts
-from orchestrator_svc.envs.worker import passed_variables
+from sluice.environments.framing import MAX_FRAME_BYTES, BrokenFrameError, FrameReader, NotPlainError, encode
+from sluice.environments.output import LINE_CHARACTERS, BoundedLines
+from sluice.environments.processes import Restarts
+from sluice.environments.worker import passed_variables
 
 TEXTS = st.text(st.characters(), max_size=20)  # lone surrogates too
 PLAIN = st.recursive(

@@ -14,13 +14,13 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from orchestrator_svc.envs.base import Task
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.episode import ReplayDiffersError
-from orchestrator_svc.envs.processes import EnvironmentProcesses
-from orchestrator_svc.envs.question_answer import exact_reward, math_reward
-from orchestrator_svc.envs.worker import End, EnvironmentFailedError, Reason
 from sluice.config import ConfigError
+from sluice.environments.base import Task
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.episode import ReplayDiffersError
+from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.question_answer import exact_reward, math_reward
+from sluice.environments.worker import End, EnvironmentFailedError, Reason
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

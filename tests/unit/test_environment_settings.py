@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.envs.processes import memory_look_s
 from sluice.config import ConfigError, check_tables_fit, dump_toml, load_run
+from sluice.environments.processes import memory_look_s
 
 TWO = """
 [orchestrator]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc.envs.base import Turn
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.processes import EnvironmentProcesses
-from orchestrator_svc.envs.worker import Reason
+from sluice.environments.base import Turn
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.worker import Reason
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 

@@ -7,19 +7,19 @@ import json
 import pytest
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.envs.base import SingleTurnEnvironment
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.loading import load_environment
-from orchestrator_svc.envs.processes import EnvironmentProcesses
 from orchestrator_svc.workflows import MultiTurn, Scored, choose_workflow
 from sluice.config import ConfigError
+from sluice.environments.base import SingleTurnEnvironment
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.loading import load_environment
+from sluice.environments.processes import EnvironmentProcesses
 
 
 def test_a_file_beside_which_others_lie_is_an_environment(tmp_path) -> None:
     (tmp_path / "neighbour_of_env.py").write_text("WORD = 'hello'\n")
     (tmp_path / "some_env.py").write_text(
         "from neighbour_of_env import WORD\n"
-        "from orchestrator_svc.envs.base import Task\n"
+        "from sluice.environments.base import Task\n"
         "class Env:\n"
         "    name = 'env'\n"
         "    def __init__(self, count=1): self.count = count\n"
@@ -81,7 +81,7 @@ def test_questions_come_from_a_file_of_lines(tmp_path) -> None:
 
 
 BOTH = """
-from orchestrator_svc.envs.base import Task, Turn
+from sluice.environments.base import Task, Turn
 
 class Single:
     name = "single"

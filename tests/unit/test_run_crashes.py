@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum
-from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
@@ -28,6 +27,7 @@ from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.selection import window_size
 from orchestrator_svc.status import describe_environments
 from sluice.digests import batch_digest, trajectory_digest
+from sluice.environments.base import Task
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Lineage, Version

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator_svc.envs.loading import load_environment
 from sluice.cli import quickstart
+from sluice.environments.loading import load_environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sums"
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator_svc.envs.base import Environment
+from sluice.environments.base import Environment
 from sluice.errors import ConfigError
 from sluice.loading import construct
 
 ENVIRONMENT_GROUP = "sluice.environments"
 """Entry points of this group name environments that are installed."""
 
-BUILT_IN: Mapping[str, str] = {"question_answer": "orchestrator_svc.envs.question_answer:QuestionAnswer"}
+BUILT_IN: Mapping[str, str] = {"question_answer": "sluice.environments.question_answer:QuestionAnswer"}
 
 
 def load_environment(reference: str, arguments: Mapping[str, Any]) -> Environment:

@@ -8,9 +8,9 @@ from typing import Any
 
 import structlog
 
-from orchestrator_svc.envs.base import Message, Task, Turn
-from orchestrator_svc.envs.framing import encode
-from orchestrator_svc.envs.worker import EnvironmentFailedError, Reason, Worker
+from sluice.environments.base import Message, Task, Turn
+from sluice.environments.framing import encode
+from sluice.environments.worker import EnvironmentFailedError, Reason, Worker
 
 log = structlog.get_logger(__name__)
 

@@ -18,10 +18,10 @@ from typing import Any
 import grpc
 import structlog
 
-from orchestrator_svc.envs.framing import BrokenFrameError, FrameReader, encode
-from orchestrator_svc.envs.output import BoundedLines
 from sluice.config import ConfigError
 from sluice.config.secrets import is_secret_name
+from sluice.environments.framing import BrokenFrameError, FrameReader, encode
+from sluice.environments.output import BoundedLines
 from sluice.rpc import SluiceError
 from sluice.supervise import guard
 from sluice.supervise.watchdog import Watchdog
@@ -29,7 +29,7 @@ from sluice.tasks import run_to_end, settle
 
 log = structlog.get_logger(__name__)
 
-_PROGRAM = (sys.executable, "-P", "-m", "orchestrator_svc.envs.child")
+_PROGRAM = (sys.executable, "-P", "-m", "sluice.environments.child")
 """The name of the environment follows, for those who list the processes."""
 
 _READ_BYTES = 1 << 18

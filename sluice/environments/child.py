@@ -1,6 +1,6 @@
 """A process of the environment: constructs the environment and answers the orchestrator's calls until the connection closes.
 
-``python -P -m orchestrator_svc.envs.child`` with the connection as standard input. Plain methods run one after the other in the main
+``python -P -m sluice.environments.child`` with the connection as standard input. Plain methods run one after the other in the main
 thread, or in threads if several calls may run at a time. If the environment has coroutine methods, all calls run on one event loop.
 Imports as little as possible, so that a process starts in milliseconds.
 """
@@ -21,9 +21,9 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from orchestrator_svc.envs import loading
-from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
-from orchestrator_svc.envs.framing import FrameReader, NotPlainError, encode
+from sluice.environments import loading
+from sluice.environments.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
+from sluice.environments.framing import FrameReader, NotPlainError, encode
 from sluice.errors import ConfigError
 from sluice.loading import without_values
 

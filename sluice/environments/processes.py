@@ -20,12 +20,12 @@ from typing import Any, Self
 
 import structlog
 
-from orchestrator_svc.envs.base import Message, Task
-from orchestrator_svc.envs.config import EnvironmentProcessesConfig
-from orchestrator_svc.envs.episode import MOST_LOSSES, OpenEpisode, task_fields
-from orchestrator_svc.envs.framing import NotPlainError
-from orchestrator_svc.envs.worker import MARK, Call, End, EnvironmentFailedError, Reason, Worker, passed_variables
 from sluice.config import ConfigError
+from sluice.environments.base import Message, Task
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.episode import MOST_LOSSES, OpenEpisode, task_fields
+from sluice.environments.framing import NotPlainError
+from sluice.environments.worker import MARK, Call, End, EnvironmentFailedError, Reason, Worker, passed_variables
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome, settle
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator_svc.envs.base import Message, Task
+from sluice.environments.base import Message, Task
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
