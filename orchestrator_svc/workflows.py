@@ -7,11 +7,10 @@ question again until its answer is good enough (`retry`). Settings may name any 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -24,6 +23,7 @@ from sluice.config import ConfigError
 from sluice.environments.base import Message, Task, Turn
 from sluice.environments.episode import OpenEpisode, ReplayDiffersError
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.wire import chat_messages
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.loading import load_attribute
 from sluice.rpc import SluiceError
@@ -514,38 +514,3 @@ def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb
     if data.sampling.seeded:
         params.seed = derived_seed(data.seed, data.group_id, episode, turn)
     return params
-
-
-_MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-
-
-def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
-    """Return messages in their wire form.
-
-    Raises:
-        ValueError: if a message has no role, an unknown field, or a field that is not text.
-    """
-    return [_chat_message(message) for message in messages]
-
-
-def _chat_message(message: Message) -> tokens_pb2.ChatMessage:
-    unknown = sorted(set(message) - _MESSAGE_FIELDS)
-    if unknown or "role" not in message:
-        problem = f"the unknown fields {', '.join(unknown)}" if unknown else "no role"
-        raise ValueError(f"a message of the environment has {problem}; known are {', '.join(sorted(_MESSAGE_FIELDS))}")
-    texts: dict[str, Any] = {name: message.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
-    texts["reasoning"] = message.get("reasoning") or message.get("reasoning_content") or ""
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise ValueError(f"field {name} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
-    return tokens_pb2.ChatMessage(**texts, tool_calls=[_tool_call(call) for call in message.get("tool_calls") or ()])
-
-
-def _tool_call(call: Mapping[str, Any]) -> tokens_pb2.ToolCall:
-    """Read a tool call, in the form of the OpenAI API or flat; arguments may be text or an object."""
-    function = call.get("function", call)
-    if not function.get("name"):
-        raise ValueError("one of the tool_calls of a message has no name")
-    arguments = function.get("arguments") or "{}"
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return tokens_pb2.ToolCall(id=call.get("id") or "", name=function["name"], arguments=text)

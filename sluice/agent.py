@@ -24,10 +24,10 @@ from typing import Any, Self, TypeVar
 import grpc
 import structlog
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.json_format import MessageToDict
 
 from sluice.backoff import Backoff
 from sluice.config import SecurityConfig
+from sluice.environments.wire import plain_data
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import episode_pb2, episode_pb2_grpc, tokens_pb2
 
@@ -97,7 +97,7 @@ class Episode:
     @property
     def data(self) -> dict[str, Any]:
         """Return the data of the task. Whole numbers are ints, although they travel as floats."""
-        data: dict[str, Any] = _with_ints(MessageToDict(self.task.data))
+        data: dict[str, Any] = plain_data(self.task.data)
         return data
 
     async def generate(
@@ -346,18 +346,6 @@ async def _patiently(
             if loop.time() + pause_s >= until:
                 raise _with_remedy(error, timeout_s) from failure
             await asyncio.sleep(pause_s)
-
-
-def _with_ints(value: Any) -> Any:  # noqa: ANN401 - anything that JSON has
-    match value:
-        case float() if value.is_integer():
-            return int(value)
-        case dict():
-            return {name: _with_ints(each) for name, each in value.items()}
-        case list():
-            return [_with_ints(each) for each in value]
-        case _:
-            return value
 
 
 def _with_remedy(error: SluiceError, timeout_s: float) -> SluiceError:

@@ -17,8 +17,9 @@ from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.report import NOT_TRAINED
 from orchestrator_svc.sessions.desk import Desk, Posed
 from orchestrator_svc.sessions.trajectories import Built, TreeError, build, episode_reward
-from orchestrator_svc.workflows import EpisodeData, chat_messages
+from orchestrator_svc.workflows import EpisodeData
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.wire import chat_messages
 from sluice.rpc import SluiceError
 from sluice.sampling.policy import PolicyEngine
 from sluice.v1 import journal_pb2, orchestrator_pb2, session_pb2, tokens_pb2

@@ -9,6 +9,7 @@ A single-turn environment poses messages and scores completions::
         def messages(self, task: Task) -> list[Message]: ...
         def score(self, task: Task, completion: str) -> float: ...
 
+`score_batch(task, completions)`, if it is there too, scores several completions at once; None in its list is a missing reward.
 A multi-turn environment has `reset` instead of `messages` and `score`. Where external agents run the episodes, `messages` (what
 they begin with) and `score` (where they give no reward) are each optional. All methods run in processes of their own
 (`orchestrator.environment_processes`), each call with a time limit; the environment is constructed once in each process. Methods may

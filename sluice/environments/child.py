@@ -131,6 +131,11 @@ class Server:
     async def _score(self, task: Answer, completions: list[str]) -> list[Any]:
         """Return rewards; in place of one that cannot be had, what the call raised."""
         asked = Task(**task)
+        if (together := getattr(self._environment, "score_batch", None)) is not None:
+            rewards = list(await self._call(together, asked, completions))
+            if len(rewards) != len(completions):
+                raise ValueError(f"score_batch gave {len(rewards)} rewards for {len(completions)} completions")
+            return [_given(reward) for reward in rewards]
         if not self._on_loop:
             return [await self._reward(asked, completion) for completion in completions]
         from asyncio import gather  # noqa: PLC0415 - imported already where a loop runs
@@ -172,6 +177,16 @@ def _task_fields(task: Task) -> Answer:
     if not isinstance(task.task_id, str) or not isinstance(task.data, Mapping):
         raise TypeError(f"a task needs a task_id of type str and data that is a mapping; this one is {task!r:.200}")
     return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}
+
+
+def _given(reward: float | None) -> float | Answer:
+    """Return a reward of several; in place of one that is missing or no number, why."""
+    if reward is None:
+        return _described(ValueError("score_batch gave no reward"))
+    try:
+        return _finite(reward, "a reward of score_batch")
+    except (TypeError, ValueError) as error:
+        return _described(error)
 
 
 def _finite(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was returned
@@ -289,7 +304,7 @@ def main() -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a crash is the clue
     settings = connection.receive()[0]
     environment = _start(connection, settings)
-    methods = (getattr(environment, name, None) for name in ("tasks", "messages", "score", "reset"))
+    methods = (getattr(environment, name, None) for name in ("tasks", "messages", "score", "score_batch", "reset"))
     coroutines = any(inspect.iscoroutinefunction(method) for method in methods)
     connection.send(
         {

@@ -17,17 +17,24 @@ ENVIRONMENT_GROUP = "sluice.environments"
 
 BUILT_IN: Mapping[str, str] = {"question_answer": "sluice.environments.question_answer:QuestionAnswer"}
 
+SERVED = "grpc://"
+"""Beginning of the reference of an environment that a server has."""
+
+_REMOTE = "sluice.environments.remote:connect_environment"
+
 
 def load_environment(reference: str, arguments: Mapping[str, Any]) -> Environment:
     """Construct an environment.
 
     Args:
-        reference: An installed id, ``module:Attr`` or ``path/to/env.py:Attr``.
+        reference: An installed id, ``module:Attr``, ``path/to/env.py:Attr``, or ``grpc://host:port`` of a server.
         arguments: Keyword arguments of the class or function that it names.
 
     Raises:
         ConfigError: if it cannot be found or constructed, or is no environment.
     """
+    if reference.startswith(SERVED):
+        arguments = {**arguments, "address": reference.removeprefix(SERVED)}
     environment = construct(locate(reference), "environment", arguments, "environment_args", reference)
     if not isinstance(environment, Environment):
         raise ConfigError(
@@ -47,6 +54,8 @@ def locate(reference: str) -> str:
         raise ConfigError('no environment is set: give orchestrator.environment = "path/to/env.py:Class"')
     if reference in BUILT_IN:
         return BUILT_IN[reference]
+    if reference.startswith(SERVED):
+        return _REMOTE
     if ":" in reference:
         return reference
     from importlib.metadata import entry_points  # noqa: PLC0415 - slow to import, needed for installed names alone

@@ -31,8 +31,6 @@ from sluice.tasks import discard_outcome, settle
 
 log = structlog.get_logger(__name__)
 
-_SECTION = "orchestrator.environment_processes"
-
 _MOST_PROCESSES = 4
 """Processes that are started at most if the settings name no number."""
 
@@ -98,6 +96,7 @@ class EnvironmentProcesses:
         reference: An installed id, ``module:Attr`` or ``path/to/env.py:Attr``.
         arguments: Keyword arguments of the environment's class or function.
         start_limit: Seconds to construct the environment, and to list its tasks; and the setting that says so.
+        section: Table of the settings that `config` is, for messages.
 
     Attributes:
         name: The environment's name, known once the context is entered, as the next four.
@@ -117,10 +116,12 @@ class EnvironmentProcesses:
         arguments: Mapping[str, Any],
         config: EnvironmentProcessesConfig,
         start_limit: tuple[float, str],
+        section: str = "orchestrator.environment_processes",
     ) -> None:
         self.failures: Counter[str] = Counter()
         self._reference, self._arguments, self._config = reference, arguments, config
         self._start_s, self._start_setting = start_limit
+        self._section = section
         self._most = config.count or min(os.cpu_count() or 1, _MOST_PROCESSES)
         self._coroutines = False
         self._numbers, self._process_numbers = itertools.count(1), itertools.count(1)
@@ -233,7 +234,7 @@ class EnvironmentProcesses:
         return None
 
     async def _scored(self, task: Task, completions: Sequence[str]) -> list[float | None]:
-        limit = (self._config.score_s, f"{_SECTION}.score_s")
+        limit = (self._config.score_s, f"{self._section}.score_s")
         try:
             values, _ = await self._call(
                 "score", task.task_id, {"task": task_fields(task), "completions": list(completions)}, limit
@@ -272,7 +273,7 @@ class EnvironmentProcesses:
 
     @property
     def _call_limit(self) -> tuple[float, str]:
-        return self._config.call_s, f"{_SECTION}.call_s"
+        return self._config.call_s, f"{self._section}.call_s"
 
     async def _call(
         self,
@@ -488,7 +489,7 @@ class EnvironmentProcesses:
         if delay is None:
             self._give_up(
                 f"the processes of environment {self.name} died {self._config.max_restarts + 1} times in a row (the last"
-                f" one: {end.text}): repair the environment, or raise {_SECTION}.max_restarts"
+                f" one: {end.text}): repair the environment, or raise {self._section}.max_restarts"
             )
         else:
             self._start_at = self._loop.time() + delay
@@ -545,7 +546,7 @@ class EnvironmentProcesses:
             used = await asyncio.to_thread(look, workers)
             for worker, mib in zip(workers, used, strict=True):
                 if mib > most:
-                    text = f"was killed: it had {mib:.0f} MiB of memory, more than {most} ({_SECTION}.memory_mib)"
+                    text = f"was killed: it had {mib:.0f} MiB of memory, more than {most} ({self._section}.memory_mib)"
                     worker.end_because(End(Reason.MEMORY, text))
             room_mib, took_s = most - max(used, default=0.0), time.monotonic() - began
 

@@ -32,7 +32,7 @@ ACCESS: Mapping[str, frozenset[Role]] = {
     "sluice.v1.RolloutService": frozenset({"agent", "gateway", "dispatcher"}),
     "sluice.v1.EpisodeService": frozenset({"agent", "gateway"}),
     "sluice.v1.SessionService": frozenset({"gateway"}),
-    "sluice.v1.EnvironmentService": frozenset({"agent", "gateway"}),
+    "sluice.v1.EnvironmentService": frozenset({"agent", "dispatcher"}),
     "sluice.v1.RolloutAdminService": frozenset(),
     "sluice.v1.RolloutAdminService/SetWeightPolicy": frozenset({"dispatcher"}),
     "sluice.v1.RolloutAdminService/Pause": frozenset({"dispatcher"}),

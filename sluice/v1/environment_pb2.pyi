@@ -55,7 +55,7 @@ class DescribeResponse(_message.Message):
     version: _builtins.str
     """Version of its behaviour; changes whenever rewards or observations would."""
     multi_turn: _builtins.bool
-    """True if episodes may have more than one turn."""
+    """True if Step answers turns. An environment with neither this nor the feature "score" cannot be trained."""
     max_episodes: _builtins.int
     """Most episodes that it serves at a time; 0: no limit."""
     @_builtins.property
@@ -68,7 +68,7 @@ class DescribeResponse(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Optional abilities, such as "score"."""
+        """Optional abilities. "score": Score is served, so that episodes of one turn need no Step."""
 
     def __init__(
         self,
@@ -158,14 +158,12 @@ class EnvironmentTask(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TASK_ID_FIELD_NUMBER: _builtins.int
-    MESSAGES_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Unique within the environment."""
-    @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.ChatMessage]:
-        """Opening messages, where they do not depend on Reset."""
-
+    max_tokens: _builtins.int
+    """Most tokens sampled per turn of this task. Unset: as the run's settings say."""
     @_builtins.property
     def data(self) -> _struct_pb2.Struct:
         """What the environment needs to pose and score the task."""
@@ -174,14 +172,16 @@ class EnvironmentTask(_message.Message):
         self,
         *,
         task_id: _builtins.str = ...,
-        messages: _abc.Iterable[_tokens_pb2.ChatMessage] | None = ...,
         data: _struct_pb2.Struct | None = ...,
+        max_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "data", b"data", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "messages", b"messages", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "data", b"data", "max_tokens", b"max_tokens", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
 
 Global___EnvironmentTask: _TypeAlias = EnvironmentTask  # noqa: Y015
 

@@ -88,7 +88,7 @@ class EnvironmentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Begins an episode of a task. Idempotent by episode_id.
+        """Begins an episode of a task; of an environment that is not multi_turn, says only what it begins with. Idempotent by episode_id.
         Errors: NOT_FOUND (task), RESOURCE_EXHAUSTED (too many episodes; RetryInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -40,7 +40,7 @@ class EnvironmentServiceStub:
     ListTasks: _grpc.UnaryUnaryMultiCallable[_environment_pb2.ListTasksRequest, _environment_pb2.ListTasksResponse]
     """Lists tasks of a split. No side effects; the same seed gives the same order."""
     Reset: _grpc.UnaryUnaryMultiCallable[_environment_pb2.ResetRequest, _environment_pb2.ResetResponse]
-    """Begins an episode of a task. Idempotent by episode_id.
+    """Begins an episode of a task; of an environment that is not multi_turn, says only what it begins with. Idempotent by episode_id.
     Errors: NOT_FOUND (task), RESOURCE_EXHAUSTED (too many episodes; RetryInfo).
     """
     Step: _grpc.UnaryUnaryMultiCallable[_environment_pb2.StepRequest, _environment_pb2.StepResponse]
@@ -64,7 +64,7 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     ListTasks: _aio.UnaryUnaryMultiCallable[_environment_pb2.ListTasksRequest, _environment_pb2.ListTasksResponse]  # type: ignore[assignment]
     """Lists tasks of a split. No side effects; the same seed gives the same order."""
     Reset: _aio.UnaryUnaryMultiCallable[_environment_pb2.ResetRequest, _environment_pb2.ResetResponse]  # type: ignore[assignment]
-    """Begins an episode of a task. Idempotent by episode_id.
+    """Begins an episode of a task; of an environment that is not multi_turn, says only what it begins with. Idempotent by episode_id.
     Errors: NOT_FOUND (task), RESOURCE_EXHAUSTED (too many episodes; RetryInfo).
     """
     Step: _aio.UnaryUnaryMultiCallable[_environment_pb2.StepRequest, _environment_pb2.StepResponse]  # type: ignore[assignment]
@@ -103,7 +103,7 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.ResetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_pb2.ResetResponse, _abc.Awaitable[_environment_pb2.ResetResponse]]:
-        """Begins an episode of a task. Idempotent by episode_id.
+        """Begins an episode of a task; of an environment that is not multi_turn, says only what it begins with. Idempotent by episode_id.
         Errors: NOT_FOUND (task), RESOURCE_EXHAUSTED (too many episodes; RetryInfo).
         """
 

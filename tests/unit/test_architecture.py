@@ -15,7 +15,15 @@ from sluice.config import markdown_reference, run_config_class
 from sluice.engines import ENGINES
 
 ROOT = Path(__file__).parents[2]
-SERVICES = ("rollout_svc", "trainer_svc", "orchestrator_svc", "weightsync", "gateway_svc", "agents_svc")
+SERVICES = (
+    "rollout_svc",
+    "trainer_svc",
+    "orchestrator_svc",
+    "weightsync",
+    "gateway_svc",
+    "agents_svc",
+    "environment_svc",
+)
 PACKAGES = ("sluice", *SERVICES, "benchmarks")
 CLIENT_HALVES = {"weightsync.publisher", "weightsync.receiver", "weightsync.staged", "weightsync.vllm_plugin"}
 """What trainers and engines use of weight sync; the plugin is the part of the receiver that lives in vLLM's processes."""

@@ -6,8 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from orchestrator_svc.workflows import EpisodeData, GroupRunner, Sampling, chat_messages, sampling_params
+from orchestrator_svc.workflows import EpisodeData, GroupRunner, Sampling, sampling_params
 from sluice.environments.base import Task
+from sluice.environments.wire import chat_messages
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import BASE, Version

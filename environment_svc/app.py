@@ -1,0 +1,41 @@
+"""`sluice environment`: serves an environment of Python to runs on other machines, over EnvironmentService."""
+
+from __future__ import annotations
+
+import asyncio
+
+from environment_svc.config import ServedEnvironmentConfig
+from environment_svc.servicer import EnvironmentServicer
+from sluice.config import CommonConfig, Service
+from sluice.environments.processes import EnvironmentProcesses
+from sluice.rpc import RpcServer
+from sluice.tasks import settle
+from sluice.v1 import environment_pb2_grpc
+
+
+async def serve(common: CommonConfig, config: ServedEnvironmentConfig) -> None:
+    """Serve until a signal.
+
+    Raises:
+        ConfigError: if the environment cannot be constructed, or the address cannot be bound.
+    """
+    server = RpcServer("environment", config.server, common.security, run=common.run)
+    limit = (config.start_s, "environment.start_s")
+    async with EnvironmentProcesses(
+        config.source, config.args, config.environment_processes, limit, "environment.environment_processes"
+    ) as processes:
+        servicer = EnvironmentServicer(processes, config)
+        server.add(
+            environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, servicer, "sluice.v1.EnvironmentService"
+        )
+        closing = asyncio.create_task(servicer.run(), name="idle episodes")
+        try:
+            await server.start()
+            await server.serve_until_signal()
+        finally:
+            await server.stop(0)
+            closing.cancel()
+            await settle(closing)
+
+
+SERVICE = Service("environment", ServedEnvironmentConfig, serve)

@@ -1,0 +1,208 @@
+# ruff: noqa: N802 - gRPC names the methods
+"""Serves EnvironmentService with an environment that runs in processes of its own.
+
+Reset is idempotent by the episode, Step by the episode and its turn: what was answered is answered again. Episodes without a call are
+closed after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+
+from environment_svc.config import ServedEnvironmentConfig
+from sluice.environments.base import Task
+from sluice.environments.episode import OpenEpisode, ReplayDiffersError
+from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.remote import SCORE
+from sluice.environments.wire import chat_messages, task_message, task_of
+from sluice.rpc import SluiceError
+from sluice.v1 import environment_pb2, environment_pb2_grpc
+
+PAGE_TASKS = 1000
+"""Most tasks of a page."""
+
+MOST_CONVERSATIONS = 256
+"""Conversations of one Score, as the contract says."""
+
+_LISTINGS = 8
+"""Lists of tasks that are remembered, by split and seed."""
+
+_RETRY_S = 1.0
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Served:
+    """An open episode: the calls of one episode are answered one after the other."""
+
+    opened: OpenEpisode
+    closing: contextlib.AsyncExitStack
+    response: environment_pb2.ResetResponse
+    used: float
+    answers: list[environment_pb2.StepResponse] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
+    """Serves one environment.
+
+    Args:
+        processes: Run it.
+        config: The settings.
+    """
+
+    def __init__(self, processes: EnvironmentProcesses, config: ServedEnvironmentConfig) -> None:
+        self._processes, self._config = processes, config
+        self._episodes: dict[str, _Served] = {}
+        self._opening: dict[str, asyncio.Task[_Served]] = {}
+        self._listings: OrderedDict[tuple[str, int], list[Task]] = OrderedDict()
+
+    async def run(self) -> None:
+        """Close idle episodes, until it is cancelled; then close all."""
+        try:
+            while True:
+                await asyncio.sleep(self._config.idle_s / 4)
+                before = time.monotonic() - self._config.idle_s
+                idle = [name for name, each in self._episodes.items() if each.used < before and not each.lock.locked()]
+                for name in idle:
+                    log.info("an idle episode is closed", episode=name, idle_s=self._config.idle_s)
+                    await self._close(name)
+        finally:
+            for name in [*self._episodes]:
+                await self._close(name)
+
+    async def Describe(
+        self, request: environment_pb2.DescribeRequest, context: Context
+    ) -> environment_pb2.DescribeResponse:
+        """Say what the environment is."""
+        return environment_pb2.DescribeResponse(
+            environment=self._processes.name,
+            version=version("sluice"),
+            multi_turn=self._processes.multi_turn,
+            max_episodes=self._config.most_episodes,
+            features=[SCORE] if self._processes.single_turn else [],
+        )
+
+    async def ListTasks(
+        self, request: environment_pb2.ListTasksRequest, context: Context
+    ) -> environment_pb2.ListTasksResponse:
+        """List a page of tasks."""
+        start = int(request.page_token) if request.page_token.isascii() and request.page_token.isdecimal() else 0
+        if request.page_token and not start:
+            raise SluiceError.invalid_argument("page_token", "was not given by this server: begin without one")
+        listing = (request.split, request.seed)
+        if listing not in self._listings:
+            self._listings[listing] = await self._processes.tasks(*listing)
+            while len(self._listings) > _LISTINGS:
+                self._listings.popitem(last=False)
+        tasks = self._listings[listing]
+        self._listings.move_to_end(listing)
+        end = start + min(request.page_size or PAGE_TASKS, PAGE_TASKS)
+        token = str(end) if end < len(tasks) else ""
+        return environment_pb2.ListTasksResponse(tasks=map(task_message, tasks[start:end]), next_page_token=token)
+
+    async def Reset(self, request: environment_pb2.ResetRequest, context: Context) -> environment_pb2.ResetResponse:
+        """Begin an episode."""
+        if not request.episode_id:
+            raise SluiceError.invalid_argument("episode_id", "is empty: choose a name that is unique within the run")
+        if not self._processes.multi_turn:
+            messages = await self._processes.messages(task_of(request.task))
+            return environment_pb2.ResetResponse(messages=chat_messages(messages))
+        name = request.episode_id
+        if (served := self._episodes.get(name)) is not None:
+            return served.response
+        opening = self._opening.get(name)
+        if opening is None:
+            if len(self._episodes) + len(self._opening) >= self._config.most_episodes:
+                raise SluiceError.resource_exhausted(
+                    "TOO_MANY_EPISODES",
+                    f"{self._config.most_episodes} episodes are open (environment.most_episodes): close some, or retry after the delay",
+                    _RETRY_S,
+                )
+            opening = self._opening[name] = asyncio.create_task(self._open(request), name=f"open {name}")
+            opening.add_done_callback(lambda _: self._opening.pop(name, None))
+        return (await asyncio.shield(opening)).response
+
+    async def _open(self, request: environment_pb2.ResetRequest) -> _Served:
+        async with contextlib.AsyncExitStack() as stack:
+            opened = await stack.enter_async_context(self._processes.episode(task_of(request.task), request.seed))
+            response = environment_pb2.ResetResponse(messages=chat_messages(opened.messages))
+            served = _Served(opened, stack.pop_all(), response, time.monotonic())
+        self._episodes[request.episode_id] = served
+        return served
+
+    async def Step(self, request: environment_pb2.StepRequest, context: Context) -> environment_pb2.StepResponse:
+        """Take a turn."""
+        served = self._episodes.get(request.episode_id)
+        if served is None:
+            raise SluiceError.not_found(
+                "UNKNOWN_EPISODE",
+                f"no episode {request.episode_id!r} is open: it was closed, or idle for {self._config.idle_s:g} s, or the server was"
+                " started again; Reset opens it anew",
+            )
+        async with served.lock:
+            served.used = time.monotonic()
+            if request.turn < len(served.answers):
+                return served.answers[request.turn]
+            if request.turn > len(served.answers) or served.opened.done:
+                due = "it has ended" if served.opened.done else f"turn {len(served.answers)} is due"
+                raise SluiceError.failed_precondition(
+                    "WRONG_TURN", f"this is turn {request.turn} of the episode: {due}"
+                )
+            try:
+                turn = await served.opened.step(request.message.content)
+            except ReplayDiffersError as error:
+                raise SluiceError.aborted("REPLAY_DIFFERS", str(error)) from error
+            answer = environment_pb2.StepResponse(
+                messages=chat_messages(turn.messages),
+                reward=turn.reward,
+                done=turn.done,
+                truncated=turn.truncated,
+                metrics=turn.metrics,
+            )
+            served.answers.append(answer)
+            served.used = time.monotonic()
+            return answer
+
+    async def Score(self, request: environment_pb2.ScoreRequest, context: Context) -> environment_pb2.ScoreResponse:
+        """Score conversations by what the assistant says last in each."""
+        if not self._processes.single_turn:
+            raise SluiceError.failed_precondition("NO_SCORE", "this environment scores in Step: call Reset, then Step")
+        if len(request.conversations) > MOST_CONVERSATIONS:
+            raise SluiceError.invalid_argument(
+                "conversations", f"has {len(request.conversations)}; send {MOST_CONVERSATIONS} at most"
+            )
+        completions = []
+        for number, conversation in enumerate(request.conversations):
+            if not conversation.messages or conversation.messages[-1].role != "assistant":
+                raise SluiceError.invalid_argument(
+                    f"conversations[{number}]", "does not end with a message of the assistant"
+                )
+            completions.append(conversation.messages[-1].content)
+        rewards = await self._processes.score(task_of(request.task), completions)
+        return environment_pb2.ScoreResponse(scores=[environment_pb2.Score(reward=each) for each in rewards])
+
+    async def CloseEpisode(
+        self, request: environment_pb2.CloseEpisodeRequest, context: Context
+    ) -> environment_pb2.CloseEpisodeResponse:
+        """End an episode."""
+        await self._close(request.episode_id)
+        return environment_pb2.CloseEpisodeResponse()
+
+    async def _close(self, name: str) -> None:
+        served = self._episodes.pop(name, None)
+        if served is not None:
+            async with served.lock:
+                await served.closing.aclose()

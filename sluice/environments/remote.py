@@ -1,0 +1,239 @@
+"""An environment that a server of EnvironmentService has, wherever it runs and whatever it is written in: `grpc://HOST:PORT`.
+
+It is an environment as every other one, with coroutine methods, and so its calls are made in a process of the run that keeps their
+deadlines. While the server is away a call is repeated until its time is over. A server that was restarted has lost its episodes: they
+are opened again with the same seed, and the same steps are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from sluice.backoff import Backoff
+from sluice.config import SecurityConfig
+from sluice.environments.base import Message, Task, Turn
+from sluice.environments.wire import plain_messages, task_message, task_of
+from sluice.errors import ConfigError
+from sluice.rpc import SluiceError, connect
+from sluice.v1 import environment_pb2, environment_pb2_grpc, tokens_pb2
+
+SCORE = "score"
+"""Feature of a server that has Score."""
+
+DESCRIBE_S = 30.0
+"""Seconds that the server has to say what it is."""
+
+CALL_S = 3600.0
+"""Longest seconds of a call; the settings of the run's environment processes have the shorter limits."""
+
+CLOSE_S = 5.0
+"""Seconds to tell the server that an episode has ended."""
+
+_PAGE_TASKS = 1000
+
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
+
+
+def connect_environment(address: str, **security: Any) -> RemoteEnvironment:  # noqa: ANN401 - as the settings have it
+    """Return the environment that a server has.
+
+    Args:
+        address: Host and port.
+        security: As `[security]`, such as `token_file` or `tls_ca`.
+
+    Raises:
+        ConfigError: if no server answers, or its environment can neither be stepped nor scored.
+    """
+    settings = SecurityConfig.model_validate(security)
+    described = asyncio.run(_describe(address, settings))
+    single, multi = SCORE in described.features, described.multi_turn
+    if not (single or multi):
+        raise ConfigError(
+            f"the environment {described.environment!r} of {address} is neither multi_turn nor has it the feature {SCORE!r}: Describe must"
+            " name one of them"
+        )
+    kind = _Both if single and multi else RemoteQuestions if single else RemoteEpisodes
+    return kind(address, settings, described.environment)
+
+
+async def _describe(address: str, security: SecurityConfig) -> environment_pb2.DescribeResponse:
+    async with contextlib.AsyncExitStack() as stack:
+        channel = connect(address, security, role="dispatcher")
+        stack.push_async_callback(channel.close)
+        describe = environment_pb2_grpc.EnvironmentServiceStub(channel).Describe
+        try:
+            async with asyncio.timeout(DESCRIBE_S):
+                return await _patiently(describe, environment_pb2.DescribeRequest())
+        except (SluiceError, TimeoutError) as error:
+            problem = error.message if isinstance(error, SluiceError) else f"no answer within {DESCRIBE_S:g} s"
+            raise ConfigError(
+                f"the environment server {address} cannot be used: {problem}; check that it runs there, and the address"
+            ) from error
+
+
+class RemoteEnvironment:
+    """The tasks of a server.
+
+    Args:
+        address: Host and port.
+        security: How to reach it.
+        name: Name of the environment.
+    """
+
+    def __init__(self, address: str, security: SecurityConfig, name: str) -> None:
+        self.name = name
+        self._address, self._security = address, security
+        self._connected: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
+
+    @property
+    def _stub(self) -> environment_pb2_grpc.EnvironmentServiceAsyncStub:
+        if self._connected is None:  # a channel belongs to the loop that it was made on
+            channel = connect(self._address, self._security, role="dispatcher")
+            self._connected = environment_pb2_grpc.EnvironmentServiceStub(channel)
+        return self._connected
+
+    async def tasks(self, split: str, seed: int) -> list[Task]:
+        """Return the tasks of a split."""
+        request = environment_pb2.ListTasksRequest(split=split, seed=seed, page_size=_PAGE_TASKS)
+        found: list[Task] = []
+        while True:
+            page = await _patiently(self._stub.ListTasks, request)
+            found += map(task_of, page.tasks)
+            if not page.next_page_token:
+                return found
+            if page.next_page_token == request.page_token or not page.tasks:
+                raise ValueError(f"ListTasks of {self._address} does not go on after {len(found)} tasks")
+            request.page_token = page.next_page_token
+
+    async def _reset(self, task: Task, seed: int) -> RemoteEpisode:
+        request = environment_pb2.ResetRequest(episode_id=uuid.uuid4().hex, task=task_message(task), seed=seed)
+        return RemoteEpisode(self._stub, request, await _patiently(self._stub.Reset, request))
+
+
+class RemoteQuestions(RemoteEnvironment):
+    """A server whose environment poses one question and scores answers."""
+
+    async def messages(self, task: Task) -> Sequence[Message]:
+        """Return the conversation up to where the assistant answers."""
+        opened = await self._reset(task, 0)
+        await opened.close()
+        return opened.messages
+
+    async def score(self, task: Task, completion: str) -> float:
+        """Return the reward of one completion."""
+        (reward,) = await self.score_batch(task, [completion])
+        if reward is None:
+            raise ValueError("the server gives no reward")
+        return reward
+
+    async def score_batch(self, task: Task, completions: Sequence[str]) -> list[float | None]:
+        """Return the rewards of completions of a task; None where one is missing."""
+        request = environment_pb2.ScoreRequest(task=task_message(task))
+        for completion in completions:
+            request.conversations.add().messages.add(role="assistant", content=completion)
+        scores = (await _patiently(self._stub.Score, request)).scores
+        if len(scores) != len(completions):
+            raise ValueError(f"Score of {self._address} gave {len(scores)} scores for {len(completions)} conversations")
+        return [each.reward if each.HasField("reward") else None for each in scores]
+
+
+class RemoteEpisodes(RemoteEnvironment):
+    """A server whose environment opens episodes of several turns."""
+
+    async def reset(self, task: Task, seed: int) -> RemoteEpisode:
+        """Begin an episode."""
+        return await self._reset(task, seed)
+
+
+class _Both(RemoteQuestions, RemoteEpisodes):
+    """A server whose environment does both."""
+
+
+class RemoteEpisode:
+    """An open episode of a server.
+
+    Args:
+        stub: The server.
+        request: What it was opened with.
+        opened: What it begins with.
+
+    Attributes:
+        messages: Messages to begin with.
+    """
+
+    def __init__(
+        self,
+        stub: environment_pb2_grpc.EnvironmentServiceAsyncStub,
+        request: environment_pb2.ResetRequest,
+        opened: environment_pb2.ResetResponse,
+    ) -> None:
+        self.messages = plain_messages(opened.messages)
+        self._stub, self._request, self._opened = stub, request, opened
+        self._steps: list[tuple[environment_pb2.StepRequest, environment_pb2.StepResponse]] = []
+
+    async def step(self, completion: str) -> Turn:
+        """Take the assistant's turn."""
+        request = environment_pb2.StepRequest(
+            episode_id=self._request.episode_id,
+            turn=len(self._steps),
+            message=tokens_pb2.ChatMessage(role="assistant", content=completion),
+            finish_reason=tokens_pb2.FINISH_REASON_STOP,
+        )
+        try:
+            answer = await _patiently(self._stub.Step, request)
+        except SluiceError as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND:
+                raise
+            await self._open_again()
+            answer = await _patiently(self._stub.Step, request)
+        self._steps.append((request, answer))
+        return Turn(
+            messages=plain_messages(answer.messages),
+            reward=answer.reward if answer.HasField("reward") else None,
+            done=answer.done,
+            truncated=answer.truncated,
+            metrics=dict(answer.metrics),
+        )
+
+    async def _open_again(self) -> None:
+        """Bring a server that has lost the episode to where it was.
+
+        Raises:
+            ValueError: if it answers otherwise than before.
+        """
+        same = await _patiently(self._stub.Reset, self._request) == self._opened
+        for request, answer in self._steps:
+            same = same and await _patiently(self._stub.Step, request) == answer
+        if not same:
+            raise ValueError(
+                "the server has lost the episode, and answered otherwise when it was opened again: an episode can only be continued"
+                " if its seed and the completions determine it"
+            )
+
+    async def close(self) -> None:
+        """Tell the server that it has ended; if that fails, the server notices by its idle time."""
+        with contextlib.suppress(SluiceError, grpc.aio.AioRpcError):
+            request = environment_pb2.CloseEpisodeRequest(episode_id=self._request.episode_id)
+            await self._stub.CloseEpisode(request, timeout=CLOSE_S)
+
+
+async def _patiently(method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer], request: _Request) -> _Answer:
+    """Make an idempotent call again and again while the server is away or asks to wait; the caller cancels it at its deadline."""
+    backoff = Backoff(first_s=0.1, longest_s=2.0)
+    while True:
+        try:
+            return await method(request, timeout=CALL_S)
+        except grpc.aio.AioRpcError as failure:
+            error, pause_s = SluiceError.from_rpc(failure), backoff.fail()
+            if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_after_s is not None:
+                pause_s = max(pause_s, error.retry_after_s)
+            elif error.code is not grpc.StatusCode.UNAVAILABLE:
+                raise error from failure
+            await asyncio.sleep(pause_s)

@@ -1,0 +1,101 @@
+"""Messages, tasks and turns of environments in the form that the contracts have, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message import Message as ProtoMessage
+
+from sluice.environments.base import Message, Task
+from sluice.v1 import environment_pb2, tokens_pb2
+
+_MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+
+
+def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
+    """Return messages in their wire form.
+
+    Raises:
+        ValueError: if a message has no role, an unknown field, or a field that is not text.
+    """
+    return [_chat_message(message) for message in messages]
+
+
+def _chat_message(message: Message) -> tokens_pb2.ChatMessage:
+    unknown = sorted(set(message) - _MESSAGE_FIELDS)
+    if unknown or "role" not in message:
+        problem = f"the unknown fields {', '.join(unknown)}" if unknown else "no role"
+        raise ValueError(f"a message of the environment has {problem}; known are {', '.join(sorted(_MESSAGE_FIELDS))}")
+    texts: dict[str, Any] = {name: message.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
+    texts["reasoning"] = message.get("reasoning") or message.get("reasoning_content") or ""
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(f"field {name} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
+    return tokens_pb2.ChatMessage(**texts, tool_calls=[_tool_call(call) for call in message.get("tool_calls") or ()])
+
+
+def _tool_call(call: Mapping[str, Any]) -> tokens_pb2.ToolCall:
+    """Read a tool call, in the form of the OpenAI API or flat; arguments may be text or an object."""
+    function = call.get("function", call)
+    if not function.get("name"):
+        raise ValueError("one of the tool_calls of a message has no name")
+    arguments = function.get("arguments") or "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return tokens_pb2.ToolCall(id=call.get("id") or "", name=function["name"], arguments=text)
+
+
+def plain_messages(messages: Iterable[tokens_pb2.ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as environments have them: what is empty is left out."""
+    return [_plain_message(each) for each in messages]
+
+
+def _plain_message(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
+    content = message.content + "".join(part.text for part in message.parts)
+    plain: dict[str, Any] = {"role": message.role, "content": content}
+    plain |= {name: text for name in ("name", "tool_call_id", "reasoning") if (text := getattr(message, name))}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def task_message(task: Task) -> environment_pb2.EnvironmentTask:
+    """Return a task in its wire form.
+
+    Raises:
+        ValueError: if its data is not what JSON has.
+    """
+    message = environment_pb2.EnvironmentTask(task_id=task.task_id, max_tokens=task.max_tokens)
+    try:
+        ParseDict(json.loads(json.dumps(dict(task.data), allow_nan=False)), message.data)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the data of task {task.task_id!r} is not what JSON has: {error}") from error
+    return message
+
+
+def task_of(message: environment_pb2.EnvironmentTask) -> Task:
+    """Return a task of its wire form."""
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else None
+    return Task(message.task_id, plain_data(message.data), max_tokens)
+
+
+def plain_data(message: ProtoMessage) -> Any:  # noqa: ANN401 - anything that JSON has
+    """Return the data of a Struct. Whole numbers are ints, although they travel as floats."""
+    return _with_ints(MessageToDict(message))
+
+
+def _with_ints(value: Any) -> Any:  # noqa: ANN401 - anything that JSON has
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {name: _with_ints(each) for name, each in value.items()}
+        case list():
+            return [_with_ints(each) for each in value]
+        case _:
+            return value

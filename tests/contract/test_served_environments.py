@@ -1,0 +1,207 @@
+"""An environment behind EnvironmentService: the real server and the real client, each with the environment's own processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from orchestrator_doubles import RolloutDouble
+from test_orchestrator_run import DEADLINE_S, make_scene, trained
+
+from environment_svc.app import serve
+from environment_svc.config import ServedEnvironmentConfig
+from orchestrator_svc.audit import audit
+from orchestrator_svc.journal.store import read_facts
+from sluice.config import CommonConfig, ConfigError, SecurityConfig
+from sluice.environments import Task, Turn, remote
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.episode import OpenEpisode
+from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.worker import EnvironmentFailedError
+from sluice.rpc import SluiceError, connect
+from sluice.rpc.server import free_ports
+from sluice.v1 import environment_pb2, environment_pb2_grpc, tokens_pb2
+from sluice.versions import Lineage
+
+HERE = Path(__file__).parent
+DIALOGUE = f"{HERE}/dialogue_environment.py:Dialogue"
+
+QUESTIONS = """
+from sluice.environments import Task
+
+class Questions:
+    name = "questions"
+
+    def tasks(self, split, seed):
+        return [Task(f"{split}-{seed + number}", {"number": number, "half": number / 2}, 7) for number in range(1500)]
+
+    def messages(self, task):
+        return [{"role": "user", "content": f"{task.data['number']!r} {task.data['half']!r} {task.max_tokens}"}]
+
+    def score(self, task, completion):
+        if completion == "raise":
+            raise ValueError("I cannot read that")
+        return len(completion) + task.data["half"]
+"""
+
+
+@contextlib.asynccontextmanager
+async def served(
+    reference: str, port: int = 0, *, security: SecurityConfig | None = None, **settings
+) -> AsyncIterator[str]:
+    """Serve an environment; give its address."""
+    port = port or free_ports(1)[0]
+    common = CommonConfig(security=security or SecurityConfig())
+    config = ServedEnvironmentConfig.model_validate(
+        {"source": reference, "server": {"port": port}, "environment_processes": {"count": 1}, **settings}
+    )
+    serving = asyncio.create_task(serve(common, config))
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+def used(address: str, **arguments) -> EnvironmentProcesses:
+    """What a run makes of the address."""
+    config = EnvironmentProcessesConfig(count=1, call_s=20, score_s=20)
+    return EnvironmentProcesses(f"grpc://{address}", arguments, config, (60.0, "start_s"))
+
+
+@contextlib.asynccontextmanager
+async def stub_of(address: str):
+    channel = connect(address, SecurityConfig(), role="dispatcher")
+    try:
+        yield environment_pb2_grpc.EnvironmentServiceStub(channel)
+    finally:
+        await channel.close()
+
+
+async def stepped(episode: OpenEpisode, *completions: str) -> list[Turn]:
+    return [await episode.step(each) for each in completions]
+
+
+async def test_questions_are_listed_posed_and_scored_as_in_a_process_of_the_run(tmp_path) -> None:
+    (tmp_path / "env.py").write_text(QUESTIONS)
+    async with asyncio.timeout(DEADLINE_S), served(f"{tmp_path}/env.py:Questions") as address, used(address) as there:
+        assert (there.name, there.single_turn, there.multi_turn) == ("questions", True, False)
+        tasks = await there.tasks("eval", 3)
+        assert len(tasks) == 1500
+        assert tasks[5] == Task("eval-8", {"number": 5, "half": 2.5}, 7)
+        assert await there.messages(tasks[5]) == [{"role": "user", "content": "5 2.5 7"}]
+        assert await there.score(tasks[5], ["", "four", "raise", "x"]) == [2.5, 6.5, None, 3.5]
+        assert there.failures["missing"] == 1
+
+
+async def test_an_episode_takes_the_turns_that_it_takes_in_a_process_of_the_run() -> None:
+    completions = ("one", "two", "three")
+    async with asyncio.timeout(DEADLINE_S), served(DIALOGUE) as address, used(address) as there:
+        local = EnvironmentProcesses(DIALOGUE, {}, EnvironmentProcessesConfig(count=1), (60.0, "start_s"))
+        async with local as here:
+            taken = []
+            for environment in (here, there):
+                async with environment.episode(Task("t", {}), 4) as episode:
+                    assert episode.messages == [{"role": "user", "content": "go"}]
+                    taken.append(await stepped(episode, *completions))
+                    assert episode.done
+        assert taken[0] == taken[1]
+
+
+async def test_an_episode_outlives_its_server(tmp_path) -> None:
+    (port,) = free_ports(1)
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:
+        address = await first.enter_async_context(served(DIALOGUE, port))
+        async with used(address) as there, there.episode(Task("t", {}), 0) as episode:
+            await stepped(episode, "one", "two")
+            await first.aclose()
+            last = asyncio.create_task(episode.step("three"))
+            await asyncio.sleep(0.2)
+            async with served(DIALOGUE, port):
+                assert (await last).done
+
+
+async def test_an_episode_ends_if_the_next_server_answers_otherwise() -> None:
+    (port,) = free_ports(1)
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:
+        address = await first.enter_async_context(served(DIALOGUE, port, args={"fickle": True}))
+        async with used(address) as there, there.episode(Task("t", {}), 0) as episode:
+            await stepped(episode, "one")
+            await first.aclose()
+            async with served(DIALOGUE, port, args={"fickle": True}):
+                with pytest.raises(EnvironmentFailedError, match="answered otherwise"):
+                    await episode.step("two")
+
+
+async def test_calls_may_be_repeated_and_wrong_ones_say_what_is_right() -> None:
+    async with asyncio.timeout(DEADLINE_S), served(DIALOGUE, most_episodes=1) as address, stub_of(address) as stub:
+        reset = environment_pb2.ResetRequest(episode_id="e", task={"task_id": "t"})
+        opened = await asyncio.gather(stub.Reset(reset), stub.Reset(reset))
+        assert opened[0] == opened[1] == await stub.Reset(reset)
+        said = tokens_pb2.ChatMessage(role="assistant", content="one")
+        step = environment_pb2.StepRequest(episode_id="e", message=said)
+        answers = await asyncio.gather(stub.Step(step), stub.Step(step))
+        assert answers[0] == answers[1] == await stub.Step(step)
+        assert answers[0].reward == 1.0
+
+        async def refused(call) -> SluiceError:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            return SluiceError.from_rpc(error.value)
+
+        late = environment_pb2.StepRequest(episode_id="e", turn=2, message=said)
+        assert "turn 1 is due" in (await refused(stub.Step(late))).message
+        other = environment_pb2.ResetRequest(episode_id="f", task={"task_id": "t"})
+        full = await refused(stub.Reset(other))
+        assert (full.reason, full.retry_after_s) == ("TOO_MANY_EPISODES", 1.0)
+        assert (await refused(stub.Score(environment_pb2.ScoreRequest()))).reason == "NO_SCORE"
+        await stub.CloseEpisode(environment_pb2.CloseEpisodeRequest(episode_id="e"))
+        await stub.CloseEpisode(environment_pb2.CloseEpisodeRequest(episode_id="e"))
+        assert (await refused(stub.Step(step))).reason == "UNKNOWN_EPISODE"
+        await stub.Reset(other)
+
+
+async def test_an_episode_without_calls_makes_room_after_a_while() -> None:
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        served(DIALOGUE, most_episodes=1, idle_s=0.2) as address,
+        used(address) as there,
+        there.episode(Task("t", {}), 0) as lost,
+        there.episode(Task("t", {}), 0) as next_one,
+    ):
+        assert (await next_one.step("one")).reward == 1.0
+        assert (await lost.step("one")).reward == 1.0, "opened again, when the other one is idle"
+
+
+async def test_a_failing_environment_is_the_servers_and_the_run_is_told_why() -> None:
+    limits = {"count": 1, "call_s": 0.5}
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        served(DIALOGUE, args={"odd_seeds_hang": True}, environment_processes=limits) as address,
+        used(address) as there,
+    ):
+        with pytest.raises(EnvironmentFailedError, match=r"environment\.environment_processes\.call_s"):
+            async with there.episode(Task("t", {}), 1):
+                pass
+        async with there.episode(Task("t", {}), 2) as episode:
+            assert (await episode.step("one")).reward == 1.0
+
+
+async def test_a_run_trains_on_an_environment_that_is_served(tmp_path) -> None:
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        address = await stack.enter_async_context(served(DIALOGUE))
+        scene = await make_scene(tmp_path, stack, [RolloutDouble()])
+        await scene.start(environment=f"grpc://{address}", max_steps=2)
+    assert trained(scene)
+    assert not audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
+
+
+async def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "DESCRIBE_S", 0.3)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 cannot be used.*check that it runs"):
+        await asyncio.to_thread(remote.connect_environment, "127.0.0.1:1")
