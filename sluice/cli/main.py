@@ -74,7 +74,7 @@ ADDED_HELP = {
 
 SERVICE_HELP = {
     "agents": "play the episodes of a run with a Python class of yours",
-    "environment": "serve an environment of yours to runs on other machines",
+    "envserver": "serve an environment of yours to runs on other machines",
     "gateway": "serve agents that hold their own conversations, and record them",
     "orchestrator": "serve the run: tasks, rewards, advantages, batches",
     "rollout": "serve generation from the policy",

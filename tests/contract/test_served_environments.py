@@ -12,8 +12,8 @@ import pytest
 from orchestrator_doubles import RolloutDouble
 from test_orchestrator_run import DEADLINE_S, make_scene, trained
 
-from environment_svc.app import serve
-from environment_svc.config import ServedEnvironmentConfig
+from envserver_svc.app import serve
+from envserver_svc.config import EnvServerConfig
 from orchestrator_svc.audit import audit
 from orchestrator_svc.journal.store import read_facts
 from sluice.config import CommonConfig, ConfigError, SecurityConfig
@@ -56,7 +56,7 @@ async def served(
     """Serve an environment; give its address."""
     port = port or free_ports(1)[0]
     common = CommonConfig(security=security or SecurityConfig())
-    config = ServedEnvironmentConfig.model_validate(
+    config = EnvServerConfig.model_validate(
         {"source": reference, "server": {"port": port}, "environment_processes": {"count": 1}, **settings}
     )
     serving = asyncio.create_task(serve(common, config))
@@ -185,7 +185,7 @@ async def test_a_failing_environment_is_the_servers_and_the_run_is_told_why() ->
         served(DIALOGUE, args={"odd_seeds_hang": True}, environment_processes=limits) as address,
         used(address) as there,
     ):
-        with pytest.raises(EnvironmentFailedError, match=r"environment\.environment_processes\.call_s"):
+        with pytest.raises(EnvironmentFailedError, match=r"envserver\.environment_processes\.call_s"):
             async with there.episode(Task("t", {}), 1):
                 pass
         async with there.episode(Task("t", {}), 2) as episode:

@@ -22,7 +22,7 @@ SERVICES = (
     "weightsync",
     "gateway_svc",
     "agents_svc",
-    "environment_svc",
+    "envserver_svc",
 )
 PACKAGES = ("sluice", *SERVICES, "benchmarks")
 CLIENT_HALVES = {"weightsync.publisher", "weightsync.receiver", "weightsync.staged", "weightsync.vllm_plugin"}
@@ -138,3 +138,10 @@ def test_every_test_module_has_a_name_of_its_own() -> None:
 
 def test_the_interpreter_is_supported() -> None:
     assert (3, 11) <= sys.version_info[:2] < (3, 15)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_no_table_is_called_as_a_setting_of_a_service(service: str) -> None:
+    """`sluice orchestrator --environment X` could otherwise mean either."""
+    config = importlib.import_module(f"{service}.config").CONFIG
+    assert not set(config.model_fields) & set(run_config_class().model_fields) - {"server"}

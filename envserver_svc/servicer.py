@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import grpc
 import structlog
 
-from environment_svc.config import ServedEnvironmentConfig
+from envserver_svc.config import EnvServerConfig
 from sluice.environments.base import Task
 from sluice.environments.episode import OpenEpisode, ReplayDiffersError
 from sluice.environments.processes import EnvironmentProcesses
@@ -63,7 +63,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         config: The settings.
     """
 
-    def __init__(self, processes: EnvironmentProcesses, config: ServedEnvironmentConfig) -> None:
+    def __init__(self, processes: EnvironmentProcesses, config: EnvServerConfig) -> None:
         self._processes, self._config = processes, config
         self._episodes: dict[str, _Served] = {}
         self._opening: dict[str, asyncio.Task[_Served]] = {}
@@ -128,7 +128,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             if len(self._episodes) + len(self._opening) >= self._config.most_episodes:
                 raise SluiceError.resource_exhausted(
                     "TOO_MANY_EPISODES",
-                    f"{self._config.most_episodes} episodes are open (environment.most_episodes): close some, or retry after the delay",
+                    f"{self._config.most_episodes} episodes are open (envserver.most_episodes): close some, or retry after the delay",
                     _RETRY_S,
                 )
             opening = self._opening[name] = asyncio.create_task(self._open(request), name=f"open {name}")

@@ -1,11 +1,11 @@
-"""`sluice environment`: serves an environment of Python to runs on other machines, over EnvironmentService."""
+"""`sluice envserver`: serves an environment of Python to runs on other machines, over EnvironmentService."""
 
 from __future__ import annotations
 
 import asyncio
 
-from environment_svc.config import ServedEnvironmentConfig
-from environment_svc.servicer import EnvironmentServicer
+from envserver_svc.config import EnvServerConfig
+from envserver_svc.servicer import EnvironmentServicer
 from sluice.config import CommonConfig, Service
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import RpcServer
@@ -13,16 +13,16 @@ from sluice.tasks import settle
 from sluice.v1 import environment_pb2_grpc
 
 
-async def serve(common: CommonConfig, config: ServedEnvironmentConfig) -> None:
+async def serve(common: CommonConfig, config: EnvServerConfig) -> None:
     """Serve until a signal.
 
     Raises:
         ConfigError: if the environment cannot be constructed, or the address cannot be bound.
     """
-    server = RpcServer("environment", config.server, common.security, run=common.run)
-    limit = (config.start_s, "environment.start_s")
+    server = RpcServer("envserver", config.server, common.security, run=common.run)
+    limit = (config.start_s, "envserver.start_s")
     async with EnvironmentProcesses(
-        config.source, config.args, config.environment_processes, limit, "environment.environment_processes"
+        config.source, config.args, config.environment_processes, limit, "envserver.environment_processes"
     ) as processes:
         servicer = EnvironmentServicer(processes, config)
         server.add(
@@ -38,4 +38,4 @@ async def serve(common: CommonConfig, config: ServedEnvironmentConfig) -> None:
             await settle(closing)
 
 
-SERVICE = Service("environment", ServedEnvironmentConfig, serve)
+SERVICE = Service("envserver", EnvServerConfig, serve)

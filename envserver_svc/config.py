@@ -12,8 +12,8 @@ from sluice.environments.loading import locate
 from sluice.loading import check_there
 
 
-class ServedEnvironmentConfig(Section):
-    """The table `[environment]`."""
+class EnvServerConfig(Section):
+    """The table `[envserver]`."""
 
     source: str = Field(
         "", description="Environment to serve: an installed id, `module:Attr`, or `path/to/env.py:Attr`."
@@ -38,8 +38,8 @@ class ServedEnvironmentConfig(Section):
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that would make the service fail at start; see `Section.check_start`."""
         if not self.source:
-            raise ConfigError('no environment is named: give environment.source = "path/to/env.py:Class"')
+            raise ConfigError('no environment is named: give envserver.source = "path/to/env.py:Class"')
         check_there(locate(self.source), "environment")
 
 
-CONFIG = ServedEnvironmentConfig
+CONFIG = EnvServerConfig
