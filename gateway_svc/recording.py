@@ -135,8 +135,9 @@ class RecordedSessions:
                 "UNKNOWN_EPISODE",
                 f"the session key does not open {ref.episode_id!r}: send the key of that session, or leave its name out",
             )
-        self._found[place] = (time.monotonic() + found.cacheable.ToNanoseconds() / 1e9, found)
-        while len(self._found) > MOST_SESSIONS:
+        now = time.monotonic()
+        self._found[place] = (now + found.cacheable.ToNanoseconds() / 1e9, found)
+        while len(self._found) > MOST_SESSIONS or next(iter(self._found.values()))[0] < now:
             self._found.popitem(last=False)
         return found
 
