@@ -232,8 +232,6 @@ async def _patiently(method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer]
             return await method(request, timeout=CALL_S)
         except grpc.aio.AioRpcError as failure:
             error, pause_s = SluiceError.from_rpc(failure), backoff.fail()
-            if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_after_s is not None:
-                pause_s = max(pause_s, error.retry_after_s)
-            elif error.code is not grpc.StatusCode.UNAVAILABLE:
+            if error.code not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}:
                 raise error from failure
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(max(pause_s, error.retry_after_s or 0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from sluice.v1 import environment_pb2, environment_pb2_grpc, tokens_pb2
 from sluice.versions import Lineage
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 DIALOGUE = f"{HERE}/dialogue_environment.py:Dialogue"
 
 QUESTIONS = """
@@ -205,3 +207,56 @@ async def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(remote, "DESCRIBE_S", 0.3)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 cannot be used.*check that it runs"):
         await asyncio.to_thread(remote.connect_environment, "127.0.0.1:1")
+
+
+THERE_AND_BACK = """
+const { load, plain, struct } = await import(process.argv[1]);
+const call = load("environment").EnvironmentService.service.ListTasks;
+const data = { n: 1.5, t: "x", b: false, z: null, l: [1, "a", [true], { q: null }], o: { deep: { er: [] } } };
+const sent = call.responseSerialize({ tasks: [{ task_id: "a", data: struct(data) }] });
+process.exit(JSON.stringify(plain(call.responseDeserialize(sent).tasks[0].data)) === JSON.stringify(data) ? 0 : 1);
+"""
+
+
+@contextlib.asynccontextmanager
+async def typescript(port: int) -> AsyncIterator[str]:
+    """Serve the example in TypeScript, which was built."""
+    directory = ROOT / "examples/typescript_environment"
+    process = await asyncio.create_subprocess_exec("node", "env.js", f"127.0.0.1:{port}", cwd=directory)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.ecosystem
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+async def test_an_environment_in_typescript_is_one_as_every_other() -> None:
+    directory = ROOT / "examples/typescript_environment"
+    for words in (("install", "--no-audit", "--no-fund", "--silent"), ("run", "--silent", "build")):
+        building = await asyncio.create_subprocess_exec("npm", *words, cwd=directory)
+        async with asyncio.timeout(300):
+            assert await building.wait() == 0
+    contract = ROOT / "examples/clients/typescript/dist/contract.js"
+    checking = await asyncio.create_subprocess_exec("node", "--input-type=module", "-e", THERE_AND_BACK, str(contract))
+    assert await checking.wait() == 0, "plain data is not what it was"
+    (port,) = free_ports(1)
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:
+        address = await first.enter_async_context(typescript(port))
+        async with used(address) as there:
+            assert (there.name, there.single_turn, there.multi_turn) == ("guess", False, True)
+            train, held_out = await there.tasks("train", 1), await there.tasks("eval", 1)
+            assert len(train) == 7 * len(held_out) == 7 * 168
+            assert not {each.task_id for each in train} & {each.task_id for each in held_out}
+            assert [each.task_id for each in train] != [each.task_id for each in await there.tasks("train", 2)]
+            game = next(each for each in train if each.data["secret"] - each.data["low"] == 8)
+            low, high, secret = (game.data[name] for name in ("low", "high", "secret"))
+            async with there.episode(game, 0) as episode:
+                assert episode.messages == [{"role": "user", "content": f"{low}-{high}"}]
+                higher, lower = await stepped(episode, str(low), str(high))
+                assert (higher.messages[0]["content"], lower.messages[0]["content"]) == ("higher", "lower")
+                await first.aclose()
+                async with typescript(port):
+                    (last,) = await stepped(episode, str(secret))
+            assert (last.done, round(last.reward or 0, 3)) == (True, 0.667)

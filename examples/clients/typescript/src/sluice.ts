@@ -8,17 +8,12 @@
 //
 // What an episode samples is recorded by the gateway, and trained when it was submitted. The contract is read from proto/ at run time.
 import { randomUUID } from "node:crypto";
-import { existsSync, readFileSync } from "node:fs";
-import { dirname, join } from "node:path";
+import { readFileSync } from "node:fs";
 import { setTimeout as sleep } from "node:timers/promises";
-import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
-import { loadSync } from "@grpc/proto-loader";
+import { load, plain, struct, type Message, type Tool, type Wire } from "./contract.js";
 
-export interface ToolCall { id: string; name: string; arguments: string }
-/** A message. Send each reply back as it came: then its exact tokens are kept. */
-export interface Message { role: string; content?: string; tool_calls?: ToolCall[]; tool_call_id?: string; reasoning?: string }
-export interface Tool { name: string; description?: string; parameters?: Record<string, unknown> }
+export type { Message, Tool, ToolCall } from "./contract.js";
 export interface Sampling { max_tokens?: number; temperature?: number; stop?: string[] }
 export interface Reply { generationId: string; message: Message; finishReason: string; tokens: number }
 
@@ -29,21 +24,7 @@ export class SluiceError extends Error {
   }
 }
 
-/** Folder of the contracts: `proto` above this file, or SLUICE_PROTOS. */
-function protos(): string {
-  for (let folder = dirname(fileURLToPath(import.meta.url)); ; folder = dirname(folder)) {
-    const found = process.env.SLUICE_PROTOS ?? join(folder, "proto");
-    if (existsSync(join(found, "sluice/v1/episode.proto"))) return found;
-    if (folder === dirname(folder) || process.env.SLUICE_PROTOS) throw new Error(`${found} has no sluice/v1/episode.proto: set SLUICE_PROTOS to the folder proto of Sluice`);
-  }
-}
-const LOADED = loadSync(["sluice/v1/episode.proto"], {
-  keepCase: true, includeDirs: [protos()], longs: Number, enums: String, defaults: true, oneofs: true,
-});
-// The types of messages that are read at run time are not known to the compiler.
-// eslint-disable-next-line @typescript-eslint/no-explicit-any
-type Wire = any;
-const { sluice } = grpc.loadPackageDefinition(LOADED) as Wire;
+const EpisodeService = load("episode").EpisodeService;
 
 /** Seconds that the gateway waits for an offer before it answers that there is none. */
 const WAIT_S = 30;
@@ -73,7 +54,7 @@ export class Episode {
     [this.openaiBaseUrl, this.anthropicBaseUrl] = [opened.openai_base_url, opened.anthropic_base_url];
     this.sessionKey = opened.session_key;
     this.taskId = leased.task.task_id;
-    this.data = plain({ struct_value: leased.task.data ?? { fields: {} } }) as Record<string, unknown>;
+    this.data = plain(leased.task.data);
     this.opening = leased.opening?.messages ?? [];
   }
 
@@ -118,7 +99,7 @@ export class Agent {
   constructor(target: string, private readonly runName: string, options: { token?: string; tokenFile?: string | undefined } = {}) {
     const token = options.token ?? (options.tokenFile && readFileSync(options.tokenFile, "utf8").trim());
     if (token) this.metadata.set("authorization", `Bearer ${token}`);
-    this.client = new sluice.v1.EpisodeService(target, grpc.credentials.createInsecure());
+    this.client = new EpisodeService(target, grpc.credentials.createInsecure());
   }
 
   close(): void {
@@ -251,23 +232,4 @@ function fields(bytes: Buffer): [number, number | Buffer][] {
     } else break;
   }
   return found;
-}
-
-/** google.protobuf.Value and Struct to plain values and back; proto-loader has no conversion of its own. */
-function plain(value: Wire): unknown {
-  if (value.struct_value) return Object.fromEntries(Object.entries(value.struct_value.fields).map(([key, each]) => [key, plain(each)]));
-  if (value.list_value) return value.list_value.values.map(plain);
-  return value[value.kind] ?? null;
-}
-
-function struct(object: Record<string, unknown>): Wire {
-  return { fields: Object.fromEntries(Object.entries(object).map(([key, each]) => [key, boxed(each)])) };
-}
-
-function boxed(value: unknown): Wire {
-  if (Array.isArray(value)) return { list_value: { values: value.map(boxed) } };
-  if (value && typeof value === "object") return { struct_value: struct(value as Record<string, unknown>) };
-  if (typeof value === "number") return { number_value: value };
-  if (typeof value === "boolean") return { bool_value: value };
-  return value === null || value === undefined ? { null_value: "NULL_VALUE" } : { string_value: String(value) };
 }
