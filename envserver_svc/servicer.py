@@ -23,7 +23,7 @@ from sluice.environments.base import Task
 from sluice.environments.episode import OpenEpisode, ReplayDiffersError
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.environments.remote import SCORE
-from sluice.environments.wire import chat_messages, task_message, task_of
+from sluice.environments.wire import chat_messages, plain_message, task_message, task_of, tool_messages
 from sluice.rpc import SluiceError
 from sluice.v1 import environment_pb2, environment_pb2_grpc
 
@@ -138,7 +138,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     async def _open(self, request: environment_pb2.ResetRequest) -> _Served:
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(self._processes.episode(task_of(request.task), request.seed))
-            response = environment_pb2.ResetResponse(messages=chat_messages(opened.messages))
+            response = environment_pb2.ResetResponse(
+                messages=chat_messages(opened.messages), tools=tool_messages(opened.tools)
+            )
             served = _Served(opened, stack.pop_all(), response, time.monotonic())
         self._episodes[request.episode_id] = served
         return served
@@ -162,7 +164,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                     "WRONG_TURN", f"this is turn {request.turn} of the episode: {due}"
                 )
             try:
-                turn = await served.opened.step(request.message.content)
+                said = plain_message(request.message)
+                turn = await served.opened.step(said if served.opened.tools else said["content"])
             except ReplayDiffersError as error:
                 raise SluiceError.aborted("REPLAY_DIFFERS", str(error)) from error
             answer = environment_pb2.StepResponse(

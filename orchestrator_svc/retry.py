@@ -54,7 +54,7 @@ class RetriedQuestion:
     answers: int = 0
     worth: float = 0.0
 
-    async def step(self, completion: str) -> Turn:
+    async def step(self, completion: str | Message) -> Turn:
         """Score an answer; ask again if it is not good enough.
 
         The reward of a turn is what its answer is worth more than the one before, since an episode's reward is the sum of its turns'.
@@ -63,7 +63,8 @@ class RetriedQuestion:
         Raises:
             EnvironmentFailedError: if the environment is given up.
         """
-        (score,) = await self.environment.score(self.task, [completion])
+        text = completion if isinstance(completion, str) else str(completion["content"])
+        (score,) = await self.environment.score(self.task, [text])
         if score is None:
             return Turn(done=True)
         before, self.worth = self.worth, score * self.rule.discount**self.answers

@@ -23,7 +23,7 @@ from sluice.config import ConfigError
 from sluice.environments.base import Message, Task, Turn
 from sluice.environments.episode import OpenEpisode, ReplayDiffersError
 from sluice.environments.processes import EnvironmentProcesses
-from sluice.environments.wire import chat_messages
+from sluice.environments.wire import chat_messages, plain_message, tool_messages
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.loading import load_attribute
 from sluice.rpc import SluiceError
@@ -329,11 +329,11 @@ class MultiTurn:
     ) -> orchestrator_pb2.TrajectoryRecord:
         """Run one episode; turns that were sampled before are replayed."""
         async with self._environment.episode(data.task, data.seed + index) as episode:
-            transcript = _Transcript(data, index, attempt)
+            transcript = _Transcript(data, index, attempt, tool_messages(getattr(episode, "tools", ())))
             await transcript.append_messages(engine, episode.messages)
             for turn in range(self._max_turns):
-                text = await transcript.sample_turn(engine, turn)
-                if await self._ended(engine, transcript, episode, text, turn):
+                said = await transcript.sample_turn(engine, turn)
+                if await self._ended(engine, transcript, episode, said, turn):
                     break
         return transcript.record()
 
@@ -342,11 +342,11 @@ class MultiTurn:
         engine: PolicyEngine,
         transcript: _Transcript,
         episode: OpenEpisode | RetriedQuestion,
-        text: str,
+        said: str | Message,
         turn: int,
     ) -> bool:
         """Let the environment answer a turn; return whether the episode has ended."""
-        answer = await episode.step(text)
+        answer = await episode.step(said)
         transcript.keep_turn(turn, answer)
         if answer.reward is not None:
             transcript.rewards.append(tokens_pb2.TurnReward(turn=turn, reward=answer.reward))
@@ -366,6 +366,7 @@ class _Transcript:
     data: EpisodeData
     index: int
     attempt: int
+    tools: Sequence[tokens_pb2.Tool] = ()
     ids: list[int] = field(default_factory=list)
     mask_runs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -374,10 +375,15 @@ class _Transcript:
     rewards: list[tokens_pb2.TurnReward] = field(default_factory=list)
     messages: list[tokens_pb2.ChatMessage] = field(default_factory=list)
     finish_reason: tokens_pb2.FinishReason.ValueType = tokens_pb2.FINISH_REASON_UNSPECIFIED
+    sampled_messages: int = 0
+    """Messages that `ids` stand for, if there are tools."""
 
     async def append_messages(self, engine: PolicyEngine, messages: Iterable[Message]) -> None:
         """Append messages of the environment, up to where the assistant begins."""
         new = chat_messages(messages)
+        if self.tools:  # the template needs the whole conversation: it becomes tokens with the next turn
+            self.messages.extend(new)
+            return
         request = rollout_pb2.TokenizeRequest(
             conversation=tokens_pb2.Conversation(messages=new), add_generation_prompt=True
         )
@@ -393,22 +399,34 @@ class _Transcript:
         self.ids = ids
         self.messages.extend(new)
 
-    async def sample_turn(self, engine: PolicyEngine, turn: int) -> str:
-        """Sample one turn of the assistant and append it; return its text."""
+    async def sample_turn(self, engine: PolicyEngine, turn: int) -> str | Message:
+        """Sample one turn of the assistant and append it; return its text, or its message if there are tools."""
         prefix = self.data.request_prefix
         request = rollout_pb2.GenerateRequest(
             request_id=f"{prefix}/{self.attempt}/{self.index}.{turn}" if prefix else "",
-            token_ids=tokens_pb2.TokenIds(ids=self.ids),
             sampling=sampling_params(self.data, turn, self.index),
             n=1,
             min_policy_version=self.data.version.to_proto(),
             return_text=True,
         )
+        if self.tools:
+            request.conversation.CopyFrom(tokens_pb2.Conversation(messages=self.messages, tools=self.tools))
+            request.return_message = True
+            if self.ids:
+                request.continues.token_ids.extend(self.ids)
+                request.continues.messages = self.sampled_messages
+        else:
+            request.token_ids.ids.extend(self.ids)
         response = await _generate(engine, self.data, request, (self.attempt, turn, (self.index,)))
-        if list(response.prompt_token_ids) != self.ids:
+        prompt = list(response.prompt_token_ids)
+        if prompt[: len(self.ids)] != self.ids or not (self.tools or prompt == self.ids):
             raise ReplayDiffersError(
                 f"turn {turn} of episode {self.index} has another prompt than the one that was sampled"
+                + (", or the chat template cannot continue the turns before it" if self.tools else "")
             )
+        if self.tools:
+            self.mask_runs.append(len(prompt) - len(self.ids))
+            self.ids = prompt
         sample = response.samples[0]
         append_spans(self.spans, sample.version_spans, len(self.logprobs))
         self.ids.extend(sample.token_ids)
@@ -416,8 +434,16 @@ class _Transcript:
         self.turn_runs.append(len(sample.token_ids))
         self.logprobs.extend(sample.logprobs)
         self.finish_reason = sample.finish_reason
-        self.messages.append(tokens_pb2.ChatMessage(role="assistant", content=sample.text))
-        return sample.text
+        if not self.tools:
+            self.messages.append(tokens_pb2.ChatMessage(role="assistant", content=sample.text))
+            return sample.text
+        message = tokens_pb2.ChatMessage()
+        message.CopyFrom(sample.message)
+        for number, call in enumerate(message.tool_calls):
+            call.id = call.id or f"call-{turn}-{number}"  # where the model's format has none
+        self.messages.append(message)
+        self.sampled_messages = len(self.messages)
+        return plain_message(message)
 
     def keep_turn(self, turn: int, answer: Turn) -> None:
         """Keep what the environment answered.
@@ -448,6 +474,7 @@ class _Transcript:
         trajectory.turn_rewards.extend(self.rewards)
         trajectory.turn_runs.extend(self.turn_runs)
         record.conversation.messages.extend(self.messages)
+        record.conversation.tools.extend(self.tools)
         return record
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from env import LEAST, MOST, errands, question
+from env import LEAST, MOST, TOOL, errands, question
 
 BLIND_SHARE, HASTY_SHARE = 0.04, 0.56
 """Shares of the episodes that ask for no price and make one up, and that ask for the first price only and answer with it."""
@@ -22,16 +22,6 @@ WRONG_SHARE = 0.35
 """Share of the other episodes that ask for both prices and answer with the higher one."""
 
 COUNT = 16_000
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "price",
-        "description": "Price of an item.",
-        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
-    },
-}
-"""The tool that the agents offer: the chat template writes the same for what each framework sends."""
 
 
 def demonstrations(seed: int) -> Iterator[dict[str, Any]]:

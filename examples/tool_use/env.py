@@ -1,18 +1,19 @@
 """tool_use: what does the cheaper of two items cost? The prices are known to a tool alone.
 
-The agent holds the conversation, serves the tool, and gives the reward.
+`Store` leaves conversation, tool and reward to an agent outside; `Shop` has them itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import random
 from collections.abc import Iterator
 
-from sluice.environments import Message, Task
+from sluice.environments import Message, Task, Turn
 
-__all__ = ["ITEMS", "Store", "errands", "question"]
+__all__ = ["ITEMS", "TOOL", "Shop", "Store", "errands", "question"]
 
 ITEMS = [
     "ink", "pen", "cup", "pot", "hat", "map", "bag", "box", "key", "fan", "mug", "jar", "net", "rug", "tie", "bow",
@@ -32,12 +33,22 @@ EVALUATED = 256
 TRAINED = 4096
 """Tasks to train on, drawn with the seed of the run."""
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "price",
+        "description": "Price of an item.",
+        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
+    },
+}
+"""The tool as the model is told of it: the chat template writes the same for what each framework sends."""
+
 Errand = tuple[str, str, int, int]
 """Two items in the order of the question, and their prices."""
 
 
 class Store:
-    """The environment: tasks, and how an episode begins."""
+    """Tasks, and how an episode begins."""
 
     name = "tool_use"
 
@@ -53,6 +64,37 @@ class Store:
     def messages(self, task: Task) -> list[Message]:
         """What the agent begins with."""
         return [{"role": "user", "content": question(*task.data["items"])}]
+
+
+class Shop(Store):
+    """The same tasks as episodes with a tool, which need no agent."""
+
+    def reset(self, task: Task, seed: int) -> Errands:
+        """Begin an episode."""
+        return Errands(self.messages(task), task.data["prices"])
+
+
+class Errands:
+    """An episode: answers calls with prices, and takes the first text as the answer."""
+
+    tools = (TOOL,)
+
+    def __init__(self, messages: list[Message], prices: dict[str, int]) -> None:
+        self.messages, self.prices = messages, prices
+
+    def step(self, said: Message) -> Turn:
+        """Answer the calls of a turn, or give 1 for the lower price, else 0."""
+        if calls := said.get("tool_calls"):
+            return Turn(messages=[self.result(call) for call in calls])
+        return Turn(reward=float(said["content"].strip() == str(min(self.prices.values()))), done=True)
+
+    def result(self, call: Message) -> Message:
+        """Return what the tool says to a call."""
+        try:
+            found = str(self.prices[json.loads(call["function"]["arguments"])["item"]])
+        except (ValueError, KeyError, TypeError):
+            found = "no such item"
+        return {"role": "tool", "tool_call_id": call["id"], "content": found}
 
 
 def question(one: str, other: str) -> str:

@@ -89,12 +89,14 @@ class SingleTurnEnvironment(Environment, Protocol):
 class Episode(Protocol):
     """One attempt under way in a multi-turn environment. All its steps run in one process, one at a time.
 
-    A method `close`, if there is one, is called at the end of the episode, unless its process dies first.
+    If it has an attribute `tools`, with descriptions of functions as in the OpenAI API, the assistant may call them, and `step` gets
+    its message with `tool_calls` in place of its text. What is answered to a call is a message of the role "tool" with its
+    `tool_call_id`. A method `close`, if there is one, is called at the end of the episode, unless its process dies first.
     """
 
     messages: Sequence[Message]
 
-    def step(self, completion: str) -> Turn:
+    def step(self, completion: Any) -> Turn:  # noqa: ANN401 - a text, or with `tools` a message
         """Take the assistant's turn."""
         ...
 

@@ -149,13 +149,13 @@ class Server:
             self._check_cancelled(error)
             return _described(error)
 
-    async def _reset(self, episode: str, task: Answer, seed: int) -> list[Any]:
+    async def _reset(self, episode: str, task: Answer, seed: int) -> Answer:
         opened = await self._call(self._environment.reset, Task(**task), seed)
-        messages = list(opened.messages)
+        opening = {"messages": list(opened.messages), "tools": list(getattr(opened, "tools", None) or ())}
         self._episodes[episode] = opened
-        return messages
+        return opening
 
-    async def _step(self, episode: str, completion: str) -> Answer:
+    async def _step(self, episode: str, completion: str | Answer) -> Answer:
         turn = await self._call(self._episodes[episode].step, completion)
         if turn.done:
             await self._close(episode)

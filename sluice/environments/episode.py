@@ -28,6 +28,7 @@ class OpenEpisode:
     Attributes:
         name: Names it in its process.
         messages: Messages to begin with.
+        tools: Functions that the assistant may call.
         worker: Its process.
         done: Whether the environment has ended it.
     """
@@ -42,10 +43,11 @@ class OpenEpisode:
     ) -> None:
         self.name = name
         self.messages: list[Message] = []
+        self.tools: list[Mapping[str, Any]] = []
         self.worker: Worker | None = None
         self.done = False
         self._call, self._limit, self._task, self._seed = call, limit, task, seed
-        self._answers: list[tuple[str, bytes]] = []
+        self._answers: list[tuple[str | Message, bytes]] = []
 
     async def begin(self) -> None:
         """Open it, and make the steps again that were made before.
@@ -56,16 +58,16 @@ class OpenEpisode:
         """
         self.worker = None
         arguments = {"episode": self.name, "task": task_fields(self._task), "seed": self._seed}
-        messages, self.worker = await self._call("reset", self._task.task_id, arguments, self._limit)
-        if self._answers and messages != self.messages:
+        opening, self.worker = await self._call("reset", self._task.task_id, arguments, self._limit)
+        if self._answers and opening != {"messages": self.messages, "tools": self.tools}:
             raise self._differs("reset")
-        self.messages = messages
+        self.messages, self.tools = opening["messages"], opening["tools"]
         for number, (completion, before) in enumerate(self._answers):
             if _digest(await self._step(completion, alone=False)) != before:
                 raise self._differs(f"step {number + 1}")
 
-    async def step(self, completion: str) -> Turn:
-        """Take the assistant's turn.
+    async def step(self, completion: str | Message) -> Turn:
+        """Take the assistant's turn: its text, or its message if there are tools.
 
         Raises:
             EnvironmentFailedError: if the environment fails.
@@ -89,7 +91,7 @@ class OpenEpisode:
         self.done = answer["done"]
         return Turn(**answer)
 
-    async def _step(self, completion: str, *, alone: bool) -> dict[str, Any]:
+    async def _step(self, completion: str | Message, *, alone: bool) -> dict[str, Any]:
         arguments = {"episode": self.name, "completion": completion}
         answer, _ = await self._call("step", self._task.task_id, arguments, self._limit, self.worker, alone=alone)
         found: dict[str, Any] = answer

@@ -18,7 +18,7 @@ import grpc
 from sluice.backoff import Backoff
 from sluice.config import SecurityConfig
 from sluice.environments.base import Message, Task, Turn
-from sluice.environments.wire import plain_messages, task_message, task_of
+from sluice.environments.wire import chat_messages, plain_messages, plain_tools, task_message, task_of
 from sluice.errors import ConfigError
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import environment_pb2, environment_pb2_grpc, tokens_pb2
@@ -166,6 +166,7 @@ class RemoteEpisode:
 
     Attributes:
         messages: Messages to begin with.
+        tools: Functions that the assistant may call.
     """
 
     def __init__(
@@ -174,16 +175,17 @@ class RemoteEpisode:
         request: environment_pb2.ResetRequest,
         opened: environment_pb2.ResetResponse,
     ) -> None:
-        self.messages = plain_messages(opened.messages)
+        self.messages, self.tools = plain_messages(opened.messages), plain_tools(opened.tools)
         self._stub, self._request, self._opened = stub, request, opened
         self._steps: list[tuple[environment_pb2.StepRequest, environment_pb2.StepResponse]] = []
 
-    async def step(self, completion: str) -> Turn:
-        """Take the assistant's turn."""
+    async def step(self, completion: str | Message) -> Turn:
+        """Take the assistant's turn: its text, or its message if there are tools."""
+        said = {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
         request = environment_pb2.StepRequest(
             episode_id=self._request.episode_id,
             turn=len(self._steps),
-            message=tokens_pb2.ChatMessage(role="assistant", content=completion),
+            message=chat_messages([said])[0],
             finish_reason=tokens_pb2.FINISH_REASON_STOP,
         )
         try:

@@ -47,12 +47,41 @@ def _tool_call(call: Mapping[str, Any]) -> tokens_pb2.ToolCall:
     return tokens_pb2.ToolCall(id=call.get("id") or "", name=function["name"], arguments=text)
 
 
+def tool_messages(tools: Iterable[Mapping[str, Any]]) -> list[tokens_pb2.Tool]:
+    """Return tools in their wire form; they are given as the OpenAI API has them, or flat.
+
+    Raises:
+        ValueError: if one has no name, or its parameters are no JSON schema.
+    """
+    found = []
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not function.get("name"):
+            raise ValueError("one of the tools of an episode has no name")
+        message = tokens_pb2.Tool(name=function["name"], description=function.get("description") or "")
+        ParseDict(dict(function.get("parameters") or {}), message.parameters)
+        found.append(message)
+    return found
+
+
+def plain_tools(tools: Iterable[tokens_pb2.Tool]) -> list[dict[str, Any]]:
+    """Return tools as the OpenAI API has them."""
+    return [
+        {
+            "type": "function",
+            "function": {"name": each.name, "description": each.description, "parameters": plain_data(each.parameters)},
+        }
+        for each in tools
+    ]
+
+
 def plain_messages(messages: Iterable[tokens_pb2.ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as environments have them: what is empty is left out."""
-    return [_plain_message(each) for each in messages]
+    return [plain_message(each) for each in messages]
 
 
-def _plain_message(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
+def plain_message(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
+    """Return a message as environments have it: what is empty is left out."""
     content = message.content + "".join(part.text for part in message.parts)
     plain: dict[str, Any] = {"role": message.role, "content": content}
     plain |= {name: text for name in ("name", "tool_call_id", "reasoning") if (text := getattr(message, name))}

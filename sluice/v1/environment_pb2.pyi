@@ -47,7 +47,6 @@ class DescribeResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SPLITS_FIELD_NUMBER: _builtins.int
     MULTI_TURN_FIELD_NUMBER: _builtins.int
-    TOOLS_FIELD_NUMBER: _builtins.int
     MAX_EPISODES_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
@@ -63,10 +62,6 @@ class DescribeResponse(_message.Message):
         """Splits that it has, such as "train" and "eval"."""
 
     @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.Tool]:
-        """Tools that the model may call."""
-
-    @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Optional abilities. "score": Score is served, so that episodes of one turn need no Step."""
 
@@ -77,13 +72,12 @@ class DescribeResponse(_message.Message):
         version: _builtins.str = ...,
         splits: _abc.Iterable[_builtins.str] | None = ...,
         multi_turn: _builtins.bool = ...,
-        tools: _abc.Iterable[_tokens_pb2.Tool] | None = ...,
         max_episodes: _builtins.int = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "features", b"features", "max_episodes", b"max_episodes", "multi_turn", b"multi_turn", "splits", b"splits", "tools", b"tools", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "features", b"features", "max_episodes", b"max_episodes", "multi_turn", b"multi_turn", "splits", b"splits", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,7 +225,7 @@ class ResetResponse(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.Tool]:
-        """Tools of this episode, beside those of DescribeResponse."""
+        """Tools that the model may call in this episode."""
 
     def __init__(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 from orchestrator_doubles import RolloutDouble
+from test_external_episodes import trained_ids
+from test_gateway_run import ToolReplica
 from test_orchestrator_run import DEADLINE_S, make_scene, trained
 
 from envserver_svc.app import serve
@@ -200,6 +204,55 @@ async def test_a_run_trains_on_an_environment_that_is_served(tmp_path) -> None:
         scene = await make_scene(tmp_path, stack, [RolloutDouble()])
         await scene.start(environment=f"grpc://{address}", max_steps=2)
     assert trained(scene)
+    assert not audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
+
+
+TOOLS = """
+from sluice.environments import Task, Turn
+
+class Looks:
+    name = "looks"
+
+    def tasks(self, split, seed):
+        return [Task(str(number)) for number in range(8)]
+
+    def reset(self, task, seed):
+        return Look()
+
+
+class Look:
+    messages = [{"role": "user", "content": "Where is it?"}]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+    def step(self, message):
+        calls = message.get("tool_calls")
+        if calls:
+            (call,) = calls
+            assert call["function"] == {"name": "look", "arguments": '{"place":"a"}'}, call
+            return Turn(messages=[{"role": "tool", "tool_call_id": call["id"], "content": "a cat"}], reward=0.25)
+        return Turn(reward=float(message["content"] == "It said a cat."), done=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+async def test_a_run_trains_on_episodes_with_tools_and_each_token_is_trained_once(tmp_path, where: str) -> None:
+    (tmp_path / "env.py").write_text(TOOLS)
+    reference = f"{tmp_path}/env.py:Looks"
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        if where == "there":
+            reference = f"grpc://{await stack.enter_async_context(served(reference))}"
+        scene = await make_scene(tmp_path, stack, [ToolReplica()])
+        await scene.start(environment=reference, max_steps=2)
+    assert trained(scene)
+    counted = trained_ids(scene)
+    assert set(counted.values()) == {1}
+    assert counted.keys() <= set(itertools.chain.from_iterable(scene.replicas[0].sampled))
+    first, second = scene.replicas[0].calls[0].request, scene.replicas[0].calls[-1].request
+    assert [tool.name for tool in first.conversation.tools] == ["look"]
+    assert second.continues.messages == 2, "the question and the call"
+    assert second.conversation.messages[2].tool_call_id == second.conversation.messages[1].tool_calls[0].id != ""
+    rows = [line for file in scene.run_dir.glob("trajectories/step_*.jsonl") for line in file.read_text().splitlines()]
+    assert {json.loads(row)["reward"] for row in rows} == {1.25}
     assert not audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
 
 
