@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import structlog
 
 from agents_svc.config import AgentsConfig
-from agents_svc.player import Player, load_agent
+from agents_svc.player import Method, Player, hosted_agent, load_agent
 from sluice.agent import AgentClient
 from sluice.config import CommonConfig, FailedForGoodError, Service, UnfinishedError
+from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import RpcServer
 from sluice.tasks import settle
 
@@ -25,12 +27,20 @@ async def serve(common: CommonConfig, config: AgentsConfig) -> None:
         SluiceError: if the gateway lends no episodes, or is away for too long.
         UnfinishedError: if a signal came before the run had ended.
     """
-    player = Player(
-        load_agent(config.agent, config.args),
-        at_a_time=config.at_a_time,
-        episode_s=config.episode_s,
-        most_failures=config.most_failures,
-    )
+    async with contextlib.AsyncExitStack() as stack:
+        if config.environment_processes is None:
+            agent = load_agent(config.agent, config.args)
+        else:
+            limit = (config.start_s, "agents.start_s")
+            processes = EnvironmentProcesses(
+                config.agent, config.args, config.environment_processes, limit, "agents.environment_processes"
+            )
+            agent = hosted_agent(await stack.enter_async_context(processes), config.agent, config.episode_s)
+        await _play(common, config, agent)
+
+
+async def _play(common: CommonConfig, config: AgentsConfig, agent: tuple[Method, bool]) -> None:
+    player = Player(agent, at_a_time=config.at_a_time, episode_s=config.episode_s, most_failures=config.most_failures)
     server = RpcServer("agents", config.server, common.security, run=common.run)
     stop, drain_s = asyncio.Event(), config.server.drain_s
     async with AgentClient(common.peers.gateway, common.run, common.security, patience_s=config.gateway_s) as client:

@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import Field
 
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.loading import locate
 from sluice.loading import check_there
 
 
@@ -18,6 +20,13 @@ class AgentsConfig(Section):
         description="Class that plays the episodes of the run, as `path/to/agent.py:Class` or `module:Class`. It has `run(self, data, base_url, api_key)` or `arun_episode(self, engine, task)`. `sluice rl` then starts this service and a gateway, and environments with the workflow `auto` get the workflow `external`. Empty: agents outside play.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
+    environment_processes: EnvironmentProcessesConfig | None = Field(
+        None,
+        description="Runs the class in processes of its own, which are killed when they hang, die or need too much memory, and may have another interpreter (`python`). It then needs `run`. Unset: in the service itself.",
+    )
+    start_s: float = Field(
+        120.0, gt=0, description="Seconds to construct the class in a process of `environment_processes`."
+    )
     workers: int = Field(
         1,
         ge=1,
@@ -43,7 +52,7 @@ class AgentsConfig(Section):
         """Refuse settings that would make the agents fail at start; see `Section.check_start`."""
         if not self.agent:
             raise ConfigError('no agent is set: give agents.agent = "path/to/agent.py:Class"')
-        check_there(self.agent, "agent")
+        check_there(locate(self.agent) if self.environment_processes is not None else self.agent, "agent")
 
 
 CONFIG = AgentsConfig

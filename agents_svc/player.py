@@ -13,6 +13,7 @@ from prometheus_client import Counter
 
 from sluice.agent import Episode
 from sluice.config import ConfigError
+from sluice.environments.processes import EnvironmentProcesses
 from sluice.loading import construct
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 
@@ -73,6 +74,31 @@ def load_agent(location: str, arguments: Mapping[str, Any]) -> tuple[Method, boo
         f"agent {location} has neither `run(self, data, base_url, api_key)` nor `async def arun_episode(self, engine, task)`:"
         " give it one of them"
     )
+
+
+def hosted_agent(processes: EnvironmentProcesses, location: str, episode_s: float) -> tuple[Method, bool]:
+    """Return what plays an episode with a class in processes of its own, as `load_agent` does.
+
+    Raises:
+        ConfigError: if the class has no `run`.
+    """
+    if not processes.plays:
+        raise ConfigError(
+            f"agent {location} has no `run(self, data, base_url, api_key)`, which agents.environment_processes needs"
+        )
+
+    async def play(episode: Episode) -> Outcome:
+        opened = episode.opened
+        outcome: Any = await processes.run(
+            episode.task.task_id,
+            episode.data,
+            opened.openai_base_url,
+            opened.session_key,
+            (episode_s, "agents.episode_s"),
+        )
+        return outcome  # type: ignore[no-any-return]  # `Player` checks it
+
+    return play, False
 
 
 class Player:

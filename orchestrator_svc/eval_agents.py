@@ -69,7 +69,7 @@ async def served_agents(
         stack.push_async_callback(server.stop, 0.0)
         gateway, addresses = await _gateway(config, server.target, children, stack)
         duties = [desk.run(), _must_live(gateway)]
-        if config.agent:
+        if config.agent_command:
             duties += [_kept_running(config, number, addresses, desk, children) for number in range(config.agents)]
         else:
             sys.stderr.write(
@@ -92,7 +92,7 @@ async def _gateway(
     Raises:
         ConfigError: if it does not start.
     """
-    port, http_port = free_ports(2) if config.agent else _GATEWAY_PORTS
+    port, http_port = free_ports(2) if config.agent_command else _GATEWAY_PORTS
     settings = {
         "run": config.run,
         "output_dir": str(children.directory),
@@ -147,7 +147,7 @@ async def _kept_running(
     fruitless = 0
     while True:
         before = desk.journal.ledger.last_seq
-        argv = ["sh", "-c", config.agent]
+        argv = ["sh", "-c", config.agent_command]
         async with children.started(name, argv, {**os.environ, **addresses}) as agent:
             try:
                 code = await agent.ended()

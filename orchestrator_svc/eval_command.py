@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -23,7 +24,7 @@ from orchestrator_svc.config import EXTERNAL, AttemptsConfig, ExternalConfig, Or
 from sluice.config import RUN_PATTERN, Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName
 from sluice.environments.config import EnvironmentProcessesConfig
-from sluice.environments.loading import locate
+from sluice.environments.loading import PLAYING, locate
 from sluice.loading import check_there
 from sluice.models import check_files, check_model
 from sluice.sampling.config import ReplicasConfig
@@ -120,14 +121,30 @@ class EvalConfig(AttemptsConfig):
             raise ValueError("nothing to do: set samples above 0, or greedy")
         if self.baseline and not self.model:
             raise ValueError("baseline is compared with model: give model, not address")
-        if self.agent and self.workflow not in {"auto", EXTERNAL}:
+        if self.agent_command and self.workflow not in {"auto", EXTERNAL}:
             raise ValueError(f"agent plays the episodes, so workflow cannot be {self.workflow}: leave it out")
         return self
 
     @property
     def external_agents(self) -> bool:
         """Whether external agents run the episodes."""
-        return bool(self.agent) or self.workflow == EXTERNAL
+        return bool(self.agent_command) or self.workflow == EXTERNAL
+
+    @property
+    def agent_command(self) -> str:
+        """`agent`, or for an environment that plays its episodes itself what starts it."""
+        if self.agent or self.environment not in PLAYING:
+            return self.agent
+        given = {
+            "agent": self.environment,
+            "args": json.dumps(self.environment_args),
+            "environment_processes": self.environment_processes.model_dump_json(),
+            "start_s": str(self.start_s),
+            "server.port": "0",
+        }
+        words = [sys.executable, "-m", "sluice.cli.main", "agents"]
+        words += [word for name, value in given.items() for word in (f"--agents.{name}", value)]
+        return f'{shlex.join(words)} --peers.gateway "$SLUICE_GATEWAY" --run "$SLUICE_RUN"'
 
 
 def run(argv: list[str]) -> int:

@@ -47,6 +47,7 @@ BUILT_IN = {
     "quickstart": "train a small model by RL from nothing, in minutes",
     "init-model": "make a small model from scratch with a tokenizer and a chat template",
     "fetch-model": "download a small pretrained model and check its digests",
+    "env": "list environments, show what one needs, play one of its episodes",
     "report": "summarise a finished run",
     "set": "change settings of a run while it lives",
     "token": "make a token for a principal, or list the principals of a file",

@@ -11,7 +11,7 @@ A service may come from another package, with settings of its own. A setting tha
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from sluice.config.allocation import Allocation, Dimensions, Side
 from sluice.config.schema import CommonConfig, Section
 from sluice.engines import ENGINES
+from sluice.environments.loading import PLAYING
 from sluice.errors import ConfigError
 
 _Run = TypeVar("_Run", bound=CommonConfig)
@@ -235,10 +236,11 @@ def played(run: _Run) -> tuple[_Run, tuple[str, ...]]:
     Raises:
         ConfigError: if each environment has another workflow.
     """
+    run, notes = _playing(run)
     agents, orchestrator = _section(run, "agents"), _section(run, "orchestrator")
     agent: str = getattr(agents, "agent", "")
     if orchestrator is None or not agent or any(each.workflow == EXTERNAL for each in getattr(orchestrator, "mix", ())):
-        return run, ()
+        return run, notes
     data = orchestrator.model_dump(exclude_unset=True)
     free = [each for each in data.get("environments") or [data] if each.get("workflow", "auto") == "auto"]
     if not free:
@@ -248,7 +250,37 @@ def played(run: _Run) -> tuple[_Run, tuple[str, ...]]:
     for each in free:
         each["workflow"] = EXTERNAL
     note = f"orchestrator.workflow = {EXTERNAL} (auto: {agent} plays the episodes)"
-    return run.model_copy(update={"orchestrator": type(orchestrator).model_validate(data)}), (note,)
+    return run.model_copy(update={"orchestrator": type(orchestrator).model_validate(data)}), (*notes, note)
+
+
+def _playing(run: _Run) -> tuple[_Run, tuple[str, ...]]:
+    """Let an environment that plays its episodes itself be the agent of the run, unless there is another one.
+
+    Raises:
+        ConfigError: if there are several of them.
+    """
+    agents, orchestrator = _section(run, "agents"), _section(run, "orchestrator")
+    agent: str = getattr(agents, "agent", "")
+    if orchestrator is None or agents is None or agent:
+        return run, ()
+    mix: Sequence[Any] = getattr(orchestrator, "mix", ())
+    playing = [each for each in mix if each.environment in PLAYING]
+    if not playing:
+        return run, ()
+    if len(playing) > 1:
+        raise ConfigError(
+            f"{len(playing)} environments of the run play their episodes themselves, and one can: leave the others to agents of"
+            " your own (docs/external-episodes.md)"
+        )
+    (one,) = playing
+    data = agents.model_dump(exclude_unset=True)
+    data |= {
+        "agent": one.environment,
+        "args": one.args,
+        "environment_processes": one.environment_processes.model_dump(),
+    }
+    note = f"agents.agent = {one.environment} (it plays its episodes itself)"
+    return run.model_copy(update={"agents": type(agents).model_validate(data)}), (note,)
 
 
 def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:

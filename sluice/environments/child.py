@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sluice.environments import loading
@@ -99,7 +100,7 @@ class Server:
                 raise error
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - those of any method
-        if self._on_loop and not inspect.iscoroutinefunction(method):
+        if self._on_loop and not _is_coroutine(method):
             from asyncio import CancelledError, get_running_loop, wait  # noqa: PLC0415 - imported already where a loop runs
 
             # The time limit does not reach into a thread: the orchestrator kills the process a moment later.
@@ -166,6 +167,10 @@ class Server:
             "truncated": bool(turn.truncated),
             "metrics": {name: float(value) for name, value in turn.metrics.items()},
         }
+
+    async def _run(self, data: Answer, base_url: str, api_key: str) -> Any:  # noqa: ANN401 - checked by who asked
+        """Let the environment play an episode itself; its return value is the outcome of an agent."""
+        return await self._call(partial(self._environment.run, data=data, base_url=base_url, api_key=api_key))
 
     async def _close(self, episode: str) -> None:
         opened = self._episodes.pop(episode, None)
@@ -275,7 +280,8 @@ def _serve_on_a_loop(connection: Connection, environment: Any) -> None:  # noqa:
 
 def _start(connection: Connection, settings: Answer) -> Any:  # noqa: ANN401 - a user's class
     """Construct the environment and describe it; say why if that fails."""
-    sys.path[:] = settings["path"]
+    own = sys.path[:] if settings["python"] else []
+    sys.path[:] = [*own, *settings["path"]]
     try:
         environment = loading.load_environment(settings["environment"], settings["arguments"])
     except ConfigError as error:
@@ -304,15 +310,18 @@ def main() -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a crash is the clue
     settings = connection.receive()[0]
     environment = _start(connection, settings)
-    methods = (getattr(environment, name, None) for name in ("tasks", "messages", "score", "score_batch", "reset"))
-    coroutines = any(inspect.iscoroutinefunction(method) for method in methods)
+    methods = (
+        getattr(environment, name, None) for name in ("tasks", "messages", "score", "score_batch", "reset", "run")
+    )
+    coroutines = any(map(_is_coroutine, methods))
     connection.send(
         {
-            "name": str(environment.name),
+            "name": str(getattr(environment, "name", settings["environment"])),
             "single_turn": isinstance(environment, SingleTurnEnvironment),
             "multi_turn": isinstance(environment, MultiTurnEnvironment),
             "poses": hasattr(environment, "messages"),
             "scores": hasattr(environment, "score"),
+            "plays": hasattr(environment, "run"),
             "coroutines": coroutines,
         }
     )
@@ -322,6 +331,10 @@ def main() -> None:
         _serve_in_threads(connection, environment, settings["threads"])
     else:
         _serve_one_by_one(connection, environment)
+
+
+def _is_coroutine(method: object) -> bool:
+    return inspect.iscoroutinefunction(method.func if isinstance(method, partial) else method)
 
 
 def _without_stop_iteration(method: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - those of any method

@@ -10,6 +10,10 @@ from sluice.config import Section
 class EnvironmentProcessesConfig(Section):
     """Processes that run the environment's code. One that hangs, dies or needs too much memory is killed and replaced."""
 
+    python: str = Field(
+        "",
+        description="Interpreter that runs the processes, such as `.venv-games/bin/python`, for an environment whose packages do not fit beside Sluice's. It needs Python 3.11 or newer and nothing of Sluice's. Empty: the one that runs Sluice.",
+    )
     count: int = Field(
         0, ge=0, description="Most processes, started when calls wait for one; 0: one per core, at most 4."
     )

@@ -15,16 +15,25 @@ from sluice.loading import construct
 ENVIRONMENT_GROUP = "sluice.environments"
 """Entry points of this group name environments that are installed."""
 
-BUILT_IN: Mapping[str, str] = {"question_answer": "sluice.environments.question_answer:QuestionAnswer"}
+BUILT_IN: Mapping[str, str] = {
+    "question_answer": "sluice.environments.question_answer:QuestionAnswer",
+    "reasoning_gym": "sluice.environments.libraries.reasoning_gym:ReasoningGym",
+    "textarena": "sluice.environments.libraries.textarena:TextArena",
+    "verifiers": "sluice.environments.libraries.verifiers:load",
+}
+"""Environments that come with Sluice. Those of `libraries` need the library of that name."""
 
 SERVED = "grpc://"
 """Beginning of the reference of an environment that a server has."""
 
+PLAYING = frozenset({"verifiers"})
+"""Names of those that play their episodes themselves, with a gateway as their model."""
+
 _REMOTE = "sluice.environments.remote:connect_environment"
 
 
-def load_environment(reference: str, arguments: Mapping[str, Any]) -> Environment:
-    """Construct an environment.
+def load_environment(reference: str, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of the user's
+    """Construct an environment, or an agent, which has `run` and need have nothing else.
 
     Args:
         reference: An installed id, ``module:Attr``, ``path/to/env.py:Attr``, or ``grpc://host:port`` of a server.
@@ -35,11 +44,11 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> Environmen
     """
     if reference.startswith(SERVED):
         arguments = {**arguments, "address": reference.removeprefix(SERVED)}
-    environment = construct(locate(reference), "environment", arguments, "environment_args", reference)
-    if not isinstance(environment, Environment):
+    environment: Any = construct(locate(reference), "environment", arguments, "environment_args", reference)
+    if not isinstance(environment, Environment) and not hasattr(environment, "run"):
         raise ConfigError(
             f"{reference} is not an environment: it needs name, tasks(split, seed), and either messages(task) with"
-            " score(task, completion), or reset(task, seed); name and tasks are enough if external agents run its episodes"
+            " score(task, completion), or reset(task, seed); name and tasks are enough if external agents run its episodes. An agent needs run(data, base_url, api_key)"
         )
     return environment
 

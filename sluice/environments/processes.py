@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,7 +24,16 @@ from sluice.environments.base import Message, Task
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.episode import MOST_LOSSES, OpenEpisode, task_fields
 from sluice.environments.framing import NotPlainError
-from sluice.environments.worker import MARK, Call, End, EnvironmentFailedError, Reason, Worker, passed_variables
+from sluice.environments.worker import (
+    MARK,
+    Call,
+    End,
+    EnvironmentFailedError,
+    Reason,
+    Worker,
+    import_path,
+    passed_variables,
+)
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome, settle
 
@@ -99,16 +107,17 @@ class EnvironmentProcesses:
         section: Table of the settings that `config` is, for messages.
 
     Attributes:
-        name: The environment's name, known once the context is entered, as the next four.
+        name: The environment's name, known once the context is entered, as the next five.
         single_turn: Whether it poses questions and scores answers.
         multi_turn: Whether it opens episodes of several turns.
         poses: Whether it has the messages that an episode begins with.
         scores: Whether it scores answers.
+        plays: Whether it plays episodes itself, with a gateway as its model.
         failures: Failed calls by `Reason`; "missing" counts rewards that were given up.
     """
 
     name = ""
-    single_turn = multi_turn = poses = scores = False
+    single_turn = multi_turn = poses = scores = plays = False
 
     def __init__(
         self,
@@ -255,6 +264,24 @@ class EnvironmentProcesses:
                 problem=_text(raised[0]),
             )
         return [None if isinstance(value, dict) else float(value) for value in values]
+
+    async def run(
+        self, task_id: str, data: Mapping[str, Any], base_url: str, api_key: str, limit: tuple[float, str]
+    ) -> object:
+        """Let the environment play an episode itself, and return what it returned.
+
+        Args:
+            task_id: For messages.
+            data: Data of the task.
+            base_url: The gateway's, for OpenAI's libraries.
+            api_key: Key of the episode's session.
+            limit: Seconds, and the setting that says so.
+
+        Raises:
+            EnvironmentFailedError: if the environment fails.
+        """
+        value, _ = await self._call("run", task_id, {"data": data, "base_url": base_url, "api_key": api_key}, limit)
+        return value
 
     @contextlib.asynccontextmanager
     async def episode(self, task: Task, seed: int) -> AsyncIterator[OpenEpisode]:
@@ -412,7 +439,13 @@ class EnvironmentProcesses:
             ConfigError: if it cannot.
         """
         threads = self._config.calls or 1
-        settings = {"environment": self._reference, "arguments": self._arguments, "path": sys.path, "threads": threads}
+        settings = {
+            "environment": self._reference,
+            "arguments": self._arguments,
+            "python": self._config.python,
+            "path": import_path(self._config.python),
+            "threads": threads,
+        }
         variables = passed_variables(os.environ, self._config.variables)
         try:
             async with asyncio.timeout(self._start_s):
@@ -432,6 +465,7 @@ class EnvironmentProcesses:
             self.name, self.single_turn = description["name"], description["single_turn"]
             self.multi_turn = description["multi_turn"]
             self.poses, self.scores = description["poses"], description["scores"]
+            self.plays = description["plays"]
             self._described.set_result(None)
             withheld = sorted(os.environ.keys() - variables.keys())
             log.info("environment is ready", name=self.name, processes=self._most, variables_withheld=withheld)
@@ -551,8 +585,8 @@ class EnvironmentProcesses:
             room_mib, took_s = most - max(used, default=0.0), time.monotonic() - began
 
 
-_PINNED = {"step", "close", "tasks"}
-"""Methods whose calls only the process that holds their state can run."""
+_PINNED = {"step", "close", "tasks", "run"}
+"""Methods that no other process can run again: it lacks their state, or a gateway has their requests already."""
 
 
 def _text(raised: Mapping[str, str]) -> str:

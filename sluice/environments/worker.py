@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import grpc
 import structlog
 
+import sluice
 from sluice.config import ConfigError
 from sluice.config.secrets import is_secret_name
 from sluice.environments.framing import BrokenFrameError, FrameReader, encode
@@ -29,8 +31,16 @@ from sluice.tasks import run_to_end, settle
 
 log = structlog.get_logger(__name__)
 
-_PROGRAM = (sys.executable, "-P", "-m", "sluice.environments.child")
-"""The name of the environment follows, for those who list the processes."""
+_CHILD = "sluice.environments.child"
+
+_ELSEWHERE = f"""
+import importlib.util as util, runpy, sys
+spec = util.spec_from_file_location("sluice", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]])
+sys.modules["sluice"] = package = util.module_from_spec(spec)
+spec.loader.exec_module(package)
+runpy.run_module({_CHILD!r}, run_name="__main__")
+"""
+"""Program for another interpreter: finds the package `sluice`, and none of the packages that lie beside it."""
 
 _READ_BYTES = 1 << 18
 _NO_SECRETS = {"PWD", "OLDPWD"}
@@ -126,6 +136,31 @@ class End:
     culprit: Call | None = None
 
 
+def program(python: str) -> list[str]:
+    """Return what starts a process; the name of the environment follows, for those who list the processes.
+
+    Raises:
+        ConfigError: if there is no such interpreter.
+    """
+    if not python:
+        return [sys.executable, "-P", "-m", _CHILD]
+    found = shutil.which(python)
+    if found is None:
+        raise ConfigError(
+            f"environment_processes.python is {python}, but there is no such program (relative paths start at {Path.cwd()}):"
+            " make the virtual environment, or correct the path"
+        )
+    return [found, "-P", "-c", _ELSEWHERE, str(Path(sluice.__file__).parent)]
+
+
+def import_path(python: str) -> list[str]:
+    """Return the directories that a process imports from: all of ours, or for another interpreter those that are not of an installation."""
+    if not python:
+        return sys.path
+    installed = tuple(f"{Path(prefix)}{os.sep}" for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix})
+    return [each for each in sys.path if not each.startswith(installed)]
+
+
 class Worker(asyncio.Protocol):
     """A process of the environment and the calls that it runs.
 
@@ -179,7 +214,7 @@ class Worker(asyncio.Protocol):
         try:
             with theirs:
                 process = self._process = await self._watchdog.start_child(
-                    [*_PROGRAM, settings["environment"]],
+                    [*program(settings["python"]), settings["environment"]],
                     stdin=theirs.fileno(),
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,

@@ -24,7 +24,7 @@ from sluice.v1 import episode_pb2, episode_pb2_grpc
 DEADLINE_S = 30.0
 
 AGENTS = """
-import asyncio, threading, time
+import asyncio, os, threading, time
 
 class Coroutine:
     def __init__(self, bonus=0):
@@ -37,6 +37,17 @@ class Function:
     def run(self, data, base_url, api_key):
         assert threading.current_thread() is not threading.main_thread()
         return data["number"]
+
+class Process(Coroutine):
+    def run(self, data, base_url, api_key):
+        assert threading.current_thread() is threading.main_thread()
+        return data["number"] + self.bonus
+
+class Dies(Coroutine):
+    def run(self, data, base_url, api_key):
+        if data["number"] == 3:
+            os._exit(3)
+        return 1
 
 class PerGeneration:
     async def run(self, **given):
@@ -161,6 +172,23 @@ async def played(agents: Path, name: str, lends: int = 3, **settings: Any) -> Le
 @pytest.mark.parametrize("name", ["Coroutine", "Function"])
 async def test_what_run_returns_is_the_reward_of_the_episode(agents, name) -> None:
     assert (await played(agents, name)).submitted == {"1": 1, "2": 2, "3": 3}
+
+
+@pytest.mark.parametrize("name", ["Coroutine", "Process"])
+async def test_a_class_may_run_in_processes_of_its_own(agents, name) -> None:
+    lender = await played(agents, name, args={"bonus": 10}, environment_processes={"count": 1})
+    assert lender.submitted == {"1": 11, "2": 12, "3": 13}
+
+
+async def test_an_episode_whose_process_dies_is_given_up_and_the_others_go_on(agents) -> None:
+    lender = await played(agents, "Dies", 6, environment_processes={"count": 1}, at_a_time=1)
+    assert lender.submitted.keys() == {"1", "2", "4", "5", "6"}
+    assert "ended with exit code 3 in run of task 3" in lender.abandoned["3"][0]
+
+
+async def test_a_class_without_run_cannot_have_processes(agents) -> None:
+    with pytest.raises(ConfigError, match=r"run\(data, base_url, api_key\)"):
+        await played(agents, "Scored", environment_processes={"count": 1})
 
 
 async def test_the_class_gets_its_arguments(agents) -> None:

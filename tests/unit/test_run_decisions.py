@@ -109,6 +109,27 @@ def test_an_agent_plays_the_environments_that_leave_it_open_who_plays():
         load_run([*agent, "--deterministic"])
 
 
+def test_an_environment_that_plays_its_episodes_itself_is_the_agent_of_the_run():
+    verifiers = {
+        "environment": "verifiers",
+        "environment_args": {"id": "wordle"},
+        "environment_processes": {"python": "p"},
+    }
+    words = [word for key, value in verifiers.items() for word in (f"--orchestrator.{key}", _flag(value))]
+    run = load_run(words)
+    agents = run.section("agents")
+    assert (agents.agent, agents.args, agents.environment_processes.python) == ("verifiers", {"id": "wordle"}, "p")
+    assert [each.workflow for each in run.section("orchestrator").mix] == ["external"]
+    assert load_run([*words, "--agents.agent", "a.py:Agent"]).section("agents").agent == "a.py:Agent"
+    two = json.dumps([{"name": name, "environment": "verifiers", "args": {"id": name}} for name in "ab"])
+    with pytest.raises(ConfigError, match="2 environments of the run play their episodes themselves"):
+        load_run(["--orchestrator.environments", two])
+
+
+def _flag(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def test_settings_that_were_decided_stay_when_they_are_read_again(monkeypatch, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[trainer]\ndtype = "float32"\n[rollout]\ndtype = "float32"\n')

@@ -1,0 +1,205 @@
+"""Environments written for `verifiers`, unmodified: version 0.3 with `load_environment`, and tasksets of version 0.3 and 0.4.
+
+MIT: https://github.com/PrimeIntellect-ai/verifiers. The library runs the episodes itself, with the gateway as its model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sluice.environments.base import Task
+from sluice.environments.libraries.imports import library
+from sluice.errors import ConfigError
+
+_MODEL = "policy"
+"""Name of the model in requests; the gateway takes any."""
+
+_HARNESS = "sluice_chat"
+
+_keys = itertools.count(1)
+
+
+def load(  # the parameters are the settings
+    id: str,  # noqa: A002 - what verifiers calls it
+    *,
+    args: Mapping[str, Any] | None = None,
+    eval_args: Mapping[str, Any] | None = None,
+    held_out: int = 128,
+    limit: int | None = None,
+    harness: str = "",
+    max_turns: int | None = None,
+) -> ClassicEnvironment | Taskset:
+    """Plays an environment of the library verifiers, named as its package is.
+
+    Args:
+        id: Its name, such as ``reverse-text``; of a hub id, ``owner/name``, the name after the slash is imported. Install its
+            package beside verifiers.
+        args: Arguments of its `load_environment`, or settings of its taskset.
+        eval_args: Those for evaluation, such as ``{"split": "test"}``, where it has its own tasks for that.
+        held_out: Tasks that are kept for evaluation if it has none for that.
+        limit: Most tasks to train on; needed where a taskset has no end.
+        harness: Of a taskset: the program that plays, by its id. Empty: a chat loop with the tools of the task, in this process.
+        max_turns: Of a taskset: most answers of an episode.
+    """
+    library("verifiers", "verifiers")
+    name = id.rsplit("/", 1)[-1].split("@", 1)[0]
+    module = name.replace("-", "_")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the environment {id} is not installed in {sys.prefix} ({error}): install its package there with pip, or with"
+            f" `prime env install {id}`"
+        ) from error
+    evaluated = None if eval_args is None else {**(args or {}), **eval_args}
+    wanted = _Wanted(name, dict(args or {}), evaluated, held_out, limit)
+    if hasattr(found, "load_environment"):
+        return ClassicEnvironment(wanted)
+    return Taskset(wanted, harness, max_turns)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which tasks of which environment; see `load`."""
+
+    name: str
+    args: dict[str, Any]
+    eval_args: dict[str, Any] | None
+    held_out: int
+    limit: int | None
+
+
+class _Numbered:
+    """Lists tasks by their number; those for evaluation are others than those to train on.
+
+    Args:
+        wanted: Which tasks.
+        count: Tasks there are.
+        evaluated: Tasks for evaluation alone; None if there are none.
+
+    Attributes:
+        name: The environment's name.
+    """
+
+    def __init__(self, wanted: _Wanted, count: int, evaluated: int | None) -> None:
+        self.name = wanted.name
+        held_out = min(wanted.held_out, count // 2) if evaluated is None else 0
+        self._numbers = {
+            "train": range(held_out, count)[: wanted.limit],
+            "eval": range(held_out if evaluated is None else evaluated),
+        }
+
+    def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """Return the tasks of the split ``train``, in an order that the seed determines, or ``eval``."""
+        if split not in self._numbers:
+            raise ConfigError(f"verifiers environments have the splits train and eval here, not {split!r}")
+        numbers = list(self._numbers[split])
+        if split == "train":
+            random.Random(seed).shuffle(numbers)  # noqa: S311 - an order, not a secret
+        return [Task(f"{split}-{number}", {"split": split, "number": number}) for number in numbers]
+
+
+class ClassicEnvironment(_Numbered):
+    """An environment that `load_environment` of its package makes."""
+
+    def __init__(self, wanted: _Wanted) -> None:
+        try:
+            from verifiers.types import ClientConfig  # type: ignore[import-not-found]  # noqa: PLC0415 - of 0.3 alone
+            from verifiers.utils.env_utils import load_environment  # type: ignore[import-not-found]  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{wanted.name} is written for the classic API, which verifiers 0.4 has no more: install verifiers==0.3.1 in {sys.prefix}"
+            ) from error
+        self._client_config = ClientConfig
+        self._train = load_environment(wanted.name, **wanted.args)
+        self._eval = self._train if wanted.eval_args is None else load_environment(wanted.name, **wanted.eval_args)
+        rows = self._train.get_dataset()
+        own = self._eval.build_eval_dataset()
+        if own is None and wanted.eval_args is not None:
+            own = self._eval.get_dataset()
+        self._rows = {"train": rows, "eval": rows if own is None else own}
+        super().__init__(wanted, len(rows), None if own is None else len(own))
+
+    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> float:
+        """Play an episode; return its reward."""
+        environment = self._eval if data["split"] == "eval" else self._train
+        row = dict(self._rows[data["split"]][int(data["number"])])
+        with _variable(api_key) as variable:
+            client = self._client_config(api_base_url=base_url, api_key_var=variable)
+            made = await environment.run_rollout(row, client, _MODEL, {})
+        if made.get("error"):
+            raise RuntimeError(f"verifiers says: {made['error']}")
+        return float(made["reward"])
+
+
+class Taskset(_Numbered):
+    """A taskset, played by one agent."""
+
+    def __init__(self, wanted: _Wanted, harness: str, max_turns: int | None) -> None:
+        from verifiers.v1.utils import loaders  # type: ignore[import-not-found]  # noqa: PLC0415 - only where it is used
+
+        if loaders.environment_class(wanted.name) is not loaders.SingleAgentEnv:
+            raise ConfigError(
+                f"{wanted.name} has an environment of several agents, of which a run trains none: it needs a plain taskset"
+            )
+        self._max_turns, self._harness = max_turns, harness or self._chat()
+
+        def tasks(settings: dict[str, Any]) -> list[Any]:
+            config = loaders.taskset_config_type(wanted.name).model_validate({**settings, "id": wanted.name})
+            taskset = loaders.load_taskset(config)
+            if not taskset.bounded and wanted.limit is None:
+                raise ConfigError(f"the taskset {wanted.name} has no end: set limit in environment_args")
+            most = None if wanted.limit is None else wanted.limit + wanted.held_out
+            return list(itertools.islice(taskset, most))
+
+        train = tasks(wanted.args)
+        own = None if wanted.eval_args is None else tasks(wanted.eval_args)
+        self._tasks = {"train": train, "eval": train if own is None else own}
+        super().__init__(wanted, len(train), None if own is None else len(own))
+
+    @staticmethod
+    def _chat() -> str:
+        """Register our chat loop as a harness of the library; return its id."""
+        from sluice.environments.libraries import verifiers_chat  # noqa: PLC0415 - imports verifiers
+
+        sys.modules[_HARNESS] = verifiers_chat
+        return _HARNESS
+
+    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> float:
+        """Play an episode; return its reward."""
+        import verifiers.v1 as vf  # type: ignore[import-not-found]  # noqa: PLC0415 - imported already
+
+        task = self._tasks[data["split"]][int(data["number"])]
+        with _variable(api_key) as variable:
+            config = vf.AgentConfig.model_validate(
+                {
+                    "model": _MODEL,
+                    "client": {"type": "eval", "base_url": base_url, "api_key_var": variable},
+                    "harness": {"id": self._harness},
+                    "runtime": vf.SubprocessConfig(),
+                    "max_turns": self._max_turns,
+                }
+            )
+            trace = await vf.make_agent(config).run(task)
+        if trace.has_error:
+            raise RuntimeError(f"verifiers says: {trace.last_error}")
+        return float(trace.reward)
+
+
+@contextlib.contextmanager
+def _variable(key: str) -> Iterator[str]:
+    """Keep a session key in an environment variable while the block runs: verifiers takes keys from there alone."""
+    name = f"SLUICE_SESSION_KEY_{next(_keys)}"
+    os.environ[name] = key
+    try:
+        yield name
+    finally:
+        del os.environ[name]

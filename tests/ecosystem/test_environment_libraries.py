@@ -1,0 +1,138 @@
+"""Environments of other libraries, each in a virtual environment of its own: what they pose and score, and runs that train on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.processes import EnvironmentProcesses
+
+ROOT = Path(__file__).parents[2]
+SLUICE = (sys.executable, "-m", "sluice.cli.main")
+
+STEPS, TASKS, ATTEMPTS = 2, 4, 4
+
+
+def python_of(name: str) -> str:
+    """Return the interpreter of a virtual environment; skip if `make install-ecosystem` has not made it."""
+    python = ROOT / f".venv-ecosystem-{name}/bin/python"
+    if not python.exists():
+        pytest.skip(f"{python.parent.parent.name} is not there: run `make install-ecosystem`")
+    return str(python)
+
+
+pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def processes(name: str, **arguments: object) -> EnvironmentProcesses:
+    config = EnvironmentProcessesConfig(count=1, python=python_of("environments"))
+    return EnvironmentProcesses(name, arguments, config, (120.0, "start_s"))
+
+
+async def test_a_family_of_reasoning_gym_scores_answers_and_holds_tasks_out() -> None:
+    options = {"min_word_len": 3, "max_word_len": 4}
+    async with processes("reasoning_gym", family="spell_backward", options=options) as words:
+        train, held_out = await words.tasks("train", 0), await words.tasks("eval", 0)
+        assert await words.tasks("eval", 1) == held_out
+        assert not {each.data["question"] for each in train} & {each.data["question"] for each in held_out}
+        task = train[5]
+        system, question = await words.messages(task)
+        assert "<answer>" in system["content"]
+        word = question["content"].rsplit(" ", 1)[-1]
+        right, wrong = f"It is <answer>{word[::-1]}</answer>.", "<answer>qqqqqqqq</answer>"
+        scores = await words.score(task, [right, wrong, word[::-1]])
+        assert scores[0] == 1
+        assert None not in scores
+        assert max(float(each or 0) for each in scores[1:]) < 0.2, "without the tag there is no answer"
+
+
+async def test_a_family_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(Exception, match=r"no family 'nonsense'; it has .*leg_counting"):
+        async with processes("reasoning_gym", family="nonsense"):
+            pass
+
+
+async def test_two_games_of_textarena_in_one_process_do_not_disturb_each_other() -> None:
+    async with processes("textarena", game="GuessTheNumber-v0") as games:
+        one, other = (await games.tasks("eval", 0))[:2]
+        async with games.episode(one, 0) as first, games.episode(other, 0) as second:
+            ends = []
+            for episode in (first, second, first, second):
+                opening = episode.messages[-1]["content"]
+                assert "between 1 and 20" in opening
+            for episode in (first, second):
+                low, high = 1, 20
+                while True:
+                    guess = (low + high) // 2
+                    turn = await episode.step(f"[{guess}]")
+                    if turn.done:
+                        break
+                    assert re.search("higher|lower", turn.messages[-1]["content"])
+                    low, high = (guess + 1, high) if "higher" in turn.messages[-1]["content"] else (low, guess - 1)
+                ends.append((guess, turn.reward, turn.metrics))
+            assert [reward for _, reward, _ in ends] == [1.0, 1.0]
+            assert all(metrics["invalid_move"] == 0 for *_, metrics in ends)
+
+
+async def test_a_game_that_is_opened_again_is_the_same_game() -> None:
+    async with processes("textarena", game="Minesweeper-v0") as games:
+        task = (await games.tasks("train", 3))[0]
+        boards = []
+        for _ in range(2):
+            async with games.episode(task, 0) as game:
+                turn = await game.step("[reveal 3 3]")
+                boards.append((game.messages, turn.messages))
+        assert boards[0] == boards[1]
+
+
+async def test_a_game_for_two_is_refused() -> None:
+    async with processes("textarena", game="TicTacToe-v0") as games:
+        task = (await games.tasks("train", 0))[0]
+        with pytest.raises(Exception, match="cannot begin TicTacToe-v0 with one player"):
+            async with games.episode(task, 0):
+                pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    subprocess.run([*SLUICE, "init-model", str(directory / "model")], check=True, capture_output=True, timeout=120)
+    return str(directory / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "environment"), [("verifiers", "reverse-classic"), ("verifiers04", "reverse-taskset")]
+)
+def test_a_run_trains_on_an_environment_of_verifiers(model: str, tmp_path: Path, name: str, environment: str) -> None:
+    settings = {
+        "output-dir": str(tmp_path),
+        "model": model,
+        "orchestrator.environment-args": json.dumps({"id": environment}),
+        "orchestrator.environment-processes.python": python_of(name),
+        "orchestrator.max-steps": str(STEPS),
+        "orchestrator.batch-size": str(TASKS),
+        "orchestrator.group-size": str(ATTEMPTS),
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "examples/verifiers")}
+    argv = [*SLUICE, "rl", "@", str(ROOT / "examples/verifiers/rl.toml"), *words]
+    done = subprocess.run(argv, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "verifiers/report.json").read_text())
+    assert report["steps"] == STEPS
+    rows = [
+        json.loads(line)
+        for file in (tmp_path / "verifiers/trajectories").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    assert len(rows) >= STEPS * TASKS * ATTEMPTS * 3 // 4, "verifiers gives an episode up whose answer is empty"
+    assert all(0 <= row["reward"] <= 1 for row in rows)
+    audit = subprocess.run([*SLUICE, "audit", str(tmp_path / "verifiers")], capture_output=True, text=True, check=False)
+    assert audit.returncode == 0, audit.stdout
