@@ -40,7 +40,9 @@ class Reward:
     def __call__(self, completions: list[list[dict[str, str]]], place: list[int], **_: object) -> list[float]:
         """Return the rewards of some completions, each of the task at its place."""
         score = self._environment.score
-        rewards = [score(self._tasks[at], each[0]["content"]) for each, at in zip(completions, place, strict=True)]
+        rewards = [
+            float(score(self._tasks[at], each[0]["content"])) for each, at in zip(completions, place, strict=True)
+        ]
         self.mean = sum(rewards) / len(rewards)
         return rewards
 

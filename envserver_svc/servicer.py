@@ -194,8 +194,10 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                     f"conversations[{number}]", "does not end with a message of the assistant"
                 )
             completions.append(conversation.messages[-1].content)
-        rewards = await self._processes.score(task_of(request.task), completions)
-        return environment_pb2.ScoreResponse(scores=[environment_pb2.Score(reward=each) for each in rewards])
+        scores = await self._processes.judge(task_of(request.task), completions)
+        return environment_pb2.ScoreResponse(
+            scores=[environment_pb2.Score(reward=each.reward, metrics=each.metrics) for each in scores]
+        )
 
     async def CloseEpisode(
         self, request: environment_pb2.CloseEpisodeRequest, context: Context

@@ -308,6 +308,7 @@ def _print(result: Mapping[str, Any]) -> None:
         interval = "" if half is None else f"  95% {metrics[name] - half:.4f} to {metrics[name] + half:.4f}"
         shown = f"{metrics[name]:.0f}" if name in _FAULTS else f"{metrics[name]:.4f}"
         lines.append(f"  {label:<18} {shown}{interval}")
+    lines += [f"  {name.partition('/')[2]:<18} {value:.4f}" for name, value in metrics.items() if "/" in name]
     lines.append(f"  {'episodes':<18} {result['episodes']}, {result['tokens']} tokens, {result['wall_s']:.0f} s")
     if "gain" in result:
         gain = result["gain"]

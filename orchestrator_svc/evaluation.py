@@ -18,7 +18,7 @@ import structlog
 
 from orchestrator_svc.config import AttemptsConfig, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.journal.store import Journal
-from orchestrator_svc.report import RunReporter
+from orchestrator_svc.report import RunReporter, mean_measures
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.environments.base import Task
 from sluice.rpc import SluiceError
@@ -312,6 +312,7 @@ class EvalSample:
     reward: float | None
     greedy: bool
     truncated: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -337,6 +338,7 @@ class EvalResult:
             found |= _with_interval(f"pass_at_{k}", pass_at(k, sampled))
         if self.samples:
             found["truncated_share"] = sum(each.truncated for each in self.samples) / len(self.samples)
+        found |= mean_measures(each.metrics for each in sampled or greedy)
         found["missing_rewards"] = float(sum(each.reward is None for each in self.samples))
         found["failed_tasks"] = float(self.failed_tasks)
         found["failed_episodes"] = float(self.failed_episodes)
@@ -430,6 +432,7 @@ def _sample(task: Task, record: orchestrator_pb2.TrajectoryRecord, *, greedy: bo
         reward=record.trajectory.reward if record.trajectory.HasField("reward") else None,
         greedy=greedy,
         truncated=record.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH,
+        metrics=dict(record.metrics),
     )
 
 

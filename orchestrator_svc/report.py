@@ -102,6 +102,7 @@ async def summarise(
             if age <= max_staleness:
                 ages[age] += tokens
     metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
+    metrics |= mean_measures(record.metrics for record in records)
     tokens = sum(result.trained_tokens for result in step.results)
     if tokens or not applied.trained:  # otherwise the report was lost
         metrics["tokens/trained"] = float(tokens)
@@ -109,6 +110,15 @@ async def summarise(
         metrics[name if name.startswith("weights/") else f"trainer/{name}"] = value
     dropped = {reason: len(each.trajectory_ids) for reason, each in applied.dropped.items()}
     return AppliedStep(Version.from_proto(step.policy_version), len(applied.trained), dropped, metrics, records, past)
+
+
+def mean_measures(measures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each measure of environments, over the episodes that have it."""
+    values: dict[str, list[float]] = {}
+    for each in measures:
+        for name, value in each.items():
+            values.setdefault(f"environment/{name}", []).append(value)
+    return {name: math.fsum(each) / len(each) for name, each in sorted(values.items())}
 
 
 def _token_ages(

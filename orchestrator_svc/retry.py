@@ -64,10 +64,10 @@ class RetriedQuestion:
             EnvironmentFailedError: if the environment is given up.
         """
         text = completion if isinstance(completion, str) else str(completion["content"])
-        (score,) = await self.environment.score(self.task, [text])
-        if score is None:
+        (scored,) = await self.environment.judge(self.task, [text])
+        if (score := scored.reward) is None:
             return Turn(done=True)
         before, self.worth = self.worth, score * self.rule.discount**self.answers
         self.answers += 1
         again = [] if score >= self.rule.enough else [{"role": "user", "content": self.rule.message}]
-        return Turn(messages=again, reward=self.worth - before, done=not again)
+        return Turn(messages=again, reward=self.worth - before, done=not again, metrics=scored.metrics)

@@ -226,10 +226,11 @@ class Scored:
         records = await self._workflow.arun_episode(engine, data)
         unscored = [each for each in records if not each.trajectory.HasField("reward")]
         answers = [each.conversation.messages[-1].content for each in unscored]
-        rewards = await self._environment.score(data.task, answers) if unscored else []
-        for record, reward in zip(unscored, rewards, strict=True):
-            if reward is not None:
-                record.trajectory.reward = reward
+        scores = await self._environment.judge(data.task, answers) if unscored else []
+        for record, score in zip(unscored, scores, strict=True):
+            if score.reward is not None:
+                record.trajectory.reward = score.reward
+            record.metrics.update(score.metrics)
         return records
 
 
@@ -375,6 +376,7 @@ class _Transcript:
     rewards: list[tokens_pb2.TurnReward] = field(default_factory=list)
     messages: list[tokens_pb2.ChatMessage] = field(default_factory=list)
     finish_reason: tokens_pb2.FinishReason.ValueType = tokens_pb2.FINISH_REASON_UNSPECIFIED
+    metrics: dict[str, float] = field(default_factory=dict)
     sampled_messages: int = 0
     """Messages that `ids` stand for, if there are tools."""
 
@@ -446,11 +448,12 @@ class _Transcript:
         return plain_message(message)
 
     def keep_turn(self, turn: int, answer: Turn) -> None:
-        """Keep what the environment answered.
+        """Keep what the environment answered; of each of its measures the last value.
 
         Raises:
             ReplayDiffersError: if it answered otherwise when the turn was sampled.
         """
+        self.metrics |= answer.metrics
         if self.data.log is None:
             return
         content = tokens_pb2.Conversation(messages=chat_messages(answer.messages)).SerializeToString(deterministic=True)
@@ -475,6 +478,7 @@ class _Transcript:
         trajectory.turn_runs.extend(self.turn_runs)
         record.conversation.messages.extend(self.messages)
         record.conversation.tools.extend(self.tools)
+        record.metrics.update(self.metrics)
         return record
 
 

@@ -16,8 +16,15 @@ from typing import Any
 
 from sluice.errors import ConfigError
 
+STARTED_BY = "STARTED_BY_SLUICE"
+"""Variable that the processes of environments and all that they start have."""
+
 _SHORTEST_SECRET = 4
 """Characters: shorter texts are no secrets, and replacing them would garble a message."""
+
+
+class ScriptEndedError(BaseException):
+    """A script that is loaded for what it defines has come to where it would start a run: the rest is not executed."""
 
 
 def check_there(location: str, what: str) -> None:
@@ -125,6 +132,8 @@ def _from_file(path: Path, what: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    except ScriptEndedError:
+        pass
     except ImportError as error:
         del sys.modules[name]
         raise ConfigError(f"cannot import {what} {path}: {error}") from error

@@ -225,8 +225,9 @@ async def _question(environment: EnvironmentProcesses, task: Task, _seed: int, p
     _print_messages(messages)
     said = await player(messages, ())
     _print_said(said, player)
-    (reward,) = await environment.score(task, [said["content"]])
-    print(f"reward {'missing' if reward is None else f'{reward:g}'}")
+    (score,) = await environment.judge(task, [said["content"]])
+    _print_metrics(score.metrics)
+    print(f"reward {'missing' if score.reward is None else f'{score.reward:g}'}")
 
 
 async def _episode(environment: EnvironmentProcesses, task: Task, seed: int, player: Player, *, max_turns: int) -> None:
@@ -244,13 +245,17 @@ async def _episode(environment: EnvironmentProcesses, task: Task, seed: int, pla
             messages += [said, *turn.messages]
             if turn.reward is not None:
                 total = (total or 0.0) + turn.reward
-            if turn.metrics:
-                print("  ".join(f"{name} {value:g}" for name, value in turn.metrics.items()))
+            _print_metrics(turn.metrics)
             if turn.done:
                 break
         else:
             print(f"ended after {max_turns} answers (--max-turns)")
     print(f"reward {'missing' if total is None else f'{total:g}'}")
+
+
+def _print_metrics(metrics: Mapping[str, float]) -> None:
+    if metrics:
+        print("  ".join(f"{name} {value:g}" for name, value in metrics.items()))
 
 
 def _print_messages(messages: Sequence[Message]) -> None:

@@ -7,7 +7,7 @@ A single-turn environment poses messages and scores completions::
 
         def tasks(self, split: str, seed: int) -> list[Task]: ...
         def messages(self, task: Task) -> list[Message]: ...
-        def score(self, task: Task, completion: str) -> float: ...
+        def score(self, task: Task, completion: str) -> float | Score: ...
 
 `score_batch(task, completions)`, if it is there too, scores several completions at once; None in its list is a missing reward.
 A multi-turn environment has `reset` instead of `messages` and `score`. Where external agents run the episodes, `messages` (what
@@ -41,6 +41,29 @@ class Task:
     task_id: str
     data: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What an answer is worth.
+
+    Attributes:
+        reward: The reward, a finite number; None if it is missing, which is not 0.
+        metrics: Measures to log, by name, such as the rewards that it is the sum of.
+    """
+
+    reward: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __float__(self) -> float:
+        """Return the reward.
+
+        Raises:
+            ValueError: if it is missing.
+        """
+        if self.reward is None:
+            raise ValueError("the reward is missing")
+        return float(self.reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +104,8 @@ class SingleTurnEnvironment(Environment, Protocol):
         """Return the conversation up to where the assistant answers."""
         ...
 
-    def score(self, task: Task, completion: str) -> float:
-        """Return the reward of one completion, a finite number. Raising makes it missing, not 0."""
+    def score(self, task: Task, completion: str) -> float | Score:
+        """Return the reward of one completion, a finite number, or a `Score`. Raising makes it missing, not 0."""
         ...
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from sluice.environments import loading
-from sluice.environments.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
+from sluice.environments.base import MultiTurnEnvironment, Score, SingleTurnEnvironment, Task
 from sluice.environments.framing import FrameReader, NotPlainError, encode
 from sluice.errors import ConfigError
 from sluice.loading import without_values
@@ -143,9 +143,9 @@ class Server:
 
         return await gather(*(self._reward(asked, completion) for completion in completions))
 
-    async def _reward(self, task: Task, completion: str) -> float | Answer:
+    async def _reward(self, task: Task, completion: str) -> Answer:
         try:
-            return _finite(await self._call(self._environment.score, task, completion), "score")
+            return _score_fields(await self._call(self._environment.score, task, completion), "score")
         except BaseException as error:  # noqa: BLE001 - the user's function may raise anything
             self._check_cancelled(error)
             return _described(error)
@@ -184,14 +184,26 @@ def _task_fields(task: Task) -> Answer:
     return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}
 
 
-def _given(reward: float | None) -> float | Answer:
-    """Return a reward of several; in place of one that is missing or no number, why."""
-    if reward is None:
-        return _described(ValueError("score_batch gave no reward"))
+def _given(score: float | Score | None) -> Answer:
+    """Return a score of several; in place of one that is missing or no number, why."""
     try:
-        return _finite(reward, "a reward of score_batch")
+        return _score_fields(score, "score_batch")
     except (TypeError, ValueError) as error:
         return _described(error)
+
+
+def _score_fields(score: Any, method: str) -> Answer:  # noqa: ANN401 - whatever was returned
+    """Return a score as it travels.
+
+    Raises:
+        ValueError: if it has no reward, or one that is no finite number.
+        TypeError: if it is no number at all.
+    """
+    found = score if isinstance(score, Score) else Score(score)
+    if found.reward is None:
+        raise ValueError(f"{method} gave no reward")
+    metrics = {name: _finite(value, f"the metric {name}") for name, value in found.metrics.items()}
+    return {"reward": _finite(found.reward, f"a reward of {method}"), "metrics": metrics}
 
 
 def _finite(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was returned

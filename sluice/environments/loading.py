@@ -19,6 +19,7 @@ BUILT_IN: Mapping[str, str] = {
     "question_answer": "sluice.environments.question_answer:QuestionAnswer",
     "reasoning_gym": "sluice.environments.libraries.reasoning_gym:ReasoningGym",
     "textarena": "sluice.environments.libraries.textarena:TextArena",
+    "trl": "sluice.environments.libraries.trl:load",
     "verifiers": "sluice.environments.libraries.verifiers:load",
 }
 """Environments that come with Sluice. Those of `libraries` need the library of that name."""

@@ -20,7 +20,7 @@ from typing import Any, Self
 import structlog
 
 from sluice.config import ConfigError
-from sluice.environments.base import Message, Task
+from sluice.environments.base import Message, Score, Task
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.episode import MOST_LOSSES, OpenEpisode, task_fields
 from sluice.environments.framing import NotPlainError
@@ -217,7 +217,11 @@ class EnvironmentProcesses:
         return list(value)
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[float | None]:
-        """Return the rewards of some completions of a task; None where a reward is missing.
+        """Return the rewards of some completions of a task, as `judge` finds them."""
+        return [each.reward for each in await self.judge(task, completions)]
+
+    async def judge(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        """Return what some completions of a task are worth; the reward is None where it is missing.
 
         All are scored in one call. Those that fail are scored again, each on its own, so that one bad completion spoils no other.
 
@@ -225,24 +229,24 @@ class EnvironmentProcesses:
             EnvironmentFailedError: if the environment is given up.
         """
         together = await self._scored(task, completions)
-        alone = [place for place, reward in enumerate(together) if reward is None]
+        alone = [place for place, score in enumerate(together) if score.reward is None]
         again = await asyncio.gather(
             *(self._scored_alone(task, completions[place], len(completions)) for place in alone)
         )
-        for place, reward in zip(alone, again, strict=True):
-            together[place] = reward
+        for place, score in zip(alone, again, strict=True):
+            together[place] = score
         return together
 
-    async def _scored_alone(self, task: Task, completion: str, of: int) -> float | None:
+    async def _scored_alone(self, task: Task, completion: str, of: int) -> Score:
         for _ in range(max(self._config.score_retries, int(of > 1))):
-            (reward,) = await self._scored(task, [completion])
-            if reward is not None:
-                return reward
+            (score,) = await self._scored(task, [completion])
+            if score.reward is not None:
+                return score
         self.failures["missing"] += 1
         log.info("reward is missing", task=task.task_id)
-        return None
+        return _MISSING
 
-    async def _scored(self, task: Task, completions: Sequence[str]) -> list[float | None]:
+    async def _scored(self, task: Task, completions: Sequence[str]) -> list[Score]:
         limit = (self._config.score_s, f"{self._section}.score_s")
         try:
             values, _ = await self._call(
@@ -252,8 +256,8 @@ class EnvironmentProcesses:
             if error.reason == Reason.GIVEN_UP:
                 raise
             log.warning("scoring failed", task=task.task_id, reason=error.reason, problem=error.message)
-            return [None] * len(completions)
-        raised = [value for value in values if isinstance(value, dict)]
+            return [_MISSING] * len(completions)
+        raised = [value for value in values if "reward" not in value]
         if raised:
             self.failures[Reason.RAISED] += len(raised)
             log.warning(
@@ -263,7 +267,7 @@ class EnvironmentProcesses:
                 reason=Reason.RAISED,
                 problem=_text(raised[0]),
             )
-        return [None if isinstance(value, dict) else float(value) for value in values]
+        return [Score(**value) if "reward" in value else _MISSING for value in values]
 
     async def run(
         self, task_id: str, data: Mapping[str, Any], base_url: str, api_key: str, limit: tuple[float, str]
@@ -584,6 +588,8 @@ class EnvironmentProcesses:
                     worker.end_because(End(Reason.MEMORY, text))
             room_mib, took_s = most - max(used, default=0.0), time.monotonic() - began
 
+
+_MISSING = Score(None)
 
 _PINNED = {"step", "close", "tasks", "run"}
 """Methods that no other process can run again: it lacks their state, or a gateway has their requests already."""

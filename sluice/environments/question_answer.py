@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from sluice.environments.base import Message, Task
+from sluice.environments.datasets import rows
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
@@ -40,7 +38,7 @@ class QuestionAnswer:
     """Asks the questions of a data set and scores answers with a reward function.
 
     Args:
-        dataset: A ``.jsonl`` file, a directory with one per split, or a hub id (needs the package `datasets`).
+        dataset: A file, a directory or a hub id; see `sluice.environments.datasets`.
         question: Field of the question: a text, or messages.
         answer: Field of the answer.
         reward: ``exact``, ``math``, or ``module:function`` of (completion, answer).
@@ -73,7 +71,7 @@ class QuestionAnswer:
             ConfigError: if the data set cannot be read or a row lacks a field.
         """
         tasks: list[Task] = []
-        for index, row in enumerate(_rows(self._dataset, split, self._configuration)):
+        for index, row in enumerate(rows(self._dataset, split, self._configuration)):
             if self._limit is not None and index >= self._limit:
                 break
             if self._question not in row or self._answer not in row:
@@ -95,35 +93,3 @@ class QuestionAnswer:
     def score(self, task: Task, completion: str) -> float:
         """Return what the reward function says of a completion."""
         return float(self._reward(completion, task.data["answer"]))
-
-
-def _rows(dataset: str, split: str, name: str | None) -> Iterable[Mapping[str, Any]]:
-    path = Path(dataset)
-    if path.is_dir():
-        path /= f"{split}.jsonl"
-    if path.suffix == ".jsonl" or path.exists():
-        return _jsonl(path)
-    from datasets import load_dataset  # noqa: PLC0415 - slow to import, needed for hub data sets alone
-
-    try:
-        rows: Iterable[Mapping[str, Any]] = load_dataset(dataset, name, split=split)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load data set {dataset!r}, split {split!r}: {error}") from error
-    return rows
-
-
-def _jsonl(path: Path) -> Iterable[Mapping[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"line {number} of {path} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"line {number} of {path} is not a JSON object")
-        yield row

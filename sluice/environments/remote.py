@@ -17,7 +17,7 @@ import grpc
 
 from sluice.backoff import Backoff
 from sluice.config import SecurityConfig
-from sluice.environments.base import Message, Task, Turn
+from sluice.environments.base import Message, Score, Task, Turn
 from sluice.environments.wire import chat_messages, plain_messages, plain_tools, task_message, task_of
 from sluice.errors import ConfigError
 from sluice.rpc import SluiceError, connect
@@ -126,22 +126,20 @@ class RemoteQuestions(RemoteEnvironment):
         await opened.close()
         return opened.messages
 
-    async def score(self, task: Task, completion: str) -> float:
-        """Return the reward of one completion."""
-        (reward,) = await self.score_batch(task, [completion])
-        if reward is None:
-            raise ValueError("the server gives no reward")
-        return reward
+    async def score(self, task: Task, completion: str) -> Score:
+        """Return what one completion is worth."""
+        (score,) = await self.score_batch(task, [completion])
+        return score
 
-    async def score_batch(self, task: Task, completions: Sequence[str]) -> list[float | None]:
-        """Return the rewards of completions of a task; None where one is missing."""
+    async def score_batch(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        """Return what completions of a task are worth."""
         request = environment_pb2.ScoreRequest(task=task_message(task))
         for completion in completions:
             request.conversations.add().messages.add(role="assistant", content=completion)
         scores = (await _patiently(self._stub.Score, request)).scores
         if len(scores) != len(completions):
             raise ValueError(f"Score of {self._address} gave {len(scores)} scores for {len(completions)} conversations")
-        return [each.reward if each.HasField("reward") else None for each in scores]
+        return [Score(each.reward if each.HasField("reward") else None, dict(each.metrics)) for each in scores]
 
 
 class RemoteEpisodes(RemoteEnvironment):

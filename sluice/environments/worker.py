@@ -24,6 +24,7 @@ from sluice.config import ConfigError
 from sluice.config.secrets import is_secret_name
 from sluice.environments.framing import BrokenFrameError, FrameReader, encode
 from sluice.environments.output import BoundedLines
+from sluice.loading import STARTED_BY
 from sluice.rpc import SluiceError
 from sluice.supervise import guard
 from sluice.supervise.watchdog import Watchdog
@@ -63,8 +64,8 @@ _MOST_PROCESSES = 1000
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-MARK = "STARTED_BY_SLUICE"
-"""Variable that a process and all that it starts have: the kill finds them by it, also those in sessions of their own."""
+MARK = STARTED_BY
+"""The kill finds a process and all that it started by this variable, also those in sessions of their own."""
 
 
 class Reason(StrEnum):

@@ -230,7 +230,7 @@ class Look:
             (call,) = calls
             assert call["function"] == {"name": "look", "arguments": '{"place":"a"}'}, call
             return Turn(messages=[{"role": "tool", "tool_call_id": call["id"], "content": "a cat"}], reward=0.25)
-        return Turn(reward=float(message["content"] == "It said a cat."), done=True)
+        return Turn(reward=float(message["content"] == "It said a cat."), done=True, metrics={"looks": 1})
 """
 
 
@@ -253,6 +253,8 @@ async def test_a_run_trains_on_episodes_with_tools_and_each_token_is_trained_onc
     assert second.conversation.messages[2].tool_call_id == second.conversation.messages[1].tool_calls[0].id != ""
     rows = [line for file in scene.run_dir.glob("trajectories/step_*.jsonl") for line in file.read_text().splitlines()]
     assert {json.loads(row)["reward"] for row in rows} == {1.25}
+    steps = [json.loads(line) for line in (scene.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [step["environment/looks"] for step in steps if "reward/mean" in step] == [1.0, 1.0]
     assert not audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
 
 

@@ -1,0 +1,277 @@
+"""Data sets, reward functions and environment classes as TRL's GRPOTrainer takes them. TRL itself is not needed.
+
+Apache-2.0: https://huggingface.co/docs/trl, version 1.16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sluice.environments.base import Message, Score, Task, Turn
+from sluice.environments.datasets import Row, rows
+from sluice.errors import ConfigError
+from sluice.loading import load_attribute
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+_OWN = ("prompt", "completion", "completion_ids", "completions", "prompts")
+"""Columns that reward functions do not get under their own name."""
+
+_NOT_TOOLS = {"reset", "get_reward", "close"}
+
+
+def load(
+    *,
+    dataset: str = "",
+    reward_funcs: Sequence[str] | str = (),
+    reward_weights: Sequence[float] | None = None,
+    environment_factory: str = "",
+    tasks: int = 4096,
+    limit: int | None = None,
+    system: str = "",
+    argv: Sequence[str] = (),
+) -> Questions | Environments:
+    """Trains with TRL's reward functions, or on an environment class of TRL's kind, as they are.
+
+    Args:
+        dataset: Rows with a column `prompt`, a text or messages: a JSONL or Parquet file, a directory, or a hub id.
+        reward_funcs: Functions, as ``path.py:function`` or ``module:function``.
+        reward_weights: What the reward of each is multiplied by before they are added; by default 1.
+        environment_factory: Class whose public methods are tools, as ``path.py:Class``.
+        tasks: Episodes to train on where there is no data set.
+        limit: Most rows of a split.
+        system: System message before each prompt; none if empty.
+        argv: Command line of the script that has the functions, which finds it here as `sys.argv`.
+    """
+    if argv:
+        sys.argv[:] = argv
+    named = [reward_funcs] if isinstance(reward_funcs, str) else list(reward_funcs)
+    rewards = Rewards({each: load_attribute(each, "reward function") for each in named}, reward_weights)
+    if environment_factory:
+        factory = load_attribute(environment_factory, "environment class")
+        return Environments(_Rows(dataset, tasks, limit, system), rewards, factory)
+    if not dataset:
+        raise ConfigError(
+            "trl needs a dataset, or an environment_factory whose `reset` gives the prompt: set environment_args"
+        )
+    if not named:
+        raise ConfigError("trl needs reward_funcs, or an environment_factory with `get_reward`: set environment_args")
+    return Questions(_Rows(dataset, tasks, limit, system), rewards)
+
+
+class Rewards:
+    """Adds the rewards of several functions.
+
+    Args:
+        functions: By what the settings call them.
+        weights: In the same order.
+
+    Raises:
+        ConfigError: if the weights do not fit, or a function needs what a run cannot give it.
+    """
+
+    def __init__(self, functions: Mapping[str, RewardFunction], weights: Sequence[float] | None) -> None:
+        if weights is not None and len(weights) != len(functions):
+            raise ConfigError(
+                f"there are {len(functions)} reward_funcs and {len(weights)} reward_weights: give one for each"
+            )
+        for location, function in functions.items():
+            if "completion_ids" in inspect.signature(function).parameters:
+                raise ConfigError(
+                    f"reward function {location} asks for completion_ids, but environments have no tokens: use the text"
+                )
+        self._functions = list(functions.values())
+        names = [location.rpartition(":")[2] for location in functions]
+        self._names = names if len(set(names)) == len(names) else list(functions)
+        self._weights = weights or [1.0] * len(functions)
+
+    async def score(
+        self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]], **more: object
+    ) -> list[Score]:
+        """Return the weighted sum for each completion, and each function's own reward as a measure.
+
+        A function that returns None for a completion does not count for it; if all do, its reward is missing.
+        """
+        totals: list[float | None] = [None] * len(completions)
+        logged: list[dict[str, float]] = [{} for _ in completions]
+
+        def log_metric(name: str, value: float) -> None:
+            for each in logged:
+                each[name] = float(value)
+
+        given: dict[str, Any] = {name: values for name, values in columns.items() if name not in _OWN}
+        given |= {"trainer_state": None, "log_metric": log_metric, "log_extra": lambda *_: None, **more}
+        for name, function, weight in zip(self._names, self._functions, self._weights, strict=True):
+            found: Any = function(prompts=list(prompts), completions=list(completions), **_accepted(function, given))
+            values = list(await found if inspect.isawaitable(found) else found)
+            if len(values) != len(completions):
+                raise ValueError(f"{name} returned {len(values)} rewards for {len(completions)} completions")
+            for place, value in enumerate(values):
+                if value is not None:
+                    totals[place] = (totals[place] or 0.0) + weight * float(value)
+                    logged[place][name] = float(value)
+        return [Score(total, metrics) for total, metrics in zip(totals, logged, strict=True)]
+
+
+def _accepted(function: RewardFunction, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a function takes of all that there is."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+class _Rows:
+    """The rows of a data set as tasks."""
+
+    def __init__(self, dataset: str, tasks: int, limit: int | None, system: str) -> None:
+        self._dataset, self._tasks, self._limit, self._system = dataset, tasks, limit, system
+
+    def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """Return the rows of a split in an order that the seed determines."""
+        if not self._dataset:
+            return [Task(f"{split}-{number}", {"row": {}}) for number in range(self._tasks)]
+        found = []
+        for number, row in enumerate(rows(self._dataset, split)):
+            if self._limit is not None and number >= self._limit:
+                break
+            found.append(Task(f"{split}-{number}", {"row": dict(row)}))
+        if split == "train":
+            random.Random(seed).shuffle(found)  # noqa: S311 - an order, not a secret
+        return found
+
+    def messages(self, row: Row) -> list[Message]:
+        """Return the prompt of a row as messages."""
+        prompt = row.get("prompt", "")
+        asked: list[Message] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+        )
+        return [{"role": "system", "content": self._system}, *asked] if self._system else asked
+
+
+class Questions:
+    """Asks the prompts of a data set; reward functions score the answers."""
+
+    name = "trl"
+
+    def __init__(self, data: _Rows, rewards: Rewards) -> None:
+        self._data, self._rewards = data, rewards
+
+    def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """Return the rows of a split."""
+        found = self._data.tasks(split, seed)
+        if found and "prompt" not in found[0].data["row"]:
+            raise ConfigError(f"the rows of the data set have no column prompt, but {', '.join(found[0].data['row'])}")
+        return found
+
+    def messages(self, task: Task) -> Sequence[Message]:
+        """Return the prompt."""
+        return self._data.messages(task.data["row"])
+
+    async def score(self, task: Task, completion: str) -> Score:
+        """Return what one completion is worth."""
+        (score,) = await self.score_batch(task, [completion])
+        return score
+
+    async def score_batch(self, task: Task, completions: Sequence[str]) -> list[Score]:
+        """Return what the completions of a group are worth."""
+        row = task.data["row"]
+        plain = isinstance(row["prompt"], str)
+        said = completions if plain else [[{"role": "assistant", "content": each}] for each in completions]
+        columns = {name: [value] * len(completions) for name, value in row.items()}
+        return await self._rewards.score([row["prompt"]] * len(completions), said, columns)
+
+
+class Environments:
+    """Opens an object of the class for each episode."""
+
+    def __init__(self, data: _Rows, rewards: Rewards, factory: Callable[[], Any]) -> None:
+        self.name = getattr(factory, "__name__", "trl")
+        self._data, self._rewards, self._factory = data, rewards, factory
+
+    def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """Return the rows of a split, or so many episodes."""
+        return self._data.tasks(split, seed)
+
+    async def reset(self, task: Task, seed: int) -> ToolEpisode:
+        """Begin an episode. What `reset` of the class draws at random is the same for all attempts at a task."""
+        row = task.data["row"]
+        random.seed(task.task_id)
+        environment = self._factory()
+        observation = environment.reset(**row)
+        if inspect.isawaitable(observation):
+            observation = await observation
+        messages = self._data.messages(row)
+        if observation is not None:
+            last = messages[-1]
+            messages[-1] = {**last, "content": f"{last['content']}{observation}"}
+        return ToolEpisode(environment, messages, row, self._rewards)
+
+
+class ToolEpisode:
+    """An episode: calls the methods that the model names, and is over with its first message without a call."""
+
+    def __init__(self, environment: Any, messages: list[Message], row: Row, rewards: Rewards) -> None:  # noqa: ANN401 - the user's class
+        self.messages = messages
+        self._environment, self._row, self._rewards = environment, row, rewards
+        self._prompt, self._said = list(messages), list[Message]()
+        members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+        self._methods = {
+            name: getattr(environment, name)
+            for name, _ in members
+            if name not in _NOT_TOOLS and not name.startswith("_")
+        }
+        self.tools = [_schema(each) for each in self._methods.values()]
+
+    async def step(self, said: Any) -> Turn:  # noqa: ANN401 - a message, or a text where there are no tools
+        """Answer a turn of the assistant."""
+        message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
+        self._said.append(message)
+        if calls := message.get("tool_calls"):
+            results = [await self._result(call) for call in calls]
+            self._said += results
+            return Turn(messages=results)
+        score = await self._score()
+        return Turn(reward=score.reward, done=True, metrics=score.metrics)
+
+    async def close(self) -> None:
+        """Close the environment, if it can be."""
+        if callable(close := getattr(self._environment, "close", None)):
+            closed = close()
+            if inspect.isawaitable(closed):
+                await closed
+
+    async def _result(self, call: Mapping[str, Any]) -> Message:
+        """Call a method. What it raises is its result, so that the model can do better."""
+        name = call["function"]["name"]
+        if name not in self._methods:
+            return {"role": "tool", "tool_call_id": call["id"], "content": f"error: there is no tool {name}"}
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+            found = self._methods[name](**arguments)
+            content = str(await found if inspect.isawaitable(found) else found)
+        except Exception as error:  # noqa: BLE001 - as TRL has it: the model learns of it
+            content = f"error: {error}"
+        return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+    async def _score(self) -> Score:
+        columns = {name: [value] for name, value in self._row.items()}
+        (score,) = await self._rewards.score([self._prompt], [self._said], columns, environments=[self._environment])
+        if not callable(own := getattr(self._environment, "get_reward", None)):
+            return score
+        value = own()
+        value = float(await value if inspect.isawaitable(value) else value)
+        return Score((score.reward or 0.0) + value, {**score.metrics, type(self._environment).__name__: value})
+
+
+def _schema(method: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return how the model is told of a method, from its types and its docstring."""
+    from transformers.utils import get_json_schema  # noqa: PLC0415 - slow to import
+
+    schema: Mapping[str, Any] = get_json_schema(method)
+    return schema

@@ -1,0 +1,183 @@
+"""`sluice.train`: a run from a script. It starts the services, waits for the end, and returns what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from sluice.errors import ConfigError
+from sluice.loading import STARTED_BY, ScriptEndedError
+
+Reward: TypeAlias = "Callable[..., Sequence[float | None]] | str"
+
+
+class TrainingFailedError(Exception):
+    """A run did not reach its end. The message has the exit code and where the logs are."""
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that reached its end.
+
+    Attributes:
+        directory: Holds everything of it.
+        model: The trained weights, a Hugging Face directory.
+        report: What `sluice report` summarises.
+        metrics: One mapping for each step.
+    """
+
+    directory: Path
+    model: Path
+    report: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step."""
+        return [float(each["reward/mean"]) for each in self.metrics if "reward/mean" in each]
+
+
+def train(
+    model: str | Path,
+    dataset: str | Path | Iterable[Mapping[str, Any]] = "",
+    reward_funcs: Reward | Sequence[Reward] = (),
+    *,
+    reward_weights: Sequence[float] | None = None,
+    environment_factory: type | str = "",
+    environment: str = "",
+    environment_args: Mapping[str, Any] | None = None,
+    run: str = "train",
+    output_dir: str | Path = "outputs",
+    settings: Mapping[str, Any] | None = None,
+) -> TrainedRun:
+    """Train a model by RL, as `sluice rl` does, and wait for the end of the run.
+
+    Args:
+        model: Hugging Face directory or hub id.
+        dataset: Rows with a column `prompt`, which is a text or messages: a JSONL or Parquet file, a directory, a hub id, or the rows
+            themselves, such as a `Dataset` or a list.
+        reward_funcs: One or several functions as TRL's GRPOTrainer takes them: they get `prompts`, `completions` and each other column
+            as a list, and return a number or None for each completion. They run in processes of their own, which read the file
+            that defines them up to the call of this function: what they need must stand above it.
+        reward_weights: What each is multiplied by before they are added.
+        environment_factory: Class whose public methods are tools, as TRL takes it.
+        environment: Any other environment, as `orchestrator.environment`.
+        environment_args: Its keyword arguments.
+        run: Name of the run.
+        output_dir: Holds the runs.
+        settings: Further settings by their names, nested or dotted: ``{"trainer.lr": 1e-5, "orchestrator": {"max_steps": 100}}``.
+
+    Raises:
+        ConfigError: if an argument or a setting cannot be used.
+        TrainingFailedError: if the run fails.
+        KeyboardInterrupt: on Ctrl-C; the run can be continued with ``settings={"resume": True}``.
+    """
+    if os.environ.get(STARTED_BY):
+        raise ScriptEndedError  # a process of the environment reads the script: it has what it needs
+    output = Path(output_dir)
+    if environment and (dataset or reward_funcs or environment_factory):
+        raise ConfigError(
+            "give either environment with environment_args, or dataset, reward_funcs and environment_factory"
+        )
+    given = dict(environment_args or {})
+    if not environment:
+        environment = "trl"
+        functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
+        found = {
+            "dataset": str(dataset) if isinstance(dataset, str | Path) else str(_written(dataset, output)),
+            "reward_funcs": [_location(each) for each in functions],
+            "reward_weights": None if reward_weights is None else list(reward_weights),
+            "environment_factory": _location(environment_factory),
+            "argv": sys.argv,
+        }
+        given |= {name: value for name, value in found.items() if value}
+    words = {
+        "run": run,
+        "output_dir": str(output),
+        "model": str(model),
+        "orchestrator.environment": environment,
+        "orchestrator.environment_args": given,
+        **_flat(settings or {}),
+    }
+    argv = [sys.executable, "-m", "sluice.cli.main", "rl"]
+    for name, value in words.items():
+        argv += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    with subprocess.Popen(argv) as process:  # noqa: S603 - our own program
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # Ctrl-C reaches it too: it ends the services, then itself
+            raise
+    directory = output / run
+    if code:
+        raise TrainingFailedError(
+            f"run {run} ended with exit code {code}; what it printed says why, and the logs are in {directory / 'logs'}"
+        )
+    return _read(directory)
+
+
+def _location(thing: Any) -> str:  # noqa: ANN401 - a function, a class, or where one is
+    """Return where another process finds a function or class.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    if isinstance(thing, str):
+        return thing
+    name = getattr(thing, "__qualname__", "")
+    if not name.isidentifier():
+        raise ConfigError(
+            f"{name or thing!r} cannot be found by other processes: define it at the top level of a file, with `def` or `class`"
+        )
+    if thing.__module__ != "__main__":
+        return f"{thing.__module__}:{name}"
+    try:
+        file = Path(inspect.getfile(thing)).resolve()
+    except (OSError, TypeError):
+        file = Path()
+    if not file.is_file():
+        raise ConfigError(f"{name} has no file that other processes could read: put it into one, and import it")
+    return f"{file}:{name}"
+
+
+def _written(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
+    """Write rows to a file that is named after its content."""
+    try:
+        text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a row of the data set is not what JSON has ({error}): give texts, numbers, lists and mappings"
+        ) from error
+    if not text:
+        raise ConfigError("the data set has no rows")
+    path = output / "datasets" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and not name.endswith("_args"):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _read(directory: Path) -> TrainedRun:
+    report = json.loads((directory / "report.json").read_text())
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    versions = [each for each in (directory / "weights").glob("v*") if each.is_dir()]
+    last = max(versions, key=lambda each: [int(number) for number in each.name[1:].split(".")])
+    return TrainedRun(directory, last, report, [json.loads(line) for line in lines])
