@@ -16,6 +16,7 @@ ENVIRONMENT_GROUP = "sluice.environments"
 """Entry points of this group name environments that are installed."""
 
 BUILT_IN: Mapping[str, str] = {
+    "mcp": "sluice.environments.libraries.mcp:McpTools",
     "question_answer": "sluice.environments.question_answer:QuestionAnswer",
     "reasoning_gym": "sluice.environments.libraries.reasoning_gym:ReasoningGym",
     "textarena": "sluice.environments.libraries.textarena:TextArena",

@@ -100,6 +100,94 @@ async def test_a_game_for_two_is_refused() -> None:
                 pass
 
 
+MCP_SERVER = """
+import os
+try:
+    from mcp.server import MCPServer as Server
+except ImportError:  # 1.30
+    from mcp.server.fastmcp import FastMCP as Server
+
+server = Server("counter")
+count = 0
+
+@server.tool()
+def add(amount: int) -> str:
+    "Add to the counter."
+    global count
+    if amount == 13:
+        raise ValueError("no thirteen")
+    if amount == 99:
+        os._exit(1)
+    count += amount
+    return str(count)
+
+@server.tool()
+def secret() -> str:
+    "Not for the model."
+    return "s"
+
+server.run()
+"""
+
+
+@pytest.mark.parametrize("name", ["environments", "verifiers"])
+@pytest.mark.parametrize("shared", [True, False])
+async def test_tools_of_an_mcp_server_keep_their_state_where_it_belongs(
+    tmp_path: Path, name: str, shared: bool
+) -> None:
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    (tmp_path / "rows.jsonl").write_text('{"question": "Count to 5.", "answer": "5"}\n')
+    arguments = {
+        "server": f"{python_of(name)} {tmp_path}/server.py",
+        "dataset": f"{tmp_path}/rows.jsonl",
+        "tools": ["add"],
+        "shared": shared,
+    }
+    config = EnvironmentProcessesConfig(count=1, python=python_of(name))
+    async with EnvironmentProcesses("mcp", arguments, config, (120.0, "start_s")) as tools:
+        (task,) = await tools.tasks("train", 0)
+
+        async def said(episode, amount: str, tool: str = "add") -> str:
+            call = {"id": "1", "function": {"name": tool, "arguments": f'{{"amount": {amount}}}'}}
+            return (await episode.step({"role": "assistant", "content": "", "tool_calls": [call]})).messages[0][
+                "content"
+            ]
+
+        async with tools.episode(task, 0) as one, tools.episode(task, 1) as other:
+            (tool,) = one.tools
+            assert tool["function"]["name"] == "add"
+            assert tool["function"]["parameters"]["properties"]["amount"]["type"] == "integer"
+            assert await said(one, "2") == "2"
+            assert await said(other, "3") == ("5" if shared else "3")
+            assert (await said(one, "13")).startswith("error: ")
+            assert await said(one, "1", "secret") == "error: there is no tool secret"
+            assert (await said(one, "oops")).startswith("error: the arguments are not JSON")
+            end = await one.step({"role": "assistant", "content": " 5 "})
+            assert (end.reward, end.done) == (1.0, True)
+        async with tools.episode(task, 2) as dies:
+            with pytest.raises(Exception, match="the MCP server failed in add"):
+                await said(dies, "99")
+        async with tools.episode(task, 3) as after:
+            assert await said(after, "4") == "4", "another server took its place"
+
+
+@pytest.mark.parametrize(
+    ("server", "tools", "message"),
+    [("no-such-command", [], "no-such-command cannot be used"), ("", ["take"], r"no tools \['take'\]")],
+)
+async def test_an_mcp_server_that_cannot_be_used_is_named(
+    tmp_path: Path, server: str, tools: list[str], message: str
+) -> None:
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": "5"}\n')
+    command = server or f"{python_of('environments')} {tmp_path}/server.py"
+    async with processes("mcp", server=command, dataset=f"{tmp_path}/rows.jsonl", tools=tools) as environment:
+        (task,) = await environment.tasks("train", 0)
+        with pytest.raises(Exception, match=message):
+            async with environment.episode(task, 0):
+                pass
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("model")

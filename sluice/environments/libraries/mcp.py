@@ -1,0 +1,223 @@
+"""Tools of an MCP server: questions of a data set, which the model answers with them.
+
+MIT: https://github.com/modelcontextprotocol/python-sdk, the package `mcp`, 1.30 or 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sluice.environments.base import Message, Task, Turn
+from sluice.environments.libraries.imports import library
+from sluice.environments.question_answer import QuestionAnswer
+from sluice.errors import ConfigError
+
+_START_S = 60.0
+"""Seconds for a server to start and to list its tools."""
+
+
+class McpTools:
+    """Asks the questions of a data set, and lets the model call the tools of an MCP server.
+
+    Args:
+        server: Command of a server that speaks over its standard streams, such as ``python server.py``, or the URL of one that
+            serves streamable HTTP.
+        dataset: As of `question_answer`, like those that follow it.
+        question: Field of the question.
+        answer: Field of the answer.
+        reward: ``exact``, ``math``, or ``module:function`` of (completion, answer).
+        system: System message.
+        limit: Most tasks of a split.
+        tools: Names of the tools that are offered; all if empty.
+        shared: Whether all episodes of a process use one session. Otherwise each episode has a server of its own, or for a URL a
+            session: needed where tools keep a state.
+        variables: Environment variables of the command, beside those that `mcp` passes on.
+    """
+
+    name = "mcp"
+
+    def __init__(
+        self,
+        server: str | Sequence[str],
+        dataset: str,
+        *,
+        question: str = "question",
+        answer: str = "answer",
+        reward: str = "exact",
+        system: str = "",
+        limit: int | None = None,
+        tools: Sequence[str] = (),
+        shared: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        library("mcp", "mcp")
+        words = shlex.split(server) if isinstance(server, str) else list(server)
+        if not words:
+            raise ConfigError("no MCP server is set: give its command or URL as environment_args.server")
+        self._server, self._variables, self._offered = words, dict(variables or {}), set(tools)
+        self._questions = QuestionAnswer(
+            dataset, question=question, answer=answer, reward=reward, system=system, limit=limit
+        )
+        self._shared: _Session | None = None
+        self._share = shared
+        self._starting = asyncio.Lock()
+
+    async def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """Return the questions of a split."""
+        return self._questions.tasks(split, seed)
+
+    async def reset(self, task: Task, seed: int) -> McpEpisode:  # the server alone knows of chance
+        """Begin an episode."""
+        session = await self._session()
+        return McpEpisode(self._questions, task, session, own=not self._share)
+
+    async def _session(self) -> _Session:
+        if not self._share:
+            return await _Session.started(self._server, self._variables, self._offered)
+        async with self._starting:
+            if self._shared is None or self._shared.ended:
+                self._shared = await _Session.started(self._server, self._variables, self._offered)
+            return self._shared
+
+
+class McpEpisode:
+    """An episode: calls the tools that the model names, and is over with its first message without a call."""
+
+    def __init__(self, questions: QuestionAnswer, task: Task, session: _Session, *, own: bool) -> None:
+        self._questions, self._task, self._session, self._own = questions, task, session, own
+        self.messages, self.tools = questions.messages(task), session.tools
+
+    async def step(self, said: Any) -> Turn:  # noqa: ANN401 - a message, or a text where the server has no tools
+        """Answer a turn of the assistant."""
+        message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
+        if calls := message.get("tool_calls"):
+            return Turn(messages=[await self._result(call) for call in calls])
+        return Turn(reward=self._questions.score(self._task, message["content"]), done=True)
+
+    async def close(self) -> None:
+        """End the session, unless other episodes use it."""
+        if self._own:
+            await self._session.close()
+
+    async def _result(self, call: Mapping[str, Any]) -> Message:
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            content = f"error: the arguments are not JSON: {error}"
+        else:
+            content = await self._session.call(function["name"], arguments)
+        return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+
+class _Session:
+    """A session with a server; a task of its own holds it, since `mcp` wants it entered and left by one task."""
+
+    def __init__(self) -> None:
+        self.tools: list[Mapping[str, Any]] = []
+        self._client: Any = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._leave = asyncio.Event()
+        self._holding: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def started(cls, server: Sequence[str], variables: Mapping[str, str], offered: set[str]) -> _Session:
+        """Start a session, and list the tools.
+
+        Raises:
+            RuntimeError: if the server does not start, or lacks a tool that is offered.
+        """
+        session = cls()
+        session._holding = asyncio.create_task(session._hold(server, variables, offered))
+        try:
+            async with asyncio.timeout(_START_S):
+                await asyncio.shield(session._ready)
+        except TimeoutError as error:
+            await session.close()
+            raise RuntimeError(f"the MCP server {shlex.join(server)} did not start within {_START_S:g} s") from error
+        return session
+
+    @property
+    def ended(self) -> bool:
+        """Whether it cannot be used any more."""
+        return self._leave.is_set() or self._holding is None or self._holding.done()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; return what it says, also where it fails."""
+        if name not in {tool["function"]["name"] for tool in self.tools}:
+            return f"error: there is no tool {name}"
+        try:
+            result = await self._client.call_tool(name, dict(arguments))
+        except Exception as error:
+            self._leave.set()  # a server that died answers no other episode either
+            raise RuntimeError(f"the MCP server failed in {name}: {_innermost(error)}") from error
+        text = "\n".join(getattr(each, "text", "") or f"({each.type})" for each in result.content)
+        failed = getattr(result, "is_error", None) or getattr(result, "isError", None)
+        return f"error: {text}" if failed else text
+
+    async def close(self) -> None:
+        """End the session, and with it a server that was started for it."""
+        self._leave.set()
+        if self._holding is not None:
+            await asyncio.wait({self._holding})
+
+    async def _hold(self, server: Sequence[str], variables: Mapping[str, str], offered: set[str]) -> None:
+        from mcp import ClientSession  # type: ignore[import-not-found]  # noqa: PLC0415 - an optional package
+
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                read, write, *_ = await stack.enter_async_context(_streams(server, variables))
+                self._client = await stack.enter_async_context(ClientSession(read, write))
+                await self._client.initialize()
+                self.tools = _offered((await self._client.list_tools()).tools, offered)
+                self._ready.set_result(None)
+                await self._leave.wait()
+        except BaseException as error:
+            if self._ready.done():
+                raise
+            problem = RuntimeError(f"the MCP server {shlex.join(server)} cannot be used: {_innermost(error)}")
+            self._ready.set_exception(problem)
+
+
+def _streams(server: Sequence[str], variables: Mapping[str, str]) -> Any:  # noqa: ANN401 - a context of the library
+    if server[0].startswith(("http://", "https://")):
+        from mcp.client.streamable_http import streamable_http_client  # type: ignore[import-not-found]  # noqa: PLC0415 - an optional package
+
+        return streamable_http_client(server[0])
+    from mcp import StdioServerParameters  # noqa: PLC0415
+    from mcp.client.stdio import stdio_client  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    command, *arguments = server
+    return stdio_client(StdioServerParameters(command=command, args=arguments, env={**os.environ, **variables}))
+
+
+def _offered(tools: Sequence[Any], names: set[str]) -> list[Mapping[str, Any]]:
+    """Return the tools of some names, or all if there are no names.
+
+    Raises:
+        ConfigError: if the server has no tool of a name.
+    """
+    there = {tool.name for tool in tools}
+    if names - there:
+        raise ConfigError(f"it has no tools {sorted(names - there)}, but {sorted(there)}")
+    return [_described(tool) for tool in tools if not names or tool.name in names]
+
+
+def _described(tool: Any) -> Mapping[str, Any]:  # noqa: ANN401 - of the library
+    schema = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description or "", "parameters": schema},
+    }
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
