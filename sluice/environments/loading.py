@@ -17,7 +17,7 @@ ENVIRONMENT_GROUP = "sluice.environments"
 
 BUILT_IN: Mapping[str, str] = {
     "mcp": "sluice.environments.libraries.mcp:McpTools",
-    "question_answer": "sluice.environments.question_answer:QuestionAnswer",
+    "question_answer": "sluice.environments.question_answer:load",
     "reasoning_gym": "sluice.environments.libraries.reasoning_gym:ReasoningGym",
     "textarena": "sluice.environments.libraries.textarena:TextArena",
     "trl": "sluice.environments.libraries.trl:load",

@@ -3,49 +3,57 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sluice.environments.base import Message, Task
 from sluice.environments.datasets import rows
+from sluice.environments.rewards import REWARDS, CodeReward, Judge, RewardFunction
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
 
-def exact_reward(completion: str, answer: str) -> float:
-    """Return 1 if the completion is the answer, white space around it aside; else 0."""
-    return float(completion.strip() == answer.strip())
-
-
-def math_reward(completion: str, answer: str) -> float:
-    """Return 1 if the last mathematical expression of the completion equals the answer, else 0 (math-verify).
-
-    The library's own time limits rely on signals and are switched off: the environment's process has one.
-    """
-    from math_verify import parse, verify  # noqa: PLC0415 - brings sympy, which is slow to import
-
-    gold = parse(answer, parsing_timeout=None)
-    if not gold:
-        gold = parse(f"${answer}$", parsing_timeout=None)
-    found = parse(completion, parsing_timeout=None)
-    return float(verify(gold, found, timeout_seconds=None))
-
-
-REWARDS: Mapping[str, Callable[[str, str], float]] = {"exact": exact_reward, "math": math_reward}
-"""Reward functions by the name that settings give them."""
-
-
-class QuestionAnswer:
-    """Asks the questions of a data set and scores answers with a reward function.
+def load(  # noqa: D417 - those of `QuestionAnswer` too
+    dataset: str,
+    *,
+    judge: Mapping[str, Any] | None = None,
+    reward: str = "",
+    **given: Any,  # noqa: ANN401 - as there
+) -> QuestionAnswer | JudgedQuestions:
+    """Asks the questions of a data set; answers are compared, tested, or judged by a model.
 
     Args:
         dataset: A file, a directory or a hub id; see `sluice.environments.datasets`.
         question: Field of the question: a text, or messages.
         answer: Field of the answer.
-        reward: ``exact``, ``math``, or ``module:function`` of (completion, answer).
+        reward: ``exact``, ``math``, ``gsm8k``, ``code``, or ``module:function`` of (completion, answer).
+        sandbox: For ``code``: ``auto`` confines the programs, ``none`` runs them with all rights of this process.
+        limits: For ``code``: ``wall_s``, ``cpu_s``, ``memory_mib``, ``output_kib``, ``packages``.
+        judge: In place of `reward`: ``url``, ``model``, ``prompt``, ``key_variable``, ``timeout_s``, ``at_a_time``.
         system: System message; none if empty.
         name: Configuration of a hub data set.
         limit: Most tasks per split.
     """
+    if judge is None:
+        return QuestionAnswer(dataset, reward=reward or "exact", **given)
+    if reward:
+        raise ConfigError("give either reward or judge")
+    return JudgedQuestions(dataset, Judge(**judge), **given)
+
+
+def _function(reward: str, sandbox: str, limits: Mapping[str, Any] | None) -> RewardFunction:
+    if reward == "code":
+        if sandbox not in {"auto", "none"}:
+            raise ConfigError(f'sandbox is "auto" or "none", not {sandbox!r}')
+        return CodeReward(limits, confined=sandbox == "auto")
+    if reward in REWARDS:
+        return REWARDS[reward]
+    function: RewardFunction = load_attribute(reward, "reward")
+    return function
+
+
+class QuestionAnswer:
+    """Scores answers with a reward function; the arguments are those of `load`."""
 
     name = "question_answer"
 
@@ -56,12 +64,14 @@ class QuestionAnswer:
         question: str = "question",
         answer: str = "answer",
         reward: str = "exact",
+        sandbox: str = "auto",
+        limits: Mapping[str, Any] | None = None,
         system: str = "",
         name: str | None = None,
         limit: int | None = None,
     ) -> None:
         self._dataset, self._question, self._answer = dataset, question, answer
-        self._reward = REWARDS[reward] if reward in REWARDS else load_attribute(reward, "reward")
+        self._reward = _function(reward, sandbox, limits)
         self._system, self._configuration, self._limit = system, name, limit
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
@@ -93,3 +103,26 @@ class QuestionAnswer:
     def score(self, task: Task, completion: str) -> float:
         """Return what the reward function says of a completion."""
         return float(self._reward(completion, task.data["answer"]))
+
+
+class JudgedQuestions:
+    """Lets a model score the answers."""
+
+    name = "question_answer"
+
+    def __init__(self, dataset: str, judge: Judge, **given: Any) -> None:  # noqa: ANN401 - those of `QuestionAnswer`
+        self._questions, self._judge = QuestionAnswer(dataset, **given), judge
+
+    async def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """Return the questions of a split."""
+        return self._questions.tasks(split, seed)
+
+    def messages(self, task: Task) -> Sequence[Message]:
+        """Return the question, after the system message."""
+        return self._questions.messages(task)
+
+    async def score(self, task: Task, completion: str) -> float:
+        """Return what the judge gives."""
+        question = task.data["question"]
+        asked = question if isinstance(question, str) else question[-1]["content"]
+        return await self._judge.score(asked, task.data["answer"], completion)

@@ -19,7 +19,7 @@ from sluice.environments.base import Task
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.episode import ReplayDiffersError
 from sluice.environments.processes import EnvironmentProcesses
-from sluice.environments.question_answer import exact_reward, math_reward
+from sluice.environments.rewards import exact_reward, math_reward
 from sluice.environments.worker import End, EnvironmentFailedError, Reason
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

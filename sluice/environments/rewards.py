@@ -1,0 +1,172 @@
+"""Reward functions of the environment `question_answer`, by the names that its settings give them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sluice.environments.sandbox import Limits, check_confines, run_python
+from sluice.errors import ConfigError
+
+RewardFunction = Callable[[str, str], float]
+
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+JUDGE_PROMPT = """Judge an answer.
+
+Question: {question}
+
+Reference answer: {answer}
+
+Answer to judge: {completion}
+
+Is it right? End with a line "score: X", where X is a number from 0 (wrong) to 1 (right)."""
+
+
+def exact_reward(completion: str, answer: str) -> float:
+    """Return 1 if the completion is the answer, white space around it aside; else 0."""
+    return float(completion.strip() == answer.strip())
+
+
+def math_reward(completion: str, answer: str) -> float:
+    """Return 1 if the last mathematical expression of the completion equals the answer, else 0 (math-verify).
+
+    The library's own time limits rely on signals and are switched off: the environment's process has one.
+    """
+    from math_verify import parse, verify  # noqa: PLC0415 - brings sympy, which is slow to import
+
+    gold = parse(answer, parsing_timeout=None)
+    if not gold:
+        gold = parse(f"${answer}$", parsing_timeout=None)
+    found = parse(completion, parsing_timeout=None)
+    return float(verify(gold, found, timeout_seconds=None))
+
+
+def gsm8k_reward(completion: str, answer: str) -> float:
+    """Return 1 if the last number of the completion is the one after ``####`` in the answer, else 0."""
+    right = answer.rpartition("####")[2].replace(",", "").strip()
+    found = _NUMBER.findall(completion.replace(",", ""))
+    try:
+        return float(bool(found) and float(found[-1]) == float(right))
+    except ValueError as error:
+        raise ValueError(f"the answer of a task is {answer!r}, which does not end with #### and a number") from error
+
+
+class CodeReward:
+    """Gives 1 if the program in a completion passes all tests of the answer, else 0.
+
+    The program is the last fenced block, or the whole completion without one. The answer is Python code with assertions, which follows
+    the program; or a JSON list of ``{"input": ..., "output": ...}``, what the program reads and what it must print.
+
+    Args:
+        limits: What each run may use; fields of `Limits`.
+        confined: Whether it runs in the sandbox.
+
+    Raises:
+        ConfigError: if this machine cannot confine it, or there is no such limit.
+    """
+
+    def __init__(self, limits: Mapping[str, Any] | None = None, *, confined: bool = True) -> None:
+        try:
+            self._limits = Limits(**(limits or {}))
+        except TypeError as error:
+            raise ConfigError(f"no such limit of the sandbox: {error}") from error
+        self._confined = confined
+        if confined:
+            check_confines()
+
+    def __call__(self, completion: str, answer: str) -> float:
+        """Run the tests."""
+        blocks = _FENCED.findall(completion)
+        program = blocks[-1] if blocks else completion
+        if (cases := _cases(answer)) is not None:
+            return float(all(self._prints(program, each["input"], each["output"]) for each in cases))
+        mark = secrets.token_hex(16)  # a program that ends early does not get to print it
+        whole = f"{program}\n\n{answer}\n\nprint()\nprint({mark!r})\n"
+        ran = run_python(whole, limits=self._limits, confined=self._confined)
+        return float(ran.ok and ran.stdout.rstrip().endswith(mark))
+
+    def _prints(self, program: str, given: str, wanted: str) -> bool:
+        ran = run_python(program, stdin=given, limits=self._limits, confined=self._confined)
+        return ran.ok and [each.rstrip() for each in ran.stdout.rstrip().splitlines()] == [
+            each.rstrip() for each in wanted.rstrip().splitlines()
+        ]
+
+
+def _cases(answer: str) -> list[dict[str, str]] | None:
+    """Return the cases of an answer; None if it is code."""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return None
+    if isinstance(found, list) and all(isinstance(each, dict) and {"input", "output"} <= each.keys() for each in found):
+        return found
+    return None
+
+
+REWARDS: Mapping[str, RewardFunction] = {"exact": exact_reward, "math": math_reward, "gsm8k": gsm8k_reward}
+"""Reward functions by the name that settings give them; `code` and `judge` have settings of their own."""
+
+
+class Judge:
+    """Lets a model behind an OpenAI-compatible endpoint score answers.
+
+    Answers that were judged before are not asked about again. What the judge says must end with a line ``score: X``.
+
+    Args:
+        url: Of the endpoint, up to and with ``/v1``.
+        model: Name of the judge there.
+        prompt: Text with the fields ``{question}``, ``{answer}`` and ``{completion}``.
+        key_variable: Environment variable with the API key; `environment_processes.variables` must name it.
+        timeout_s: Seconds for an answer, all attempts together; then the reward is missing.
+        at_a_time: Requests under way.
+        remembered: Judgements that are kept.
+        **options: Further fields of the request, such as ``temperature = 0``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        prompt: str = JUDGE_PROMPT,
+        key_variable: str = "OPENAI_API_KEY",
+        timeout_s: float = 60.0,
+        at_a_time: int = 16,
+        remembered: int = 100_000,
+        **options: Any,  # noqa: ANN401 - whatever JSON has
+    ) -> None:
+        from sluice.chat_endpoint import ChatEndpoint  # noqa: PLC0415 - brings an HTTP client; other rewards need none
+
+        self._endpoint = ChatEndpoint(url, model, key_variable=key_variable, timeout_s=timeout_s, at_a_time=at_a_time)
+        self._prompt, self._options, self._most = prompt, options, remembered
+        self._known: OrderedDict[bytes, float] = OrderedDict()
+
+    async def score(self, question: str, answer: str, completion: str) -> float:
+        """Return what the judge gives.
+
+        Raises:
+            ValueError: if it says no score.
+            EndpointError: if it does not answer.
+        """
+        text = self._prompt.format(question=question, answer=answer, completion=completion)
+        key = hashlib.blake2b(text.encode()).digest()
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        choice = await self._endpoint.ask([{"role": "user", "content": text}], **self._options)
+        said = str(choice["message"]["content"])
+        found = _NUMBER.findall(said.lower().rpartition("score:")[2]) if "score:" in said.lower() else []
+        if not found:
+            raise ValueError(f'the judge gave no "score: X": {said[-200:]!r}')
+        score = min(1.0, max(0.0, float(found[0])))
+        self._known[key] = score
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+        return score
