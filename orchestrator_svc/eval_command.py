@@ -13,15 +13,16 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from orchestrator_svc.config import EXTERNAL, AttemptsConfig, ExternalConfig, OrchestratorConfig
-from sluice.config import RUN_PATTERN, Command, ConfigError, SecurityConfig, load_command
+from orchestrator_svc.eval_plot import FORMATS
+from sluice.config import RUN_PATTERN, Command, ConfigError, Section, SecurityConfig, load_command
 from sluice.engines import EngineName
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import PLAYING, locate
@@ -34,7 +35,9 @@ from sluice.versions import BASE
 
 if TYPE_CHECKING:
     from orchestrator_svc.eval_children import Child, Children
-    from orchestrator_svc.evaluation import EvalResult
+    from orchestrator_svc.evaluation import Attempted, EvalResult
+    from sluice.environments.base import Task
+    from sluice.environments.processes import EnvironmentProcesses
     from sluice.sampling.pool import ReplicaPool
 
 _LABELS = {
@@ -51,14 +54,63 @@ _LABELS = {
 _GENERATE_S = 600.0
 """Seconds for one request."""
 
+_MANY = 20
+"""Steps that a message lists."""
+
+_IDENTITY = {
+    *(
+        "model",
+        "address",
+        "url",
+        "engine",
+        "max_model_len",
+        "rollout",
+        "environment",
+        "environment_args",
+        "workflow",
+        "agent",
+    ),
+    *("split", "seed", "samples", "temperature", "greedy", "max_tokens", "stop", "max_turns"),
+}
+"""Settings that decide what an attempt is; how many tasks there are may change."""
+
 _FAULTS = ("missing_rewards", "failed_tasks", "failed_episodes")
 """What should not be there."""
+
+
+class EvaluatedEnvironment(Section):
+    """One of several environments; what is unset is as for all."""
+
+    name: str = Field(min_length=1, description="Its name in the result.")
+    environment: str = Field(min_length=1, description="As `environment`.")
+    environment_args: dict[str, Any] = Field(default_factory=dict, description="As `environment_args`.")
+    split: str | None = Field(None, description="As `split`.")
+    prompts: int | None = Field(None, ge=1, description="As `prompts`.")
+    samples: int | None = Field(None, ge=0, description="As `samples`.")
+    max_tokens: int | None = Field(None, ge=1, description="As `max_tokens`.")
+    max_turns: int | None = Field(None, ge=1, description="As `max_turns`.")
+    environment_processes: EnvironmentProcessesConfig | None = Field(None, description="As `environment_processes`.")
 
 
 class EvalConfig(AttemptsConfig):
     """What is evaluated, on what, and how."""
 
-    model: str = Field("", description="Model directory or hub id; a replica is started for it and stopped afterwards.")
+    model: str = Field(
+        "",
+        description="Model directory or hub id; a replica is started for it and stopped afterwards. With `url`: the model's name there.",
+    )
+    weights_dir: Path | None = Field(
+        None,
+        description="Directory of a run's weights, such as `outputs/my-run/weights`, in place of `model`: each version there is evaluated.",
+    )
+    steps: list[int] = Field(default_factory=list, description="Steps of `weights_dir` to evaluate; none: all.")
+    url: str = Field(
+        "",
+        description="OpenAI-compatible endpoint, such as `https://api.openai.com/v1`, whose model `model` is evaluated.",
+    )
+    key_variable: str = Field(
+        "OPENAI_API_KEY", description="Environment variable with the API key for `url`; without it no key is sent."
+    )
     baseline: str = Field(
         "",
         description="Another model directory or hub id, evaluated first on the same tasks: the result has the gain of `model` over it.",
@@ -76,6 +128,10 @@ class EvalConfig(AttemptsConfig):
     environment: str = Field("", description="Environment: an installed id, `module:Attr`, or `path/to/env.py:Attr`.")
     environment_args: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the environment's class or function."
+    )
+    environments: list[EvaluatedEnvironment] = Field(
+        default_factory=list,
+        description="Several environments in place of `environment`, one evaluated after the other.",
     )
     workflow: str = Field("auto", description="How an episode runs; as orchestrator.workflow.")
     agent: str = Field(
@@ -102,6 +158,14 @@ class EvalConfig(AttemptsConfig):
     samples_output: Path | None = Field(
         None, description="JSONL file for every attempt with its text; none writes none."
     )
+    attempts: Path | None = Field(
+        None,
+        description="JSONL file that the attempts at each task are added to as they end; an evaluation that was interrupted continues with the same file. Of several evaluations each has its own, by its checkpoint and environment.",
+    )
+    plot: Path | None = Field(
+        None,
+        description="PNG, SVG or PDF file: rewards and pass@k of each checkpoint of `weights_dir`, with intervals.",
+    )
     start_s: float = Field(
         600.0,
         gt=0,
@@ -115,8 +179,18 @@ class EvalConfig(AttemptsConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if bool(self.model) == bool(self.address):
-            raise ValueError("give either model (a directory or hub id) or address (of a running server)")
+        if sum(map(bool, (self.model, self.address, self.weights_dir))) != 1:
+            raise ValueError(
+                "give one of model (a directory or hub id), address (of a running server) and weights_dir (of a run)"
+            )
+        if self.url and not self.model:
+            raise ValueError("url needs model: the name of the model there")
+        if self.url and (self.baseline or self.external_agents):
+            raise ValueError("url is for episodes that the environment runs, without a baseline")
+        if bool(self.environment) == bool(self.environments):
+            raise ValueError("give either environment, or a table for each of several environments")
+        if self.plot is not None and self.plot.suffix not in FORMATS:
+            raise ValueError(f"plot is a file that ends with {', '.join(FORMATS)}, not {self.plot.name!r}")
         if not self.samples and not self.greedy:
             raise ValueError("nothing to do: set samples above 0, or greedy")
         if self.baseline and not self.model:
@@ -155,29 +229,105 @@ def run(argv: list[str]) -> int:
     """
     config = load_command(EvalConfig, argv, "eval", check=_check)
     configure_logging("eval", os.environ.get(LEVEL_VARIABLE) or "warning")
-    result, outcome = _evaluated(config)
-    if config.baseline:
-        from orchestrator_svc.evaluation import gain  # noqa: PLC0415 - as in run_evaluation
-
+    results, samples = [], []
+    for each in _each(config):
+        result, outcome = _compared(each.config)
+        result |= each.names
         _print(result)
-        before, others = result, outcome.result
-        result, outcome = _evaluated(config.model_copy(update={"baseline": ""}))
-        try:
-            result |= {"baseline": before, "gain": asdict(gain(others.task_rewards, outcome.result.task_rewards))}
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    _print(result)
-    if config.output is not None:
-        _write(config.output, json.dumps(result, indent=2) + "\n")
+        results.append(result)
+        samples += [{**each.names, **asdict(sample)} for sample in outcome.result.samples]
+        if config.output is not None:
+            whole = result if len(results) == 1 and each.alone else {"results": results}
+            _write(config.output, json.dumps(whole, indent=2) + "\n")
     if config.samples_output is not None:
-        rows = [asdict(sample) for sample in outcome.result.samples]
-        _write(config.samples_output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    metrics = result["metrics"]
-    return int(any(metrics[name] > 0 for name in _FAULTS))
+        _write(config.samples_output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
+    if config.plot is not None:
+        from orchestrator_svc.eval_plot import draw  # noqa: PLC0415 - as in _compared
+        from orchestrator_svc.evaluation import INTERVAL  # noqa: PLC0415
+
+        draw([{"checkpoint": "", **each} for each in results], config.plot, INTERVAL)
+    return int(any(each["metrics"][name] > 0 for each in results for name in _FAULTS))
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """One of the evaluations that were asked for.
+
+    Attributes:
+        config: Of one model and one environment.
+        names: What tells it from the others: `checkpoint`, `environment`.
+        alone: Whether it is the only one.
+    """
+
+    config: EvalConfig
+    names: Mapping[str, str]
+    alone: bool
+
+
+def _each(config: EvalConfig) -> Iterator[_Evaluation]:
+    """Yield an evaluation for each checkpoint and environment."""
+    checkpoints = _checkpoints(config.weights_dir, config.steps) if config.weights_dir is not None else [None]
+    environments: Sequence[EvaluatedEnvironment | None] = config.environments or [None]
+    alone = config.weights_dir is None and not config.environments
+    for checkpoint in checkpoints:
+        for environment in environments:
+            updates: dict[str, Any] = {"environments": [], "weights_dir": None}
+            names = {}
+            if checkpoint is not None:
+                updates["model"], names["checkpoint"] = str(checkpoint), checkpoint.name
+            if environment is not None:
+                names["environment"] = environment.name
+                updates |= {name: value for name, value in environment if name != "name" and value is not None}
+            if config.attempts is not None and names:
+                file = config.attempts
+                updates["attempts"] = file.with_name(".".join((file.stem, *names.values())) + file.suffix)
+            yield _Evaluation(config.model_copy(update=updates), names, alone)
+
+
+def _checkpoints(weights_dir: Path, steps: Sequence[int]) -> list[Path]:
+    """Return the versions of a directory, oldest first.
+
+    Raises:
+        ConfigError: if it has none, or not those of these steps.
+    """
+    found = {}
+    for each in weights_dir.glob("v*.*"):
+        with contextlib.suppress(ValueError):
+            epoch, step = each.name[1:].split(".")
+            found[int(epoch), int(step)] = each
+    there = sorted({step for _, step in found})
+    if not there:
+        raise ConfigError(
+            f"there are no versions in {weights_dir.resolve()}, such as v1.50: give a run's weights directory"
+        )
+    if missing := sorted(set(steps) - set(there)):
+        shown = ", ".join(map(str, there if len(there) < _MANY else [*there[:_MANY], "..."]))
+        raise ConfigError(f"{weights_dir} has no step {', '.join(map(str, missing))}; it has {shown}")
+    return [path for (_, step), path in sorted(found.items()) if not steps or step in steps]
+
+
+def _compared(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
+    """Evaluate a model, and the baseline before it if there is one."""
+    result, outcome = _evaluated(config)
+    if not config.baseline:
+        return result, outcome
+    from orchestrator_svc.evaluation import gain  # noqa: PLC0415 - as in run_evaluation
+
+    _print(result)
+    before, others = result, outcome.result
+    result, outcome = _evaluated(config.model_copy(update={"baseline": ""}))
+    try:
+        result |= {"baseline": before, "gain": asdict(gain(others.task_rewards, outcome.result.task_rewards))}
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return result, outcome
 
 
 def _evaluated(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
     """Evaluate the model, or the baseline if there is one; return the result for people, and what it was made of."""
+    if config.baseline and config.attempts is not None:
+        file = config.attempts
+        config = config.model_copy(update={"attempts": file.with_name(f"{file.stem}.baseline{file.suffix}")})
     config = config.model_copy(update={"model": config.baseline or config.model})
     began = time.monotonic()
     outcome = asyncio.run(run_evaluation(config))
@@ -188,7 +338,7 @@ def _evaluated(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
         "prompts": outcome.tasks,
         "samples": config.samples,
         "temperature": config.temperature,
-        "engine": config.engine if config.model else "",
+        "engine": config.engine if config.model and not config.url else "",
         "policy_version": outcome.version,
         "episodes": len(outcome.result.samples),
         "tokens": outcome.tokens,
@@ -204,10 +354,11 @@ def _check(config: EvalConfig) -> None:
     Raises:
         ConfigError: if the model cannot be one, or the environment is not there.
     """
-    for model in filter(None, (config.baseline, config.model)):
+    for model in filter(None, (config.baseline, "" if config.url else config.model)):
         check_model(model)
         check_files(model)
-    check_there(locate(config.environment), "environment")
+    for each in _each(config):
+        check_there(locate(each.config.environment), "environment")
 
 
 class Outcome(NamedTuple):
@@ -254,6 +405,9 @@ async def run_evaluation(config: EvalConfig) -> Outcome:
             raise ConfigError(
                 f"split {config.split!r} of environment {config.environment} has no tasks: correct --split or environment_args"
             )
+        known, keep = _attempts(config, stack)
+        if config.url:
+            return await _by_endpoint(config, environment, tasks, known, keep)
         workflow: RolloutWorkflow
         if not config.external_agents:
             workflow = choose_workflow(settings, environment)
@@ -277,7 +431,7 @@ async def run_evaluation(config: EvalConfig) -> Outcome:
         engine = PolicyEngine(pool, config.run if replica is not None else "", _GENERATE_S)
         runner = GroupRunner(workflow, engine, config.seed, request_prefix="")
         sampling = Sampling(config.temperature, config.max_tokens, config.stop)
-        evaluating = asyncio.create_task(evaluate(runner, tasks, config, sampling))
+        evaluating = asyncio.create_task(evaluate(runner, tasks, config, sampling, known=known, keep=keep))
         stack.push_async_callback(settle, evaluating)
         stack.callback(evaluating.cancel)
         done, _ = await asyncio.wait(
@@ -288,6 +442,50 @@ async def run_evaluation(config: EvalConfig) -> Outcome:
         if evaluating not in done:
             done.pop().result()  # raises why
         return Outcome(evaluating.result(), str(pool.replicas[0].version), len(tasks), engine.counts["tokens"])
+
+
+def _attempts(
+    config: EvalConfig, stack: contextlib.AsyncExitStack
+) -> tuple[Mapping[str, Attempted], Callable[[str, Attempted], None]]:
+    """Return the attempts that an interrupted evaluation has made, and what keeps further ones."""
+    if config.attempts is None:
+        return {}, lambda *_: None
+    from orchestrator_svc.eval_attempts import AttemptsFile  # noqa: PLC0415 - as in run_evaluation
+
+    what = config.model_dump(mode="json", include=_IDENTITY)
+    file = AttemptsFile(config.attempts, what)
+    stack.callback(file.close)
+    if file.known:
+        sys.stderr.write(f"{config.attempts}: {len(file.known)} tasks were attempted before\n")
+    return file.known, file.add
+
+
+async def _by_endpoint(
+    config: EvalConfig,
+    environment: EnvironmentProcesses,
+    tasks: Sequence[Task],
+    known: Mapping[str, Attempted],
+    keep: Callable[[str, Attempted], None],
+) -> Outcome:
+    """Evaluate a model behind an endpoint."""
+    from orchestrator_svc.eval_endpoint import EndpointWorkflow  # noqa: PLC0415 - as in run_evaluation
+    from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
+    from orchestrator_svc.workflows import GroupRunner, Sampling  # noqa: PLC0415
+    from sluice.chat_endpoint import ChatEndpoint  # noqa: PLC0415
+
+    endpoint = ChatEndpoint(
+        config.url, config.model, key_variable=config.key_variable, timeout_s=_GENERATE_S, at_a_time=config.concurrency
+    )
+    async with endpoint:
+        workflow = EndpointWorkflow(environment, endpoint, config.max_turns)
+        runner = GroupRunner(workflow, None, config.seed, request_prefix="")  # type: ignore[arg-type]  # it uses none
+        sampling = Sampling(config.temperature, config.max_tokens, config.stop)
+        try:
+            async with asyncio.timeout(config.deadline_s):
+                result = await evaluate(runner, tasks, config, sampling, known=known, keep=keep)
+        except TimeoutError as error:
+            raise ConfigError(f"the evaluation took more than {config.deadline_s:g} s (--deadline-s)") from error
+    return Outcome(result, "", len(tasks), workflow.tokens)
 
 
 async def _must_live(replica: Child) -> None:
@@ -308,6 +506,10 @@ def _print(result: Mapping[str, Any]) -> None:
         interval = "" if half is None else f"  95% {metrics[name] - half:.4f} to {metrics[name] + half:.4f}"
         shown = f"{metrics[name]:.0f}" if name in _FAULTS else f"{metrics[name]:.4f}"
         lines.append(f"  {label:<18} {shown}{interval}")
+    ks = sorted(int(name[8:]) for name in metrics if name.startswith("pass_at_") and name[8:].isdigit())
+    for k in ks[1:]:
+        low, high = metrics[f"pass_at_{k}_low"], metrics[f"pass_at_{k}_high"]
+        lines.append(f"  {f'pass@{k}':<18} {metrics[f'pass_at_{k}']:.4f}  95% {low:.4f} to {high:.4f}")
     lines += [f"  {name.partition('/')[2]:<18} {value:.4f}" for name, value in metrics.items() if "/" in name]
     lines.append(f"  {'episodes':<18} {result['episodes']}, {result['tokens']} tokens, {result['wall_s']:.0f} s")
     if "gain" in result:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import NoReturn
 
 import grpc
@@ -315,6 +316,14 @@ class EvalSample:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Attempted:
+    """The attempts at one task, and how many failed."""
+
+    samples: Sequence[EvalSample]
+    failed_episodes: int
+
+
 @dataclass
 class EvalResult:
     """The outcome of an evaluation."""
@@ -387,13 +396,32 @@ def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Gain:
 
 
 async def evaluate(
-    runner: GroupRunner, tasks: Sequence[Task], settings: AttemptsConfig, sampling: Sampling, version: Version = BASE
+    runner: GroupRunner,
+    tasks: Sequence[Task],
+    settings: AttemptsConfig,
+    sampling: Sampling,
+    version: Version = BASE,
+    *,
+    known: Mapping[str, Attempted] = MappingProxyType({}),
+    keep: Callable[[str, Attempted], None] = lambda *_: None,
 ) -> EvalResult:
     """Attempt every task, with `version` or a newer one; the caller sets the deadline.
 
     A task whose generation fails, or whose environment raises, is counted and left out.
+
+    Args:
+        runner: Runs the episodes.
+        tasks: The tasks.
+        settings: How often each is attempted.
+        sampling: How.
+        version: Oldest version of the weights.
+        known: Attempts that were made before, by task; they are not made again.
+        keep: Takes the attempts at each other task as they end.
     """
     result = EvalResult()
+    for each in known.values():
+        result.samples += each.samples
+        result.failed_episodes += each.failed_episodes
     places = asyncio.Semaphore(settings.concurrency)
     kinds = [(False, settings.samples, sampling)] * (settings.samples > 0)
     kinds += [(True, 1, replace(sampling, temperature=0.0))] * settings.greedy
@@ -416,10 +444,12 @@ async def evaluate(
             else:
                 result.samples += samples
                 result.failed_episodes += failed
+                keep(task.task_id, Attempted(samples, failed))
 
     async with asyncio.TaskGroup() as group:
         for index, task in enumerate(tasks):
-            group.create_task(one(index, task))
+            if task.task_id not in known:
+                group.create_task(one(index, task))
     return result
 
 

@@ -76,7 +76,7 @@ class ChatEndpoint:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: object
     ) -> dict[str, Any]:
-        """Return the first choice of the answer: `message`, `finish_reason`.
+        """Return the first choice of the answer: `message`, `finish_reason`, and the `usage` of the whole.
 
         Args:
             messages: The conversation.
@@ -111,7 +111,8 @@ class ChatEndpoint:
 
     def _choice(self, response: httpx.Response) -> dict[str, Any]:
         try:
-            choice: dict[str, Any] = response.json()["choices"][0]
+            whole = response.json()
+            choice: dict[str, Any] = {**whole["choices"][0], "usage": whole.get("usage")}
             choice["message"]["content"] = choice["message"].get("content") or ""
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise EndpointError(

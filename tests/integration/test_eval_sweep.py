@@ -1,0 +1,192 @@
+"""`sluice eval` of several environments and checkpoints, of a model behind an endpoint, and continued after it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+SLUICE = (sys.executable, "-m", "sluice.cli.main")
+TASKS = 12
+
+ENVIRONMENTS = """
+from sluice.environments import Score, Task, Turn
+
+class Adds:
+    name = "adds"
+    def tasks(self, split, seed):
+        return [Task(str(n), {"n": n}) for n in range(12)]
+    def messages(self, task):
+        return [{"role": "user", "content": f"{task.data['n']} + 1?"}]
+    def score(self, task, completion):
+        right = float(completion == str(task.data["n"] + 1))
+        return Score(right, {"length": len(completion)})
+
+class Asks:
+    name = "asks"
+    def tasks(self, split, seed):
+        return [Task(str(n)) for n in range(4)]
+    def reset(self, task, seed):
+        return Asking()
+
+class Asking:
+    messages = [{"role": "user", "content": "Use it."}]
+    tools = [{"type": "function", "function": {"name": "use", "parameters": {"type": "object"}}}]
+    def step(self, said):
+        if said.get("tool_calls"):
+            return Turn(messages=[{"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "used"}])
+        return Turn(reward=1.0, done=True)
+"""
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Adds one; is wrong about odd numbers every other time; uses a tool that it is offered."""
+
+    asked: list[str]
+    lock = threading.Lock()
+    slow_s = 0.0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        last = body["messages"][-1]
+        with self.lock:
+            self.asked.append(last["content"])
+            count = self.asked.count(last["content"])
+        time.sleep(self.slow_s)
+        said: dict[str, object]
+        if last["content"] == "Use it.":
+            call = {
+                "id": "c",
+                "type": "function",
+                "function": {"name": body["tools"][0]["function"]["name"], "arguments": "{}"},
+            }
+            said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        elif last["role"] == "tool":
+            said = {"role": "assistant", "content": "done"}
+        else:
+            number = int(last["content"].split()[0])
+            wrong = number % 2 and count % 2
+            said = {"role": "assistant", "content": str(number + (2 if wrong else 1))}
+        usage = {"prompt_tokens": 5, "completion_tokens": 3}
+        answer = json.dumps({"choices": [{"message": said, "finish_reason": "stop"}], "usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        """Print nothing."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, type[Endpoint]]]:
+    handler = type("Handler", (Endpoint,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> str:
+    (tmp_path / "env.py").write_text(ENVIRONMENTS)
+    return f"{tmp_path}/env.py"
+
+
+def by_endpoint(url: str, env: str, tmp_path: Path, *more: str) -> list[str]:
+    settings = {"url": url, "model": "m", "environment": f"{env}:Adds", "samples": "4", "greedy": "false"}
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    return [*SLUICE, "eval", *words, "--output", str(tmp_path / "result.json"), *more]
+
+
+def test_a_model_behind_an_endpoint_is_evaluated(endpoint, env: str, tmp_path: Path) -> None:
+    url, _ = endpoint
+    both = json.dumps(
+        [{"name": "adds", "environment": f"{env}:Adds"}, {"name": "asks", "environment": f"{env}:Asks", "samples": 1}]
+    )
+    argv = [each for each in by_endpoint(url, env, tmp_path) if each not in {"--environment", f"{env}:Adds"}]
+    done = subprocess.run([*argv, "--environments", both], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    adds, asks = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert (adds["environment"], adds["episodes"], adds["tokens"]) == ("adds", 4 * TASKS, 3 * 4 * TASKS)
+    assert adds["metrics"]["reward_mean"] == 0.75
+    assert adds["metrics"]["pass_at_4"] == 1.0
+    assert adds["metrics"]["pass_at_2"] == pytest.approx(0.5 * 1 + 0.5 * (1 - 1 / 6)), (
+        "1 - C(2, 2) / C(4, 2) for odd numbers"
+    )
+    assert adds["metrics"]["environment/length"] > 1
+    assert (asks["episodes"], asks["metrics"]["reward_mean"]) == (4, 1.0)
+    assert "pass@4             1.0000" in done.stdout
+
+
+def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(endpoint, env: str, tmp_path: Path) -> None:
+    url, handler = endpoint
+    handler.slow_s = 0.1
+    file = tmp_path / "attempts.jsonl"
+    argv = by_endpoint(url, env, tmp_path, "--attempts", str(file), "--concurrency", "2")
+    with subprocess.Popen(argv, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 4):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    before = file.read_text().splitlines()
+    assert 4 <= len(before) < 1 + TASKS, "killed in the middle"
+    kept = {json.loads(line)["task"] for line in before[1:]}
+    with file.open("a") as torn:
+        torn.write('{"task": "11", "sam')
+    handler.asked.clear()
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(kept)} tasks were attempted before" in done.stderr
+    assert {each.split()[0] for each in handler.asked} == {str(n) for n in range(TASKS)} - kept
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["episodes"], result["prompts"]) == (4 * TASKS, TASKS)
+    assert len(file.read_text().splitlines()) == 1 + TASKS
+    handler.asked.clear()
+    again = subprocess.run([*argv, "--samples", "2"], capture_output=True, text=True, timeout=100, check=False)
+    assert again.returncode == 2
+    assert "belongs to another evaluation: samples was 4, is 2" in again.stderr
+    assert not handler.asked
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_sweep_evaluates_each_checkpoint_and_draws_them(env: str, tmp_path: Path) -> None:
+    for step in (2, 10):
+        argv = [*SLUICE, "init-model", str(tmp_path / f"weights/v1.{step}"), "--seed", str(step)]
+        subprocess.run(argv, check=True, capture_output=True, timeout=100)
+    settings = {
+        "weights-dir": str(tmp_path / "weights"),
+        "environment": f"{env}:Adds",
+        "engine": "transformers",
+        "samples": "2",
+        "max-tokens": "4",
+        "prompts": "3",
+        "output": str(tmp_path / "sweep.json"),
+        "plot": str(tmp_path / "sweep.png"),
+        "attempts": str(tmp_path / "attempts.jsonl"),
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    done = subprocess.run([*SLUICE, "eval", *words], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "sweep.json").read_text())["results"]
+    assert [each["checkpoint"] for each in results] == ["v1.2", "v1.10"], "by number, not by name"
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(each.name for each in tmp_path.glob("attempts*")) == ["attempts.v1.10.jsonl", "attempts.v1.2.jsonl"]
+    refused = subprocess.run(
+        [*SLUICE, "eval", *words, "--steps", "2,7"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert refused.returncode == 2
+    assert "has no step 7; it has 2, 10" in refused.stderr
