@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sluice.errors import ConfigError
+from sluice.host_files import write_whole
 from sluice.loading import STARTED_BY, ScriptEndedError
 
 Reward: TypeAlias = "Callable[..., Sequence[float | None]] | str"
@@ -160,7 +161,7 @@ def _written(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
         raise ConfigError("the data set has no rows")
     path = output / "datasets" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     return path
 
 
