@@ -47,7 +47,7 @@ install-bench: .venv-bench/.installed ## what `sluice bench trainer`, `sluice be
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-bench -r requirements/bench.lock
 	touch $@
 
-install-ecosystem: .venv-ecosystem-agents/.installed .venv-ecosystem-langchain/.installed .venv-ecosystem-verifiers/.installed .venv-ecosystem-verifiers04/.installed .venv-ecosystem-environments/.installed .node-ecosystem/.installed ## agents and environments for `make test-ecosystem`, apart from .venv
+install-ecosystem: .venv-ecosystem-agents/.installed .venv-ecosystem-langchain/.installed .venv-ecosystem-verifiers/.installed .venv-ecosystem-verifiers04/.installed .venv-ecosystem-environments/.installed .venv-ecosystem-openenv/.installed .node-ecosystem/.installed ## agents and environments for `make test-ecosystem`, apart from .venv
 
 .venv-ecosystem-%/.installed: requirements/ecosystem-%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

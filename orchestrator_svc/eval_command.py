@@ -227,17 +227,16 @@ def run(argv: list[str]) -> int:
     Returns:
         0, or 1 if a task failed or a reward is missing.
     """
-    config = load_command(EvalConfig, argv, "eval", check=_check)
+    config = load_command(EvalConfig, argv, "eval", check=check_evaluation)
     configure_logging("eval", os.environ.get(LEVEL_VARIABLE) or "warning")
     results, samples = [], []
-    for each in _each(config):
-        result, outcome = _compared(each.config)
-        result |= each.names
-        _print(result)
+    for result, outcome in evaluations(config):
         results.append(result)
-        samples += [{**each.names, **asdict(sample)} for sample in outcome.result.samples]
+        names = {name: result[name] for name in ("checkpoint", "environment") if name in result}
+        samples += [{**names, **asdict(sample)} for sample in outcome.result.samples]
         if config.output is not None:
-            whole = result if len(results) == 1 and each.alone else {"results": results}
+            several = config.weights_dir is not None or config.environments
+            whole = {"results": results} if several else result
             _write(config.output, json.dumps(whole, indent=2) + "\n")
     if config.samples_output is not None:
         _write(config.samples_output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
@@ -249,6 +248,15 @@ def run(argv: list[str]) -> int:
     return int(any(each["metrics"][name] > 0 for each in results for name in _FAULTS))
 
 
+def evaluations(config: EvalConfig) -> Iterator[tuple[dict[str, Any], Outcome]]:
+    """Make the evaluations that were asked for, one after the other, and print each; yield the result for people, and what it was made of."""
+    for each in _each(config):
+        result, outcome = _compared(each.config)
+        result |= each.names
+        _print(result)
+        yield result, outcome
+
+
 @dataclass(frozen=True)
 class _Evaluation:
     """One of the evaluations that were asked for.
@@ -256,19 +264,16 @@ class _Evaluation:
     Attributes:
         config: Of one model and one environment.
         names: What tells it from the others: `checkpoint`, `environment`.
-        alone: Whether it is the only one.
     """
 
     config: EvalConfig
     names: Mapping[str, str]
-    alone: bool
 
 
 def _each(config: EvalConfig) -> Iterator[_Evaluation]:
     """Yield an evaluation for each checkpoint and environment."""
     checkpoints = _checkpoints(config.weights_dir, config.steps) if config.weights_dir is not None else [None]
     environments: Sequence[EvaluatedEnvironment | None] = config.environments or [None]
-    alone = config.weights_dir is None and not config.environments
     for checkpoint in checkpoints:
         for environment in environments:
             updates: dict[str, Any] = {"environments": [], "weights_dir": None}
@@ -281,7 +286,7 @@ def _each(config: EvalConfig) -> Iterator[_Evaluation]:
             if config.attempts is not None and names:
                 file = config.attempts
                 updates["attempts"] = file.with_name(".".join((file.stem, *names.values())) + file.suffix)
-            yield _Evaluation(config.model_copy(update=updates), names, alone)
+            yield _Evaluation(config.model_copy(update=updates), names)
 
 
 def _checkpoints(weights_dir: Path, steps: Sequence[int]) -> list[Path]:
@@ -348,7 +353,7 @@ def _evaluated(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
     return result, outcome
 
 
-def _check(config: EvalConfig) -> None:
+def check_evaluation(config: EvalConfig) -> None:
     """Refuse settings that would fail later, before a replica is started.
 
     Raises:

@@ -13,7 +13,7 @@ from sluice.chat_endpoint import ChatEndpoint
 from sluice.config import ConfigError
 from sluice.environments.base import Message
 from sluice.environments.processes import EnvironmentProcesses
-from sluice.environments.wire import chat_messages
+from sluice.environments.wire import chat_messages, tool_messages
 from sluice.sampling.policy import PolicyEngine
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 
@@ -71,7 +71,7 @@ class EndpointWorkflow:
         messages = await self._environment.messages(data.task)
         said, finish = await self._ask(messages, (), data)
         (score,) = await self._environment.judge(data.task, [said["content"]])
-        record = _record(data, index, [*messages, said], finish)
+        record = _record(data, index, [*messages, said], (), finish)
         if score.reward is not None:
             record.trajectory.reward = score.reward
         record.metrics.update(score.metrics)
@@ -81,7 +81,7 @@ class EndpointWorkflow:
         rewards: list[float] = []
         metrics: dict[str, float] = {}
         async with self._environment.episode(data.task, data.seed + index) as episode:
-            messages = list(episode.messages)
+            messages, tools = list(episode.messages), episode.tools
             for _ in range(self._max_turns):
                 said, finish = await self._ask(messages, episode.tools, data)
                 turn = await episode.step(said if episode.tools else said["content"])
@@ -94,7 +94,7 @@ class EndpointWorkflow:
                     break
             else:
                 finish = "length"
-        record = _record(data, index, messages, finish)
+        record = _record(data, index, messages, tools, finish)
         if rewards:
             record.trajectory.reward = sum(rewards)
         record.metrics.update(metrics)
@@ -117,7 +117,7 @@ class EndpointWorkflow:
 
 
 def _record(
-    data: EpisodeData, index: int, messages: Sequence[Message], finish: str
+    data: EpisodeData, index: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], finish: str
 ) -> orchestrator_pb2.TrajectoryRecord:
     name = f"{data.group_id}-{index}"
     record = orchestrator_pb2.TrajectoryRecord()
@@ -125,4 +125,5 @@ def _record(
     length = finish == "length"
     record.trajectory.finish_reason = tokens_pb2.FINISH_REASON_LENGTH if length else tokens_pb2.FINISH_REASON_STOP
     record.conversation.messages.extend(chat_messages(messages))
+    record.conversation.tools.extend(tool_messages(tools))
     return record

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import structlog
@@ -22,6 +22,7 @@ from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.report import RunReporter, mean_measures
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.environments.base import Task
+from sluice.environments.wire import plain_messages, plain_tools
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
@@ -314,6 +315,8 @@ class EvalSample:
     greedy: bool
     truncated: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +466,8 @@ def _sample(task: Task, record: orchestrator_pb2.TrajectoryRecord, *, greedy: bo
         greedy=greedy,
         truncated=record.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH,
         metrics=dict(record.metrics),
+        messages=plain_messages(messages),
+        tools=plain_tools(record.conversation.tools),
     )
 
 

@@ -17,6 +17,7 @@ ENVIRONMENT_GROUP = "sluice.environments"
 
 BUILT_IN: Mapping[str, str] = {
     "mcp": "sluice.environments.libraries.mcp:McpTools",
+    "openenv": "sluice.environments.libraries.openenv:OpenEnv",
     "question_answer": "sluice.environments.question_answer:load",
     "reasoning_gym": "sluice.environments.libraries.reasoning_gym:ReasoningGym",
     "textarena": "sluice.environments.libraries.textarena:TextArena",

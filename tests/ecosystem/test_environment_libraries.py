@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.rpc.server import free_ports
 
 ROOT = Path(__file__).parents[2]
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
@@ -186,6 +188,86 @@ async def test_an_mcp_server_that_cannot_be_used_is_named(
         with pytest.raises(Exception, match=message):
             async with environment.episode(task, 0):
                 pass
+
+
+OPENENV_SERVER = """
+import random, sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Say(Action):
+    message: str
+    loud: bool = False
+
+class Heard(Observation):
+    text: str
+    tries: int
+
+class Guess(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.number, self.tries = random.Random(seed).randint(1, 9), 0
+        return Heard(text="Guess a number from 1 to 9.", tries=0)
+    def step(self, action, timeout_s=None, **kwargs):
+        assert action.loud
+        self.tries += 1
+        right = action.message.strip() == str(self.number)
+        return Heard(text="No.", tries=self.tries, done=right, reward=1.0 / self.tries if right else None)
+    @property
+    def state(self):
+        return State(episode_id="e", step_count=self.tries)
+
+uvicorn.run(create_fastapi_app(Guess, Say, Heard, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+async def test_the_environment_of_an_openenv_server_is_played_over_its_protocol(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(OPENENV_SERVER)
+    (port,) = free_ports(1)
+    config = EnvironmentProcessesConfig(count=1, python=python_of("openenv"))
+    arguments = {"url": f"http://127.0.0.1:{port}", "fixed": {"loud": True}}
+    argv = [python_of("openenv"), str(tmp_path / "server.py"), str(port)]
+    with subprocess.Popen(argv) as server:  # noqa: ASYNC220 - it starts in milliseconds
+        try:
+            async with EnvironmentProcesses("openenv", arguments, config, (120.0, "start_s")) as guesses:
+                tasks = await guesses.tasks("eval", 0)
+                await reached(port)
+                async with guesses.episode(tasks[0], 0) as one, guesses.episode(tasks[1], 0) as other:
+                    assert one.messages == [{"role": "user", "content": "Guess a number from 1 to 9."}]
+                    found = []
+                    for episode in (one, other):
+                        for guess in range(1, 10):
+                            turn = await episode.step(str(guess))
+                            if turn.done:
+                                found.append(guess)
+                                assert turn.reward == pytest.approx(1 / guess)
+                                break
+                            assert (turn.messages[0]["content"], turn.reward) == ("No.", None)
+                async with guesses.episode(tasks[0], 5) as again:
+                    assert (await again.step(str(found[0]))).done, "the task's seed decides"
+            whole = {**arguments, "action": "", "fixed": {}}
+            async with EnvironmentProcesses("openenv", whole, config, (120.0, "start_s")) as guesses:
+                async with guesses.episode(tasks[0], 0) as episode:
+                    assert "This is no action" in (await episode.step("five")).messages[0]["content"]
+                    assert (await episode.step('{"message": "%d", "loud": true}' % found[0])).done  # noqa: UP031
+                async with guesses.episode(tasks[0], 0) as episode:
+                    with pytest.raises(Exception, match="the OpenEnv server answered step with"):
+                        await episode.step('{"volume": 3}')
+        finally:
+            server.terminate()
+
+
+async def reached(port: int) -> None:
+    """Wait until a server accepts connections."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.1)
+            else:
+                writer.close()
+                return
 
 
 @pytest.fixture(scope="module")

@@ -132,6 +132,51 @@ def test_a_model_behind_an_endpoint_is_evaluated(endpoint, env: str, tmp_path: P
     assert "pass@4             1.0000" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, env: str, tmp_path: Path) -> None:
+    url, _ = endpoint
+    both = [
+        {"name": "adds", "environment": f"{env}:Adds", "samples": 3},
+        {"name": "asks", "environment": f"{env}:Asks", "samples": 2},
+    ]
+    data = tmp_path / "data/good.jsonl"
+    settings = {"url": url, "model": "m", "environments": json.dumps(both), "data": str(data), "keep": "2"}
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    done = subprocess.run([*SLUICE, "synthesize", *words], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    sums = [row for row in rows if row["messages"][0]["content"] != "Use it."]
+    assert len(rows) == TASKS + 4, "equal attempts are kept once"
+    assert all(int(row["messages"][1]["content"]) == int(row["messages"][0]["content"].split()[0]) + 1 for row in sums)
+    used = next(row for row in rows if row not in sums)
+    assert [each["role"] for each in used["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert used["tools"][0]["function"]["name"] == "use"
+    assert f"{len(rows)} of {3 * TASKS + 8} attempts" in done.stdout
+    base, tuned = str(tmp_path / "base"), str(tmp_path / "tuned")
+    subprocess.run([*SLUICE, "init-model", base], check=True, capture_output=True, timeout=100)
+    learn = [
+        *SLUICE,
+        "sft",
+        "--model",
+        base,
+        "--data",
+        str(data),
+        "--output",
+        tuned,
+        "--max-steps",
+        "2",
+        "--batch-size",
+        "4",
+    ]
+    learned = subprocess.run(learn, capture_output=True, text=True, timeout=100, check=False)
+    assert learned.returncode == 0, learned.stdout + learned.stderr
+    none = subprocess.run(
+        [*SLUICE, "synthesize", *words, "--threshold", "2"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (none.returncode, data.read_text()) == (1, "")
+
+
 def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(endpoint, env: str, tmp_path: Path) -> None:
     url, handler = endpoint
     handler.slow_s = 0.1
