@@ -272,7 +272,7 @@ class _Evaluation:
 
 def _each(config: EvalConfig) -> Iterator[_Evaluation]:
     """Yield an evaluation for each checkpoint and environment."""
-    checkpoints = _checkpoints(config.weights_dir, config.steps) if config.weights_dir is not None else [None]
+    checkpoints = versions(config.weights_dir, config.steps) if config.weights_dir is not None else [None]
     environments: Sequence[EvaluatedEnvironment | None] = config.environments or [None]
     for checkpoint in checkpoints:
         for environment in environments:
@@ -289,8 +289,8 @@ def _each(config: EvalConfig) -> Iterator[_Evaluation]:
             yield _Evaluation(config.model_copy(update=updates), names)
 
 
-def _checkpoints(weights_dir: Path, steps: Sequence[int]) -> list[Path]:
-    """Return the versions of a directory, oldest first.
+def versions(weights_dir: Path, steps: Sequence[int]) -> list[Path]:
+    """Return the directories of the versions of a run's weights, oldest first.
 
     Raises:
         ConfigError: if it has none, or not those of these steps.

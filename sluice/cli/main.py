@@ -65,6 +65,7 @@ ADDED_HELP = {
     "merge-adapter": "add a LoRA adapter to the weights of its base",
     "objective": "evaluate an objective and its gradient on given numbers",
     "eval": "score a model directory or a running server on an environment",
+    "export": "write the weights of a run as a Hugging Face directory with a model card",
     "rescore": "apply another reward to the stored trajectories of a run",
     "synthesize": "let a model attempt tasks, and write its good attempts as data for sft",
     "audit": "prove that every accepted trajectory was trained exactly once",

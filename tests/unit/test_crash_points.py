@@ -34,6 +34,7 @@ AT_A_TERMINAL = frozenset(
         "sluice/cli/quickstart.py:make_room",
         "sluice/cli/quickstart.py:write_report",
         "orchestrator_svc/eval_command.py:_write",
+        "orchestrator_svc/export_command.py:run",
         "orchestrator_svc/rescore_command.py:run",
         "orchestrator_svc/synthesize_command.py:run",
         "trainer_svc/engine/lora.py:merge_adapter",
