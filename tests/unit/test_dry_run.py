@@ -153,8 +153,8 @@ def test_a_service_of_its_own_refuses_the_same_before_it_imports_torch(model: Pa
 
 def test_an_evaluation_is_refused_before_a_replica_is_started(tmp_path: Path) -> None:
     for flags, told in (
-        (["--model", str(tmp_path)], r"it has no config\.json"),
-        (["--address", "localhost:1"], "no environment is set"),
+        (["--model", str(tmp_path), "--environment", "number_guess"], r"it has no config\.json"),
+        (["--address", "localhost:1"], "give either environment, or a table for each of several"),
         (["--address", "localhost:1", "--environment", "nowhere.py:Env"], "there is no environment file"),
     ):
         with pytest.raises(ConfigError, match=told):
