@@ -1,0 +1,69 @@
+"""The examples as a stranger follows them: the commands of each README, in a folder of its own, and the model has learned."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+DEADLINE_S = 900
+"""For all commands of one example; each takes two or three minutes alone."""
+
+pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 60)]
+
+EXAMPLES = {"reasoning_gym": "environments"}
+"""Each example, and which of the virtual environments of `make install-ecosystem` stands for the one that its README makes."""
+
+
+def commands(name: str) -> list[str]:
+    """Return the commands of a README: the lines of its indented blocks, without the remarks."""
+    readme = (ROOT / "examples" / name / "README.md").read_text()
+    return [line.strip() for line in readme.splitlines() if line.startswith("    ")]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_commands_of_an_example_train_a_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    said = commands(name)
+    assert sum("sluice rl " in each for each in said) == 1
+    evaluation = said[-1]
+    assert evaluation.startswith("sluice eval ")
+    assert "--baseline" in evaluation
+    for each in said[:-1]:
+        if " -m venv " in each:
+            made = each.split(" -m venv ")[1].split()[0]
+            theirs = ROOT / f".venv-ecosystem-{EXAMPLES[name]}"
+            if not theirs.exists():
+                pytest.skip(f"{theirs.name} is not there: run `make install-ecosystem`")
+            (tmp_path / made).symlink_to(theirs)
+        else:
+            follow(each, tmp_path)
+    follow(f"{evaluation} --output result.json", tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["gain"]["low"] > 0, result["gain"]
+    run = next(path.parent.name for path in (tmp_path / "outputs").glob("*/report.json"))
+    follow(f"sluice audit {run}", tmp_path)
+    shutil.rmtree(tmp_path / "outputs")
+
+
+def follow(command: str, directory: Path) -> None:
+    """Run a command as a shell does, with the programs of this environment."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command,
+        shell=True,
+        check=False,
+        cwd=directory,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
