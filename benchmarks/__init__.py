@@ -35,6 +35,10 @@ BENCHMARKS = {
         "benchmarks.environment",
         "scores and steps a second of an environment's processes, and their start",
     ),
+    "environment-faults": (
+        "benchmarks.environment_faults",
+        "a run whose environments hang, crash, leak and answer garbage, and what is counted of it",
+    ),
     "pause": ("benchmarks.pauses", "a request that lives through updates, and the pause against an in-place copy"),
     "trainer": (
         "benchmarks.trainer",

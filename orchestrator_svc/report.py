@@ -314,8 +314,14 @@ class RunReporter:
                     }
                     for each in ledger.setting_changes
                 ],
-                "environment_failures": dict(sum((each.failures for each in self._environments.values()), Counter())),
-                "environments": [environment_row(each) for each in self._status.environments()],
+                "environments": [
+                    {
+                        **environment_row(each),
+                        "failed_calls": dict(self._environments[each.name].failures),
+                        "processes_ended": dict(self._environments[each.name].processes_ended),
+                    }
+                    for each in self._status.environments()
+                ],
                 **facts,
             }
         )

@@ -114,6 +114,7 @@ class EnvironmentProcesses:
         scores: Whether it scores answers.
         plays: Whether it plays episodes itself, with a gateway as its model.
         failures: Failed calls by `Reason`; "missing" counts rewards that were given up.
+        processes_ended: Processes that ended before the run, by `Reason`; no call need have been at fault.
     """
 
     name = ""
@@ -128,6 +129,7 @@ class EnvironmentProcesses:
         section: str = "orchestrator.environment_processes",
     ) -> None:
         self.failures: Counter[str] = Counter()
+        self.processes_ended: Counter[str] = Counter()
         self._reference, self._arguments, self._config = reference, arguments, config
         self._start_s, self._start_setting = start_limit
         self._section = section
@@ -513,6 +515,7 @@ class EnvironmentProcesses:
             end = End(end.reason, end.text, running[0] if len(running) == 1 else None)
         worker.end = end
         task = end.culprit.task_id if end.culprit is not None else ""
+        self.processes_ended[end.reason] += 1
         log.warning(
             "a process of the environment ended",
             environment=self.name,

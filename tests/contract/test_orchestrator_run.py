@@ -650,7 +650,9 @@ async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late
     report = await scene.run(environment_args={"slow": first}, environment_processes={"call_s": 1.0})
     assert (report["state"], report["steps"]) == ("succeeded", 4)
     assert report["groups_failed"] == {"ENVIRONMENT_HUNG": 1}
-    assert report["environment_failures"] == {"ENVIRONMENT_HUNG": 1}
+    (environment,) = report["environments"]
+    assert environment["failed_calls"] == {"ENVIRONMENT_HUNG": 1}
+    assert environment["processes_ended"] == {"ENVIRONMENT_HUNG": 1}
 
 
 async def test_a_score_that_always_fails_ends_the_run_instead_of_drawing_tasks_for_ever(scene) -> None:
