@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import itertools
 import os
 import random
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sluice.environments.base import Task
@@ -23,6 +28,10 @@ _MODEL = "policy"
 """Name of the model in requests; the gateway takes any."""
 
 _HARNESS = "sluice_chat"
+
+_INSTALL_S = 600.0
+_MOST_SAID = 2000
+"""Characters of what an installer said that an error shows."""
 
 _keys = itertools.count(1)
 
@@ -40,8 +49,8 @@ def load(  # the parameters are the settings
     """Plays an environment of the library verifiers, named as its package is.
 
     Args:
-        id: Its name, such as ``reverse-text``; of a hub id, ``owner/name``, the name after the slash is imported. Install its
-            package beside verifiers.
+        id: Its name, such as ``reverse-text``, whose package is beside verifiers; or ``owner/name`` of the Environments Hub, which
+            is installed there unless the name after the slash can be imported.
         args: Arguments of its `load_environment`, or settings of its taskset.
         eval_args: Those for evaluation, such as ``{"split": "test"}``, where it has its own tasks for that.
         held_out: Tasks that are kept for evaluation if it has none for that.
@@ -52,18 +61,57 @@ def load(  # the parameters are the settings
     library("verifiers", "verifiers")
     name = id.rsplit("/", 1)[-1].split("@", 1)[0]
     module = name.replace("-", "_")
+    if "/" in id and importlib.util.find_spec(module) is None:
+        install_from_hub(id)
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the environment {id} is not installed in {sys.prefix} ({error}): install its package there with pip, or with"
-            f" `prime env install {id}`"
+            f"the environment {id} is not installed in {sys.prefix} ({error}): install its package there with pip, or name it as"
+            " owner/name if it is on the Environments Hub"
         ) from error
     evaluated = None if eval_args is None else {**(args or {}), **eval_args}
     wanted = _Wanted(name, dict(args or {}), evaluated, held_out, limit)
     if hasattr(found, "load_environment"):
         return ClassicEnvironment(wanted)
     return Taskset(wanted, harness, max_turns)
+
+
+def install_from_hub(hub_id: str) -> None:
+    """Let the hub's own program install an environment beside verifiers.
+
+    Raises:
+        ConfigError: if there is no such program, or it fails.
+    """
+    beside = Path(sys.prefix) / "bin"
+    path = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
+    by_hand = f"install it into {sys.prefix} by hand, where the network allows it"
+    program = shutil.which("prime", path=path)
+    if program is None:
+        raise ConfigError(
+            f"{hub_id} is not installed, and there is no program `prime` that could:"
+            f" `{sys.executable} -m pip install prime`, or {by_hand}"
+        )
+    tool = "uv" if shutil.which("uv", path=path) else "pip"
+    sys.stdout.write(f"installing {hub_id} into {sys.prefix}\n")
+    command = (program, "env", "install", hub_id, "--with", tool, "--no-upgrade")
+    variables = {**os.environ, "PATH": path, "VIRTUAL_ENV": sys.prefix}
+    try:
+        done = subprocess.run(  # noqa: S603 - the hub's own program
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"`{shlex.join(command)}` took longer than {_INSTALL_S:g} s: {by_hand}") from error
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip()[-_MOST_SAID:]
+        raise ConfigError(f"`{shlex.join(command)}` ended with code {done.returncode}: {said}\n{by_hand}")
+    importlib.invalidate_caches()
 
 
 @dataclass(frozen=True)
