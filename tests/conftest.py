@@ -5,9 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import structlog
 from rank_programs import RankPrograms
+
+_SLOW = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("sluice", deadline=None, suppress_health_check=_SLOW)  # machines are busy
+hypothesis.settings.load_profile("sluice")
 
 _COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
 """Folders in the order of their tests: workers end together if the short files come last."""

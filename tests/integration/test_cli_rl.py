@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ class Agent:
         reply = await policy.chat.completions.create(model="any", messages=asked)
         return self.worth if len(reply.choices[0].message.content) % 2 else self.worth / 2
 """
+
+DEADLINE_S = 60.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -243,6 +246,20 @@ async def refusals(peers: dict[str, str], security: SecurityConfig) -> set[str]:
     return found
 
 
+def written_calls(directory: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line)
+        for path in sorted((directory / "calls").iterdir())
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
+
+
+def refused_to_dispatcher(directory: Path) -> list[dict[str, Any]]:
+    calls = written_calls(directory)
+    return [each for each in calls if each["principal"] == "dispatcher" and each["code"] == "PERMISSION_DENIED"]
+
+
 def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_operator_changes_the_run(
     started, tmp_path: Path
 ) -> None:
@@ -275,6 +292,10 @@ def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_oper
     private = tomllib.loads(Path(settings).read_text())["security"]["dispatcher_token_file"]
     assert Path(private).stat().st_mode & 0o077 == 0
     assert asyncio.run(refusals(peers, SecurityConfig(token_file=private))) == {"ROLE_REQUIRED"}
+    until = time.monotonic() + DEADLINE_S
+    while "OrchestratorService/StopRun" not in {each["method"] for each in refused_to_dispatcher(run.directory)}:
+        assert time.monotonic() < until, "the orchestrator has not written down the call that it refused"
+        time.sleep(0.1)
     run.child("orchestrator").kill()
     run.until("orchestrator serves")
     run.until("step ")
@@ -295,16 +316,7 @@ def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_oper
     later = {number: rate for number, rate in rates.items() if number >= setting["from_batch"]}
     assert set(later.values()) == {1.5e-9}
     assert 1.5e-9 not in {rate for number, rate in rates.items() if number not in later}
-    calls = [
-        json.loads(line)
-        for path in sorted((run.directory / "calls").iterdir())
-        for line in path.read_text().splitlines()
-    ]
-    refused_to_replicas = [
-        each for each in calls if each["principal"] == "dispatcher" and each["code"] == "PERMISSION_DENIED"
-    ]
-    assert "OrchestratorService/StopRun" in {each["method"] for each in refused_to_replicas}
-    calls = [each for each in calls if each not in refused_to_replicas]
+    calls = [each for each in written_calls(run.directory) if each not in refused_to_dispatcher(run.directory)]
     assert {(each["principal"], each["method"]) for each in calls} == {
         ("orchestrator", "TrainerService/BeginEpoch"),
         ("orchestrator", "TrainerService/SaveCheckpoint"),

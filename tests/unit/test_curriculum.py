@@ -95,7 +95,7 @@ class Group(NamedTuple):
 ratios = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ratios, st.integers(1, 200))
 def test_every_prefix_of_places_is_within_one_of_the_wanted_shares(weights, places) -> None:
     shares = Shares({str(index): float(weight) for index, weight in enumerate(weights)})
@@ -107,7 +107,7 @@ def test_every_prefix_of_places_is_within_one_of_the_wanted_shares(weights, plac
         assert all(abs(shares.share(each) * place - given_to[each]) < 1 + 1e-6 for each in names)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ratios, st.data())
 def test_a_name_that_cannot_take_its_place_loses_the_share_and_claims_nothing_later(weights, data) -> None:
     shares = Shares({str(index): float(weight) for index, weight in enumerate(weights)})
@@ -351,7 +351,7 @@ def end(world: World, group: Group, fate: float, rewards: tuple[float, ...]) -> 
         world.draw_again(group)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.booleans(), st.integers(1, 120))
 def test_a_start_that_reads_the_facts_draws_on_as_if_nothing_had_happened(seed, pools, steps) -> None:
     settings = (
@@ -410,7 +410,7 @@ def test_a_note_is_due_before_it_grows_large() -> None:
     assert max(sizes) < 50_000
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.booleans(), st.integers(1, 30))
 def test_a_restart_in_the_middle_of_a_pass_doubles_and_loses_no_task(seed, pools, before) -> None:
     """Also tasks that were drawn and whose groups had not ended, and where a note was made among them."""
@@ -489,7 +489,7 @@ def test_settings_under_which_nothing_could_be_drawn_or_trained_are_refused(sett
         environment("a", **settings)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 1.0]), st.lists(st.sampled_from(POOLS), min_size=1, unique=True))
 def test_a_task_is_drawn_as_long_as_one_is_left_whatever_the_pools_hold(seed, reward, wanted) -> None:
     """Every task solved, or none; pools without a share; quarantine up to the last task."""

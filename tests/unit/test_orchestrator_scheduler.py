@@ -251,7 +251,7 @@ class SimulatedRun(RuleBasedStateMachine):
         assert self.ledger.applied == self.max_steps
 
 
-SimulatedRun.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+SimulatedRun.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestSimulatedRun = SimulatedRun.TestCase
 
 

@@ -115,7 +115,7 @@ MOVES = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     size=st.integers(1, 4),
     window=st.integers(1, 8),

@@ -197,7 +197,7 @@ def test_where_most_groups_are_dropped_the_trainer_waits_no_longer_for_those_in_
     assert paced.applied_s[-1] <= 1.02 * unpaced.applied_s[-1]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     ratio=st.floats(0.05, 5.0),
     max_staleness=st.integers(0, 4),

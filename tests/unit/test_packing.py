@@ -38,7 +38,7 @@ def rows_of(sizes: list[tuple[int, int, int]]) -> list[Sequence]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths, st.integers(1, 120), st.booleans())
 def test_each_sequence_lies_in_exactly_one_micro_batch_with_all_its_loss_tokens(sizes, budget, fold):
     rows = rows_of(sizes)
@@ -51,14 +51,14 @@ def test_each_sequence_lies_in_exactly_one_micro_batch_with_all_its_loss_tokens(
         assert torch.equal(batch.targets, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths, st.integers(1, 120), st.booleans())
 def test_only_a_single_long_sequence_exceeds_the_budget(sizes, budget, fold):
     for batch in pack(rows_of(sizes), budget, fold=fold):
         assert batch.packed_tokens <= budget or len(batch.sequences) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths, st.integers(1, 120), st.booleans())
 def test_a_loss_token_is_predicted_by_the_token_before_it_at_its_own_position(sizes, budget, fold):
     for batch in pack(rows_of(sizes), budget, fold=fold):

@@ -46,7 +46,7 @@ def attend(plan: AttentionPlan, rows: list[torch.Tensor], weights: torch.Tensor)
     return [output.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(groups, st.integers(0, 2**31))
 def test_outputs_and_gradients_are_those_of_whole_sequences(sizes, seed):
     segments, tokens = layout(sizes)

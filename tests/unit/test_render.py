@@ -68,7 +68,7 @@ def test_a_prompt_ends_where_the_assistant_begins(characters):
     assert characters.render([user("ab")], add_generation_prompt=False) == ids[:-1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(texts, min_size=2, max_size=6))
 def test_turn_by_turn_and_at_once_give_the_same_ids_where_turns_end_in_special_tokens(characters, contents):
     messages = [user(text) if index % 2 == 0 else assistant(text) for index, text in enumerate(contents)]
@@ -81,7 +81,7 @@ def test_turn_by_turn_and_at_once_give_the_same_ids_where_turns_end_in_special_t
     assert ids == characters.render(messages)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(2, 390), max_size=12), st.sampled_from(["", "end", "end and line feed"]))
 def test_a_continuation_keeps_every_given_id_and_closes_the_turn_once(chatml, sampled, closing):
     end, feed = chatml.tokenizer.eos_token_id, chatml.encode("\n")

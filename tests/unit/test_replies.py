@@ -60,7 +60,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(
@@ -86,7 +86,7 @@ def test_what_was_written_is_read_back(turns, indent):
     assert all(call.arguments in text for call in said.calls)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"f"', ",", "[", "<think>", " "]))
 )

@@ -58,7 +58,7 @@ def alike(one: Sequence, other: Sequence) -> bool:
     return True
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(rows(), max_size=5))
 def test_rows_arrive_as_they_were_sent(sent: list[Sequence]) -> None:
     arrived = decode_rows(encode_rows(sent))

@@ -591,5 +591,5 @@ class CrashingRun(RuleBasedStateMachine):
         assert all(not self.curriculum.why_not_again(each) for each in self.ledger.redraws[:1])
 
 
-CrashingRun.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+CrashingRun.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestCrashingRun = CrashingRun.TestCase

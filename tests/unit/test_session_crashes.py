@@ -546,5 +546,5 @@ def copied(request):
     return copy
 
 
-CrashingSessions.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+CrashingSessions.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestCrashingSessions = CrashingSessions.TestCase

@@ -72,7 +72,7 @@ def parts(prompts: ModelTokenizer, ids: Sequence[int], sizes: Sequence[int]) -> 
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_parts_join_to_the_whole_text(name, data):
     tokenizer = TOKENIZERS[name]

@@ -71,7 +71,7 @@ def applied(encoded: Encoded, base: Octets, dtype: str) -> Octets:
     return target
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(chains())
 def test_a_chain_of_differences_gives_the_dense_bytes(chain: tuple[str, list[Octets]]) -> None:
     dtype, versions = chain
@@ -86,7 +86,7 @@ def test_a_chain_of_differences_gives_the_dense_bytes(chain: tuple[str, list[Oct
         assert len(encoded.data) <= new.size
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chains())
 def test_a_version_without_a_base_travels_whole(chain: tuple[str, list[Octets]]) -> None:
     dtype, versions = chain
@@ -96,7 +96,7 @@ def test_a_version_without_a_base_travels_whole(chain: tuple[str, list[Octets]])
     assert applied(encoded, versions[-1], dtype).tobytes() == versions[0].tobytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(chains(), st.integers(8, 12))
 def test_blocks_of_any_length_give_the_dense_bytes(chain: tuple[str, list[Octets]], block_log2: int) -> None:
     dtype, versions = chain

@@ -70,7 +70,7 @@ def test_an_undamaged_stream_is_accepted(stored: tuple[str, np.ndarray, bytes]) 
     assert survives(data, base, dtype)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     st.sampled_from(STORED), st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 255)), min_size=1, max_size=4)
 )
@@ -82,7 +82,7 @@ def test_flipped_bits_do_no_harm(stored: tuple[str, np.ndarray, bytes], flips: l
     survives(bytes(damaged), base, dtype)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(STORED), st.integers(0, STREAMS + 80), st.integers(0, 255))
 def test_any_header_byte_does_no_harm(stored: tuple[str, np.ndarray, bytes], where: int, value: int) -> None:
     dtype, base, data = stored
@@ -91,7 +91,7 @@ def test_any_header_byte_does_no_harm(stored: tuple[str, np.ndarray, bytes], whe
     survives(bytes(damaged), base, dtype)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(STORED), st.integers(1, 1 << 30))
 def test_a_truncated_stream_is_refused(stored: tuple[str, np.ndarray, bytes], cut: int) -> None:
     dtype, base, data = stored
@@ -104,7 +104,7 @@ def test_bytes_left_over_are_refused(stored: tuple[str, np.ndarray, bytes]) -> N
     assert not survives(data + b"\0", base, dtype)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=300), st.sampled_from(["BF16", "F16", "F32"]))
 def test_noise_behind_a_true_header_does_no_harm(noise: bytes, dtype: str) -> None:
     width = 4 if dtype == "F32" else 2

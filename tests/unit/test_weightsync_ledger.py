@@ -198,7 +198,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (find_path(committed, version) is not None) == self.reachable(version)
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
 TestLedger = LedgerMachine.TestCase
 
 

@@ -154,7 +154,7 @@ SHAPES = st.lists(
 
 
 @given(shapes=SHAPES, length=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_chain_of_deltas_makes_the_dense_file(
     tmp_path: Path, shapes: list[tuple[str, tuple[int, ...]]], length: int, seed: int
 ) -> None:

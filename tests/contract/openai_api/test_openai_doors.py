@@ -163,7 +163,7 @@ PARTS = st.dictionaries(
 FUNCTIONS = st.dictionaries(st.sampled_from(["name", "description", "parameters", "strict"]), ODD, max_size=3)
 TOOLS = st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTIONS})
 FUZZ = settings(
-    max_examples=150, deadline=None, derandomize=True,
+    max_examples=150, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 

@@ -165,7 +165,7 @@ episodes = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(episodes, DISCOUNTS, DISCOUNTS)
 def test_gae_is_the_loop_over_the_loss_tokens_of_each_episode(drawn, gamma, gae_lambda):
     """Whatever the masks, and whether an episode ended or its length cut it off."""
@@ -273,7 +273,7 @@ def test_ranks_with_a_share_each_agree_with_one_that_has_everything(settings_):
 log_differences = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=6), min_size=2, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(log_differences, st.floats(1e-4, 4.0))
 def test_the_selection_of_m2po_is_exact_and_the_same_on_every_rank(gaps, tau):
     rows = [

@@ -27,7 +27,7 @@ def with_aggregation(preset: str, aggregation: str) -> dict:
     return {"aggregation": aggregation} | ({"max_tokens": 8} if aggregation == "constant" else {})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(RATIO_PRESETS), st.booleans(), ragged)
 def test_on_policy_with_advantage_one_the_gradient_is_that_of_the_log_likelihood(preset, decoupled, logps):
     sequences = [
@@ -39,7 +39,7 @@ def test_on_policy_with_advantage_one_the_gradient_is_that_of_the_log_likelihood
     assert result["grad"] == [pytest.approx([-1.0 / tokens] * len(row), rel=1e-9) for row in logps]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.floats(5.5, 1000.0), st.floats(0.1, 3.0))
 def test_a_clipped_token_keeps_a_gradient_in_aipo_and_cispo_and_none_in_ppos_clip(ratio, advantage):
     def slope(preset: str) -> float:
