@@ -1,4 +1,4 @@
-"""Writes demonstrations for the warm-up: games of somebody who mostly ignores the hints.
+"""Writes demonstrations for the warm-up: hands of Blackjack of somebody who tosses a coin for each card.
 
 .venv-games/bin/python examples/textarena/demonstrations.py outputs/textarena/demonstrations.jsonl
 """
@@ -12,30 +12,19 @@ from pathlib import Path
 
 import textarena
 
-HASTY_SHARE = 0.75
-"""Share of the guesses that ignore the hints."""
-
 
 def play(seed: int, rng: random.Random) -> list[dict[str, str]]:
-    """Return the conversation of one game."""
-    game = textarena.make("GuessTheNumber-v0-raw", max_turns=5)
+    """Return the conversation of one hand."""
+    game = textarena.make("Blackjack-v0-raw", num_hands=1)
     game.reset(num_players=1, seed=seed)
     messages: list[dict[str, str]] = []
-    guessed: set[int] = set()
-    guess, low, high, done = 0, 1, 20, False
+    done = False
     while not done:
         said = [text for sender, text, _ in game.get_observation()[1] if sender != 0]
-        messages.append({"role": "user", "content": "\n".join(said)})
-        if guessed:
-            low, high = (max(low, guess + 1), high) if "higher" in said[-1] else (low, min(high, guess - 1))
-        hasty = rng.random() < HASTY_SHARE
-        guess = rng.choice([each for each in range(1, 21) if each not in guessed]) if hasty else (low + high) // 2
-        if guess in guessed:
-            break
-        guessed.add(guess)
-        messages.append({"role": "assistant", "content": f"[{guess}]"})
-        done, _ = game.step(f"[{guess}]")
-    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+        move = rng.choice(["[Hit]", "[Stand]"])
+        messages += [{"role": "user", "content": "\n".join(said)}, {"role": "assistant", "content": move}]
+        done, _ = game.step(move)
+    return messages
 
 
 def main() -> None:
@@ -48,7 +37,7 @@ def main() -> None:
     rng = random.Random(0)  # noqa: S311 - data, not secrets
     with arguments.path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"messages": play(seed, rng)}) + "\n" for seed in range(arguments.count))
-    print(f"{arguments.path}: {arguments.count} games")
+    print(f"{arguments.path}: {arguments.count} hands")
 
 
 if __name__ == "__main__":
