@@ -26,7 +26,6 @@ from sluice.config.schema import (
     FieldType,
     Section,
     Value,
-    accepts_none,
     alternatives,
     deep_merge,
     entry_class,
@@ -37,6 +36,7 @@ from sluice.config.schema import (
     resolve,
     suggestion,
     table_class,
+    unsets,
 )
 from sluice.config.secrets import REDACTED, is_secret_name, redact_text, secret_values
 from sluice.config.services import command_names, service_configs
@@ -119,7 +119,7 @@ def file_layer(model: type[BaseModel], path: Path, section: str | None) -> Layer
 def _canonical_table(annotation: FieldType, value: Value) -> Value:
     """Return a value with canonical keys. The keys of free-form tables stay as they are."""
     table = table_class(annotation)
-    if value == "none" and accepts_none(annotation):
+    if value == "none" and unsets(annotation, value):
         return None
     if isinstance(value, list) and (entry := entry_class(annotation)) is not None:
         return [_canonical_table(entry, each) for each in value]

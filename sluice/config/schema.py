@@ -64,6 +64,13 @@ def accepts_none(annotation: FieldType) -> bool:
     return type(None) in alternatives(annotation)
 
 
+def unsets(annotation: FieldType, text: Value) -> bool:
+    """Return whether a text in a file or a flag unsets the field: ``none``, unless that is one of the field's choices."""
+    if not isinstance(text, str) or text.lower() != "none" or not accepts_none(annotation):
+        return False
+    return not any("none" in get_args(part) for part in alternatives(annotation) if get_origin(part) is Literal)
+
+
 def is_flag(annotation: FieldType) -> bool:
     """Return whether the field is a boolean, so that ``--key`` without a value means true."""
     return set(alternatives(annotation)) - {type(None)} == {bool}
@@ -140,7 +147,7 @@ def parse_text(annotation: FieldType, text: str) -> Value:
     Raises:
         ConfigError: if a list or a table is malformed JSON.
     """
-    if accepts_none(annotation) and text.lower() == "none":
+    if unsets(annotation, text):
         return None
     if _is_sequence(annotation):
         return _json(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]

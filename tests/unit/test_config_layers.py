@@ -53,6 +53,20 @@ def test_tables_of_several_files_merge_key_by_key_and_lists_are_replaced(tmp_pat
     assert toy.engine == {"a": 1, "b": 2}
 
 
+@pytest.mark.parametrize("form", ["file", "flag"])
+def test_none_is_a_value_where_it_is_one_of_the_choices_and_unsets_elsewhere(tmp_path, form):
+    kind, coefficient = "trainer.objective.correction.kind", "trainer.objective.kl_coef"
+    chosen = ["--trainer.objective.preset", "grpo", "--trainer.objective.proximal", "recompute"]
+    if form == "file":
+        text = f"{kind} = 'none'\n{coefficient} = 'none'\n"
+        objective = load_run(["@", toml(tmp_path, "none.toml", text), *chosen]).trainer.objective
+    else:
+        objective = load_run([*chosen, f"--{kind}", "none", f"--{coefficient}", "none"]).trainer.objective
+    assert objective.correction.kind == "none"
+    assert objective.resolved.correction == "none"
+    assert objective.kl_coef is None
+
+
 def test_a_table_that_may_be_absent_is_a_table():
     assert load_run([]).toy.late is None
     assert load_run(["--toy.late.at", "7"]).toy.late.at == 7
