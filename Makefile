@@ -97,6 +97,7 @@ lint: install-dev ## formatters, linters, types, contracts and generated pages, 
 	$(BIN)/buf lint proto
 	$(BIN)/buf breaking proto --against proto/baseline.binpb
 	$(BIN)/sluice config docs --output docs/configuration.md --check
+	for system in trl verl prime-rl areal; do $(BIN)/sluice config docs --system $$system --output docs/coming-from/$$system.md --check || exit 1; done
 
 format: install-dev ## format and fix what can be fixed
 	$(BIN)/ruff format .

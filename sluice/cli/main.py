@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.config import (
@@ -31,8 +30,6 @@ from sluice.config import (
     find_command,
     load_run,
     load_service,
-    markdown_reference,
-    run_config_class,
     seconds,
     service_names,
 )
@@ -53,9 +50,9 @@ BUILT_IN = {
     "token": "make a token for a principal, or list the principals of a file",
     "drain": "let a replica finish its requests and end",
     "health": "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1",
-    "config": "write the reference of all settings",
+    "config": "convert settings of TRL, verl, PRIME-RL or AReaL; write the reference of all settings",
 }
-"""Help line of each built-in command. `health` and `config` are here; each other one is the `run` of its module."""
+"""Help line of each built-in command. `health` is here; each other one is the `run` of its module."""
 
 ADDED_HELP = {
     "sft": "fine-tune a model on demonstrations",
@@ -131,7 +128,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, *arguments = words
     if name in BUILT_IN:
-        own: dict[str, Callable[[list[str]], int]] = {"health": _health, "config": _config}
+        own: dict[str, Callable[[list[str]], int]] = {"health": _health}
         run = own.get(name) or importlib.import_module(f"sluice.cli.{name.replace('-', '_')}").run
         return int(run(arguments))
     command = find_command(name)
@@ -283,26 +280,6 @@ def _health(argv: list[str]) -> int:
         return EXIT_FAILURE
     print(f"{arguments.target}: {HealthCheckResponse.ServingStatus.Name(status)}")
     return 0 if status == HealthCheckResponse.SERVING else EXIT_FAILURE
-
-
-def _config(argv: list[str]) -> int:
-    """`sluice config docs`: the generated page docs/configuration.md."""
-    parser = Options(prog="sluice config", description="The reference of all settings, as Markdown.")
-    parser.add_argument("action", choices=["docs"], help="docs: write the page")
-    parser.add_argument("--output", type=Path, help="file to write; without it the page goes to standard output")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the file is not up to date")
-    arguments = parser.parse_args(argv)
-    page = markdown_reference(run_config_class())
-    if arguments.output is None:
-        sys.stdout.write(page)
-    elif not arguments.check:
-        arguments.output.write_text(page, encoding="utf-8")
-    elif not arguments.output.is_file() or arguments.output.read_text(encoding="utf-8") != page:
-        print(
-            f"{arguments.output} is out of date: run `sluice config docs --output {arguments.output}`", file=sys.stderr
-        )
-        return EXIT_FAILURE
-    return 0
 
 
 if __name__ == "__main__":
