@@ -18,7 +18,7 @@ DEADLINE_S = 900
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 60)]
 
-EXAMPLES = {"reasoning_gym": "environments"}
+EXAMPLES = {"alphabet_sort": "", "arithmetic": "", "reasoning_gym": "environments"}
 """Each example, and which of the virtual environments of `make install-ecosystem` stands for the one that its README makes."""
 
 
