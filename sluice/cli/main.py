@@ -49,6 +49,7 @@ BUILT_IN = {
     "set": "change settings of a run while it lives",
     "token": "make a token for a principal, or list the principals of a file",
     "drain": "let a replica finish its requests and end",
+    "doctor": "look at this machine, a run's settings and its services, and say what is wrong and what to do",
     "health": "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1",
     "config": "convert settings of TRL, verl, PRIME-RL or AReaL; write the reference of all settings",
 }

@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(parser.format_help())
     options, settings = parser.parse_known_args(argv)
-    config = load_run(settings, check=partial(_check, options.replicas))
+    config = load_run(settings, check=partial(check_run, options.replicas))
     for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
         check_hub(model, setting)  # once, before every service tries to load it
     replicas = replicas_of(options.replicas, config)
@@ -105,7 +105,7 @@ def run(argv: list[str]) -> int:
     return _EXIT_CODES[outcome.ending]
 
 
-def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
+def check_run(replicas_flag: int | None, config: RunConfig) -> list[str]:
     """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run."""
     needed = [
         *NEEDED,

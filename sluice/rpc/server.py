@@ -334,15 +334,18 @@ class RpcServer:
 
 
 class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
-    """GetServerInfo, which every server answers with facts that are fixed at its start."""
+    """GetServerInfo, which every server answers with facts that are fixed at its start, and its clock."""
 
     def __init__(self, answer: common_pb2.GetServerInfoResponse) -> None:
         self._answer = answer
 
     async def GetServerInfo(self, request: object, context: object) -> common_pb2.GetServerInfoResponse:  # noqa: N802
-        """Return the facts."""
+        """Return the facts and the time."""
         del request, context
-        return self._answer
+        answer = common_pb2.GetServerInfoResponse()
+        answer.CopyFrom(self._answer)
+        answer.time.GetCurrentTime()
+        return answer
 
 
 def _missing_methods(service_name: str, servicer: object) -> Iterator[str]:

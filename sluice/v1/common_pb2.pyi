@@ -21,6 +21,7 @@ Errors. Every RPC of this package fails with a google.rpc.Status whose details h
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
@@ -65,6 +66,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_CONCURRENT_RPCS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     service: _builtins.str
     """Program that answers: "rollout", "trainer", "orchestrator" or "weightsync"."""
     software_version: _builtins.str
@@ -89,6 +91,10 @@ class GetServerInfoResponse(_message.Message):
     def unimplemented_rpcs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPCs of the served services that answer UNIMPLEMENTED, as "Service/Method"."""
 
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """The server's clock when it answered, in UTC."""
+
     def __init__(
         self,
         *,
@@ -101,10 +107,11 @@ class GetServerInfoResponse(_message.Message):
         max_message_bytes: _builtins.int = ...,
         max_concurrent_rpcs: _builtins.int = ...,
         run: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "features", b"features", "max_concurrent_rpcs", b"max_concurrent_rpcs", "max_message_bytes", b"max_message_bytes", "run", b"run", "service", b"service", "services", b"services", "software_version", b"software_version", "unimplemented_rpcs", b"unimplemented_rpcs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "features", b"features", "max_concurrent_rpcs", b"max_concurrent_rpcs", "max_message_bytes", b"max_message_bytes", "run", b"run", "service", b"service", "services", b"services", "software_version", b"software_version", "time", b"time", "unimplemented_rpcs", b"unimplemented_rpcs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,13 +25,15 @@ class Authority:
         self.path = folder / "ca.pem"
         self.path.write_bytes(_pem(certificate.sign(self.key, hashes.SHA256())))
 
-    def issue(self, name: str, uri: str | None = None) -> tuple[Path, Path]:
-        """Certificate and key files; `uri` is one of its alternative names."""
+    def issue(
+        self, name: str, uri: str | None = None, *, address: str = "127.0.0.1", days: int = 1
+    ) -> tuple[Path, Path]:
+        """Certificate and key files, valid for an address and so many days; `uri` is one of its alternative names."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(address))]
         names += [] if uri is None else [x509.UniformResourceIdentifier(uri)]
         alternatives = x509.SubjectAlternativeName(names)
-        certificate = _builder(_name(name), self.name, key).add_extension(alternatives, critical=False)
+        certificate = _builder(_name(name), self.name, key, days).add_extension(alternatives, critical=False)
         certificate_path, key_path = self.folder / f"{name}.pem", self.folder / f"{name}.key"
         certificate_path.write_bytes(_pem(certificate.sign(self.key, hashes.SHA256())))
         key_path.write_bytes(
@@ -46,7 +48,9 @@ def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int = 1
+) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
     return (
         x509.CertificateBuilder()
@@ -54,8 +58,8 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivate
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
+        .not_valid_before(now - dt.timedelta(days=9))
+        .not_valid_after(now + dt.timedelta(days=days))
     )
 
 

@@ -1,0 +1,90 @@
+"""`sluice doctor [@ rl.toml]`: look at the machine, a run's settings and its services, and say what is wrong and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.markup import escape
+
+from sluice.cli.rl import check_run
+from sluice.config import ConfigError, Options, RunConfig, load_run, service_names
+from sluice.doctor.finding import Finding, State, ok, wrong
+from sluice.doctor.machine import check_engine, check_machine
+from sluice.doctor.peers import check_peers, peers_of
+from sluice.doctor.settings import check_settings
+from sluice.engines import ENGINES
+
+_STYLES = {State.OK: "green", State.WARNING: "yellow", State.WRONG: "bold red"}
+
+
+def run(argv: list[str]) -> int:
+    """Look at everything that was asked for, and print what was found.
+
+    Returns:
+        0, or 1 if something is wrong.
+    """
+    parser = Options(
+        prog="sluice doctor",
+        description=f"{__doc__} Without further words it looks at the machine alone. Further words are settings, as `sluice rl` takes"
+        " them.",
+    )
+    parser.add_argument("--peers", action="store_true", help="ask the services that the settings name (peers), too")
+    parser.add_argument(
+        "--start",
+        nargs="+",
+        default=[],
+        choices=service_names(),
+        metavar="SERVICE",
+        help="services that will be started here one by one: their ports must be free",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    arguments, settings = parser.parse_known_args(argv)
+    findings = list(_findings(settings, arguments.start, peers=arguments.peers))
+    if arguments.json:
+        sys.stdout.write(json.dumps([asdict(each) for each in findings], indent=2) + "\n")
+    else:
+        _print(findings)
+    return int(any(each.state is State.WRONG for each in findings))
+
+
+def _findings(words: list[str], start: list[str], *, peers: bool) -> Iterator[Finding]:
+    yield from check_machine()
+    if not words and not start and not peers:
+        return
+    try:
+        config = load_run(words)
+    except ConfigError as error:
+        yield wrong("settings", str(error), "correct the settings: docs/configuration.md has all of them")
+        return
+    if words:
+        yield _run_starts(config)
+        engine = ENGINES.get(getattr(config.section("rollout"), "engine", ""))
+        if engine is not None:
+            yield check_engine(engine.library, f"`pip install {engine.library}` as docs/rollout.md says")
+    yield from check_settings(config, start)
+    if peers:
+        yield from asyncio.run(check_peers(peers_of(config), config.security))
+
+
+def _run_starts(config: RunConfig) -> Finding:
+    """Make the checks with which `sluice rl` begins."""
+    try:
+        check_run(None, config)
+    except ConfigError as error:
+        return wrong("run", str(error), "`sluice rl ... --dry-run` makes the same checks")
+    return ok("run", f"`sluice rl` would begin run {config.run}")
+
+
+def _print(findings: list[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for each in findings:
+        console.print(f"[{_STYLES[each.state]}]{each.state:<8}[/]{each.check:<18}{escape(each.found)}")
+        if each.remedy:
+            console.print(f"{'':<26}-> {escape(each.remedy)}")
+    bad, warned = (sum(each.state is state for each in findings) for state in (State.WRONG, State.WARNING))
+    console.print(f"{len(findings)} checks: {bad} wrong, {warned} warnings")

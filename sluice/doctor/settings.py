@@ -1,0 +1,213 @@
+"""Checks of a run's settings on this machine: model, disk, shared memory, ports, certificates and tokens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import ssl
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig
+from sluice.doctor.finding import Finding, ok, warning, wrong
+from sluice.doctor.machine import GIB
+from sluice.rpc.access import Access
+
+VERSIONS_IN_MEMORY = 2
+"""Versions of the weights that a replica stages: the served one and the next."""
+
+COPIES_ON_DISK = 8
+"""Sizes of the model that a run needs at least: two checkpoints with the state of the optimizer, and two versions."""
+
+
+def check_settings(run: RunConfig, services: Sequence[str]) -> Iterator[Finding]:
+    """Look at what the settings name on this machine.
+
+    Args:
+        run: The settings.
+        services: Those that are to be started here one by one: their ports must be free.
+    """
+    size = weight_bytes(run.model)
+    yield check_disk(run.output_dir, size)
+    stage = getattr(run.section("rollout"), "stage_dir", None)
+    if stage is not None:
+        yield check_stage(stage, size)
+    for name in services:
+        yield from check_ports(name, getattr(run.section(name), "server", None))
+    yield from check_certificates(run.security)
+    yield from check_tokens(run.security)
+
+
+def weight_bytes(model: str) -> int:
+    """Return the size of a model's weights; 0 if it is not a directory."""
+    return sum(each.stat().st_size for each in Path(model).glob("*.safetensors")) if model else 0
+
+
+def check_disk(directory: Path, model_bytes: int) -> Finding:
+    """Look whether a run can write its files, and whether they have room."""
+    existing = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+    if not existing.is_dir():
+        return wrong("disk", f"{existing} is no directory", "choose another --output-dir")
+    try:
+        probe = existing / f".sluice-doctor-{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        return wrong(
+            "disk",
+            f"{existing} cannot be written to: {error.strerror}",
+            "choose another --output-dir, or change its rights",
+        )
+    free, needed = shutil.disk_usage(existing).free, max(COPIES_ON_DISK * model_bytes, GIB // 4)
+    text = f"{directory}: {free / GIB:.1f} GiB free"
+    if free < needed:
+        return wrong(
+            "disk",
+            text,
+            f"this run needs {needed / GIB:.1f} GiB for checkpoints and weights: make room, or choose another --output-dir",
+        )
+    return ok("disk", text)
+
+
+def check_stage(directory: Path, model_bytes: int) -> Finding:
+    """Look whether staged versions have room in shared memory."""
+    if not directory.is_dir():
+        return wrong(
+            "shared memory",
+            f"there is no {directory}",
+            "set rollout.stage_dir to a directory in memory, or on a fast disk",
+        )
+    free, needed = shutil.disk_usage(directory).free, VERSIONS_IN_MEMORY * model_bytes
+    text = f"{directory}: {free / GIB:.2f} GiB free"
+    if free < needed:
+        return wrong(
+            "shared memory",
+            text,
+            f"two versions of this model take {needed / GIB:.2f} GiB: give the container more (--shm-size), or set rollout.stage_dir to a disk",
+        )
+    return ok("shared memory", text)
+
+
+def check_ports(service: str, server: ServerConfig | None) -> Iterator[Finding]:
+    """Look whether the ports of a service are free."""
+    if server is None:
+        return
+    ports = {"port": server.port, "http_port": getattr(server, "http_port", None), "metrics_port": server.metrics_port}
+    for name, port in ports.items():
+        if not port:
+            continue
+        setting = f"{service}.server.{name}"
+        problem = _busy(server.host, port)
+        if problem:
+            yield wrong(
+                "ports",
+                f"{setting}: {server.host}:{port} cannot be used: {problem}",
+                f"end that process, or set {setting}; 0 takes any free port",
+            )
+        else:
+            yield ok("ports", f"{setting}: {port} is free")
+
+
+def _busy(host: str, port: int) -> str:
+    """Return why a server cannot listen there; empty if it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return _listener(port) if error.errno == errno.EADDRINUSE else str(error.strerror)
+    return ""
+
+
+def _listener(port: int) -> str:
+    for each in psutil.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+            return f"process {each.pid} ({' '.join(psutil.Process(each.pid).cmdline())[:80]}) listens there"
+    return "another process listens there"
+
+
+def check_certificates(security: SecurityConfig) -> Iterator[Finding]:
+    """Let this process's certificate be checked against its own authorities, as a peer with the same authorities does."""
+    if security.tls_cert is None or security.tls_key is None:
+        return
+    if security.tls_ca is None:
+        yield ok("certificate", f"{security.tls_cert}; there are no authorities (security.tls_ca) to check it against")
+        return
+    problem = handshake_problem(security.tls_cert, security.tls_key, security.tls_ca)
+    if problem:
+        yield wrong(
+            "certificate",
+            f"{security.tls_cert}: {problem}",
+            "issue it again by the authority in security.tls_ca, and see that key, certificate and authority belong together",
+        )
+    else:
+        yield ok("certificate", f"{security.tls_cert} is valid for the authorities in {security.tls_ca}")
+
+
+def handshake_problem(certificate: Path, key: Path, authorities: Path) -> str:
+    """Shake hands in memory; return why the client refuses the certificate, or why there is nothing to show."""
+    try:
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(certificate, key)
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.load_verify_locations(authorities)
+    except (OSError, ssl.SSLError) as error:
+        return _ssl_text(error)
+    client.check_hostname = False
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
+    done: set[ssl.SSLObject] = set()
+    while len(done) < len(sides):
+        for side in sides:
+            try:
+                side.do_handshake()
+                done.add(side)
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                return _ssl_text(error)
+    return ""
+
+
+def _ssl_text(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    return str(reason).lower().replace("_", " ")
+
+
+def check_tokens(security: SecurityConfig) -> Iterator[Finding]:
+    """Look at the files of tokens and principals."""
+    if security.principals_file is not None:
+        try:
+            Access(security)
+        except ConfigError as error:
+            yield wrong("tokens", str(error), "`sluice token new` makes tokens and principals")
+            return
+    files = {
+        "principals_file": security.principals_file,
+        "token_file": security.token_file,
+        "admin_token_file": security.admin_token_file,
+        "dispatcher_token_file": security.dispatcher_token_file,
+        **{f"service_token_files.{name}": path for name, path in security.service_token_files.items()},
+    }
+    for name, path in files.items():
+        if path is None:
+            continue
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            yield wrong(
+                "tokens", f"security.{name}: {path}: {error.strerror}", "correct the path, or `sluice token new`"
+            )
+            continue
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            yield warning("tokens", f"security.{name}: others can read {path}", f"chmod 600 {path}")
+        else:
+            yield ok("tokens", f"security.{name}: {path}")
