@@ -23,6 +23,7 @@ BUILT_IN: Mapping[str, str] = {
     "textarena": "sluice.environments.libraries.textarena:TextArena",
     "trl": "sluice.environments.libraries.trl:load",
     "verifiers": "sluice.environments.libraries.verifiers:load",
+    "verl": "sluice.environments.libraries.verl:load",
 }
 """Environments that come with Sluice. Those of `libraries` need the library of that name."""
 

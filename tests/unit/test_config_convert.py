@@ -64,6 +64,7 @@ fi
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files=$HOME/data/gsm8k/train.parquet \
+    custom_reward_function.path=my/reward.py \
     data.train_batch_size=256 \
     data.max_prompt_length=512 \
     data.max_response_length=${response} \
@@ -287,7 +288,9 @@ def test_verl(tmp_path):
     assert (found["orchestrator.batch_size"], found["orchestrator.group_size"]) == (256, 5)
     assert found["trainer.minibatches"] == 4
     assert found["orchestrator.max_steps"] == 400
-    assert found["orchestrator.environment"] == "question_answer"
+    assert found["orchestrator.environment"] == "verl"
+    files = str(Path("~/data/gsm8k/train.parquet").expanduser())
+    assert found["orchestrator.environment_args"] == {"dataset": files, "reward": "my/reward.py:compute_score"}
     assert found["orchestrator.sampling.max_tokens"] == 2048
     assert found["rollout.max_model_len"] == 2560
     assert found["trainer.lr"] == 5e-7

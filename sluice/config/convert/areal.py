@@ -198,8 +198,7 @@ def _correction(given: Given, preset: str) -> Iterator[Outcome]:
         for name in given.below(REJECTION):
             yield Same(name, "it has no effect without use_decoupled_loss")
     elif not given.below(REJECTION):
-        yield Set("trainer.objective.correction.kind", "token_tis", sources, "the weight has no bound in AReaL")
-        yield Set("trainer.objective.correction.cap", 1000.0, (), "practically no bound")
+        yield Set("trainer.objective.correction.kind", "none", sources, "without rejection_sampling there is no weight")
     else:
         yield from _rejection(given)
 
@@ -242,7 +241,7 @@ def _rejection(given: Given) -> Iterator[Outcome]:
 
 
 def _kl(given: Given, estimator: str) -> Iterator[Outcome]:
-    weight = given.number("actor.kl_ctl") if given.has("ref", "actor.kl_ctl") else 0.0
+    weight = given.number("actor.kl_ctl") if given.has("ref") else 0.0
     kind = given.text("actor.kl_estimator")
     if weight and estimator in ("gae", "reinforce_pp"):
         yield Set("trainer.objective.kl_coef", weight, ("actor.kl_ctl",))
@@ -255,7 +254,12 @@ def _kl(given: Given, estimator: str) -> Iterator[Outcome]:
             "actor.kl_ctl",
             "AReaL takes it from the reward, which here goes with the estimators gae and reinforce_pp: use a term of the loss, trainer.objective.kl_coef with kl_kind = k3 and trainer.reference.model = base",
         )
-    yield Set("trainer.objective.kl_coef", 0.0, () if weight else ("actor.kl_ctl",))
+    yield Set(
+        "trainer.objective.kl_coef",
+        0.0,
+        () if weight else ("actor.kl_ctl",),
+        "" if given.has("ref") else "there is no ref",
+    )
     for name in ("ref.path", "actor.kl_estimator"):
         yield Same(name, "without a KL term there is no reference policy")
 

@@ -10,6 +10,7 @@ from sluice.config.convert.table import (
     Given,
     NotConvertibleError,
     Outcome,
+    Same,
     Set,
     Source,
     System,
@@ -211,7 +212,10 @@ def _objective(given: Given) -> Iterator[Outcome]:
             )
         if preset in ("grpo", "ppo", "reinforce_pp") and given.number(f"{ACTOR}.clip_ratio_c") > 1:
             yield Set("trainer.objective.dual_clip", given.number(f"{ACTOR}.clip_ratio_c"), (f"{ACTOR}.clip_ratio_c",))
-    yield from _aggregation(given)
+    if preset in ("gspo", "sapo"):
+        yield Set("trainer.objective.aggregation", "sequence", (), f"as verl's {loss} does whatever loss_agg_mode says")
+    else:
+        yield from _aggregation(given)
     yield from _correction(given)
     yield Set("trainer.objective.entropy_coef", given.number(f"{ACTOR}.entropy_coeff"), (f"{ACTOR}.entropy_coeff",))
 
@@ -452,31 +456,41 @@ def _lengths(given: Given) -> Iterator[Outcome]:
 
 
 def _environment(given: Given) -> Iterator[Outcome]:
-    files = given.value("data.train_files")
-    named = [str(each) for each in files] if isinstance(files, list) else [str(files)] if files else []
-    function = "custom_reward_function.path"
-    if not given.has(function) and len(named) == 1 and "gsm8k" in named[0].lower():
-        yield Set(
-            "orchestrator.environment", "question_answer", ("data.train_files",), "gsm8k, by the name of the file"
-        )
-        yield Set(
+    arguments: dict[str, Value] = {}
+    sources: list[str] = []
+    for ours, name in (("dataset", "data.train_files"), ("eval_dataset", "data.val_files")):
+        files = [home(each.strip()) for each in given.texts(name)]
+        if files:
+            arguments[ours] = files[0] if len(files) == 1 else files
+            sources.append(name)
+    if "dataset" not in arguments:
+        arguments = {"dataset": "FILL-IN", **arguments}
+        yield Todo("orchestrator.environment_args", "dataset: verl's Parquet file, or a list of them")
+    path = "custom_reward_function.path"
+    if given.has(path):
+        arguments["reward"] = f"{home(given.text(path))}:{given.text('custom_reward_function.name') or 'compute_score'}"
+        sources += [path, "custom_reward_function.name"]
+    else:
+        yield Todo(
             "orchestrator.environment_args",
-            {"dataset": "openai/gsm8k", "name": "main", "reward": "gsm8k"},
-            ("data.train_files",),
-            "verl's file has an instruction after each question: set `system` for one",
+            "reward: a function as path.py:compute_score, unless the data are gsm8k or mathematics, whose answers are compared",
         )
-        return
-    yield Todo(
-        "orchestrator.environment",
-        "an environment for your data and reward (docs/environments.md): question_answer for a file of questions and answers, or a class with tasks, messages and score"
-        + (
-            f"; its score can call {given.text('custom_reward_function.name') or 'compute_score'} of {given.text(function)}"
-            if given.has(function)
-            else ""
-        ),
-    )
-    for name in given.present("data.train_files"):
-        yield Drop(name, "the environment reads the data: set orchestrator.environment and environment_args")
+    for ours, name in (
+        ("prompt", "data.prompt_key"),
+        ("source", "data.reward_fn_key"),
+        ("limit", "data.train_max_samples"),
+    ):
+        if given.has(name) and given.value(name) not in ("prompt", "data_source", -1):
+            arguments[ours] = given.value(name)
+            sources.append(name)
+    table = "custom_reward_function.reward_kwargs"
+    if given.below(table):
+        arguments["reward_kwargs"] = {name.removeprefix(f"{table}."): given.value(name) for name in given.below(table)}
+        sources += given.below(table)
+    yield Set("orchestrator.environment", "verl", ("data.train_files",), "docs/environments.md")
+    yield Set("orchestrator.environment_args", arguments, tuple(sources))
+    for name in given.present("data.prompt_key", "data.reward_fn_key", "data.train_max_samples"):
+        yield Same(name, "it is the default")
 
 
 def _devices(given: Given) -> Iterator[Outcome]:
@@ -803,22 +817,27 @@ ROWS = (
         _lengths,
     ),
     rule(
-        ("data.train_files", "custom_reward_function.path", "custom_reward_function.name"),
-        "`orchestrator.environment`, `.environment_args`",
-        _environment,
-        "an environment reads the data and computes the reward: its score calls your function",
-    ),
-    missing(
         (
+            "data.train_files",
             "data.val_files",
             "data.prompt_key",
             "data.reward_fn_key",
+            "data.train_max_samples",
+            "custom_reward_function.path",
+            "custom_reward_function.name",
+            "custom_reward_function.reward_kwargs.*",
+        ),
+        "`orchestrator.environment` (verl), `.environment_args`",
+        _environment,
+        "the files and the function are used as they are",
+    ),
+    missing(
+        (
             "data.image_key",
             "data.video_key",
             "data.custom_cls.*",
             "data.apply_chat_template_kwargs.**",
             "custom_reward_function.**",
-            "data.train_max_samples",
             "data.val_max_samples",
             "data.datagen.*",
             "data.sampler.*",

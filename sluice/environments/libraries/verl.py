@@ -1,0 +1,144 @@
+"""Data sets and reward functions as verl's PPO trainer takes them. verl itself is not needed.
+
+Apache-2.0: https://github.com/volcengine/verl, of January 2026.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sluice.environments.base import Message, Score, Task
+from sluice.environments.datasets import Row, rows
+from sluice.environments.rewards import gsm8k_reward, math_reward
+from sluice.errors import ConfigError
+from sluice.loading import load_attribute
+
+_MATH = ("math", "lighteval/math", "digitallearninggmbh/math", "huggingfaceh4/math", "aime", "numina_")
+"""How the names of data sources of mathematics begin, in lower case."""
+
+
+def load(
+    dataset: str | Sequence[str],
+    *,
+    eval_dataset: str | Sequence[str] = (),
+    reward: str = "",
+    reward_kwargs: Mapping[str, Any] | None = None,
+    prompt: str = "prompt",
+    source: str = "data_source",
+    system: str = "",
+    limit: int | None = None,
+) -> Rows:
+    """Trains on verl's Parquet files with verl's kind of reward function, as they are.
+
+    Args:
+        dataset: One file or several, with the columns prompt (messages), data_source, reward_model.ground_truth and extra_info.
+        eval_dataset: Files for evaluation; by default `dataset`.
+        reward: Function of (data_source, solution_str, ground_truth, extra_info), as ``path.py:compute_score``. It returns a number, or
+            a dict with `score` whose other numbers are logged. By default answers of gsm8k and of sets of mathematics are compared.
+        reward_kwargs: Further arguments of it.
+        prompt: Column of the messages.
+        source: Column of the name of the data source.
+        system: System message before each prompt; none if empty.
+        limit: Most rows to train on.
+    """
+    function = load_attribute(reward, "reward function") if reward else compare
+    return Rows(
+        train=_paths(dataset),
+        evaluated=_paths(eval_dataset),
+        function=function,
+        more=reward_kwargs or {},
+        prompt=prompt,
+        source=source,
+        system=system,
+        limit=limit,
+    )
+
+
+def compare(data_source: str, solution_str: str, ground_truth: str, **_: object) -> float:
+    """Return 1 if the answer is the right one, else 0, for gsm8k and sets of mathematics.
+
+    Raises:
+        ConfigError: if the data source is another one.
+    """
+    if data_source.lower().endswith("gsm8k"):
+        return gsm8k_reward(solution_str, f"#### {ground_truth}")
+    if data_source.lower().startswith(_MATH):
+        return math_reward(solution_str, ground_truth)
+    raise ConfigError(
+        f"there is no reward for the data source {data_source!r}: set environment_args reward to a function, as path.py:compute_score"
+    )
+
+
+def _paths(named: str | Sequence[str]) -> list[str]:
+    return [named] if isinstance(named, str) else list(named)
+
+
+@dataclass(kw_only=True)
+class Rows:
+    """Asks the prompts of the files; the function scores the answers.
+
+    Attributes:
+        train: Files to train on.
+        evaluated: Files for evaluation; those to train on if empty.
+        function: See `load`, which has the others as well.
+        more: Further arguments of the function.
+    """
+
+    name: ClassVar[str] = "verl"
+
+    train: Sequence[str]
+    evaluated: Sequence[str]
+    function: Callable[..., Any]
+    more: Mapping[str, Any]
+    prompt: str
+    source: str
+    system: str
+    limit: int | None
+
+    def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """Return the rows of the files; those to train on in an order that the seed determines.
+
+        Raises:
+            ConfigError: if a file cannot be read or lacks a column.
+        """
+        found: list[Task] = []
+        for file in self.train if split == "train" else self.evaluated or self.train:
+            for row in rows(file, split):
+                if self.prompt not in row or not isinstance(row.get("reward_model"), Mapping):
+                    raise ConfigError(
+                        f"the rows of {file} have the columns {', '.join(row)}, not {self.prompt} and reward_model, as verl's files"
+                        " have: for a file of questions and answers, use the environment question_answer"
+                    )
+                found.append(Task(f"{split}-{len(found)}", {"row": dict(row)}))
+        if split == "train":
+            found = found[: self.limit]
+            random.Random(seed).shuffle(found)  # noqa: S311 - an order, not a secret
+        return found
+
+    def messages(self, task: Task) -> Sequence[Message]:
+        """Return the prompt, after the system message."""
+        prompt = task.data["row"][self.prompt]
+        asked: list[Message] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+        )
+        return [{"role": "system", "content": self.system}, *asked] if self.system else asked
+
+    async def score(self, task: Task, completion: str) -> Score:
+        """Return what the function says of an answer."""
+        row: Row = task.data["row"]
+        found = self.function(
+            data_source=row.get(self.source, ""),
+            solution_str=completion,
+            ground_truth=row["reward_model"].get("ground_truth"),
+            extra_info=dict(row.get("extra_info") or {}),
+            **self.more,
+        )
+        said = await found if inspect.isawaitable(found) else found
+        if not isinstance(said, Mapping):
+            return Score(float(said))
+        numbers = {name: float(value) for name, value in said.items() if isinstance(value, int | float)}
+        return Score(float(said["score"]), {name: value for name, value in numbers.items() if name != "score"})
