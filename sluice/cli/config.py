@@ -8,6 +8,7 @@ import io
 import shlex
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from sluice import host_files
@@ -139,7 +140,7 @@ def check(text: str, source: str) -> str:
     Raises:
         ConfigError: if they are no settings at all, which is a fault of the file that they were made from.
     """
-    from sluice.cli.rl import check_settings  # noqa: PLC0415 - the supervisor, which `sluice config docs` does not need
+    from sluice.cli.rl import check_run  # noqa: PLC0415 - the supervisor, which `sluice config docs` does not need
 
     with tempfile.TemporaryDirectory(prefix="sluice-convert-") as name, contextlib.redirect_stdout(io.StringIO()):
         file = Path(name) / "rl.toml"
@@ -151,7 +152,7 @@ def check(text: str, source: str) -> str:
                 f"{source} has values that Sluice refuses; change them, and convert again:\n{_plain(error, file)}"
             ) from error
         try:
-            load_run(["@", str(file)], check=check_settings)
+            load_run(["@", str(file)], check=partial(check_run, None))
         except ConfigError as error:
             return _plain(error, file)
     return ""

@@ -129,15 +129,6 @@ def check_run(replicas_flag: int | None, config: RunConfig) -> list[str]:
     return notes
 
 
-def check_settings(config: RunConfig) -> list[str]:
-    """Refuse settings as `sluice rl --dry-run` does; return its further lines.
-
-    Raises:
-        ConfigError: with the reason and the remedy.
-    """
-    return _check(None, config)
-
-
 def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
     return assign_devices(config, replica_names(replicas), visible_devices(os.environ))
 

@@ -183,7 +183,8 @@ class Given:
         value = self.value(name)
         if value is None or value == "":
             return []
-        return [str(each) for each in value] if isinstance(value, list) else str(value).split(",")
+        listed = value if isinstance(value, list) else str(value).split(",")
+        return [text for each in listed if (text := str(each).strip(" ,"))]
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         return ConfigError(
