@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sluice.environments.base import Message, Task
-from sluice.environments.datasets import rows
+from sluice.environments.datasets import Row, rows
+from sluice.environments.formats import Format, find_format
 from sluice.environments.rewards import REWARDS, CodeReward, Judge, RewardFunction
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
 
 def load(  # noqa: D417 - those of `QuestionAnswer` too
-    dataset: str,
+    dataset: str = "",
     *,
     judge: Mapping[str, Any] | None = None,
     reward: str = "",
@@ -23,10 +24,12 @@ def load(  # noqa: D417 - those of `QuestionAnswer` too
     """Asks the questions of a data set; answers are compared, tested, or judged by a model.
 
     Args:
-        dataset: A file, a directory or a hub id; see `sluice.environments.datasets`.
+        dataset: A file, a directory or a hub id; see `sluice.environments.datasets`. Empty: that of the format.
+        format: ``gsm8k``, ``hendrycks_math``, or ``file.py:function`` of a row; see `sluice.environments.formats`. Empty: rows have
+            the fields `question` and `answer`.
         question: Field of the question: a text, or messages.
         answer: Field of the answer.
-        reward: ``exact``, ``math``, ``gsm8k``, ``code``, or ``module:function`` of (completion, answer).
+        reward: ``exact``, ``math``, ``gsm8k``, ``code``, or ``module:function`` of (completion, answer). Empty: that of the format.
         sandbox: For ``code``: ``auto`` confines the programs, ``none`` runs them with all rights of this process.
         limits: For ``code``: ``wall_s``, ``cpu_s``, ``memory_mib``, ``output_kib``, ``packages``.
         judge: In place of `reward`: ``url``, ``model``, ``prompt``, ``key_variable``, ``timeout_s``, ``at_a_time``.
@@ -35,7 +38,7 @@ def load(  # noqa: D417 - those of `QuestionAnswer` too
         limit: Most tasks per split.
     """
     if judge is None:
-        return QuestionAnswer(dataset, reward=reward or "exact", **given)
+        return QuestionAnswer(dataset, reward=reward, **given)
     if reward:
         raise ConfigError("give either reward or judge")
     return JudgedQuestions(dataset, Judge(**judge), **given)
@@ -52,6 +55,16 @@ def _function(reward: str, sandbox: str, limits: Mapping[str, Any] | None) -> Re
     return function
 
 
+def fields(question: str, answer: str) -> Format:
+    """Return the format of rows that have question and answer in fields of their own, and perhaps an ``id``."""
+
+    def read(row: Row) -> Mapping[str, Any]:
+        named = {"id": row["id"]} if row.get("id") is not None else {}
+        return {"question": row[question], "answer": row[answer], **named}
+
+    return Format(read)
+
+
 class QuestionAnswer:
     """Scores answers with a reward function; the arguments are those of `load`."""
 
@@ -59,20 +72,25 @@ class QuestionAnswer:
 
     def __init__(
         self,
-        dataset: str,
+        dataset: str = "",
         *,
+        format: str = "",  # noqa: A002 - the parameters are the settings
         question: str = "question",
         answer: str = "answer",
-        reward: str = "exact",
+        reward: str = "",
         sandbox: str = "auto",
         limits: Mapping[str, Any] | None = None,
         system: str = "",
         name: str | None = None,
         limit: int | None = None,
     ) -> None:
-        self._dataset, self._question, self._answer = dataset, question, answer
-        self._reward = _function(reward, sandbox, limits)
-        self._system, self._configuration, self._limit = system, name, limit
+        self._format = find_format(format) if format else fields(question, answer)
+        self._dataset = dataset or self._format.dataset
+        if not self._dataset:
+            raise ConfigError("no data set is named: set environment_args dataset to a file, a directory or a hub id")
+        self._configuration = name or (None if dataset else self._format.name)
+        self._reward = _function(reward or self._format.reward, sandbox, limits)
+        self._system, self._limit = system, limit
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the questions of a split in an order that the seed determines; a single file is all of its splits.
@@ -82,15 +100,19 @@ class QuestionAnswer:
         """
         tasks: list[Task] = []
         for index, row in enumerate(rows(self._dataset, split, self._configuration)):
-            if self._limit is not None and index >= self._limit:
+            if self._limit is not None and len(tasks) >= self._limit:
                 break
-            if self._question not in row or self._answer not in row:
+            try:
+                found = self._format.read(row)
+            except (KeyError, TypeError, ValueError) as error:
+                why = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
                 raise ConfigError(
-                    f"row {index} of {self._dataset} has the fields {', '.join(row)}, not {self._question!r} and"
-                    f" {self._answer!r}: set environment_args question and answer"
-                )
-            task_id = str(row.get("id", f"{split}-{index}"))
-            tasks.append(Task(task_id, {"question": row[self._question], "answer": str(row[self._answer])}))
+                    f"row {index} of {self._dataset}, with the fields {', '.join(row)}, does not fit: {why}; set environment_args"
+                    " question and answer to the fields, or format"
+                ) from error
+            if found is not None:
+                asked = {"question": found["question"], "answer": str(found["answer"])}
+                tasks.append(Task(str(found.get("id", f"{split}-{index}")), asked))
         random.Random(seed).shuffle(tasks)  # noqa: S311 - an order, not a secret
         return tasks
 

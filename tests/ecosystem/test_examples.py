@@ -1,12 +1,12 @@
-"""The examples as a stranger follows them: the commands of each README, in a folder of its own, and the model has learned."""
+"""The examples as a stranger follows them: the commands of each README, in a folder of their own, and the model has learned."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ DEADLINE_S = 900
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 60)]
 
-EXAMPLES = {"alphabet_sort": "", "arithmetic": "", "reasoning_gym": "environments"}
+EXAMPLES = {"alphabet_sort": "", "arithmetic": "", "mcp": "environments", "reasoning_gym": "environments", "trl": ""}
 """Each example, and which of the virtual environments of `make install-ecosystem` stands for the one that its README makes."""
 
 
@@ -28,9 +28,16 @@ def commands(name: str) -> list[str]:
     return [line.strip() for line in readme.splitlines() if line.startswith("    ")]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for all examples: some begin with the same model, which is made once."""
+    made = tmp_path_factory.mktemp("examples")
+    (made / "examples").symlink_to(ROOT / "examples")
+    return made
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_commands_of_an_example_train_a_model(name: str, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+def test_the_commands_of_an_example_train_a_model(name: str, folder: Path) -> None:
     said = commands(name)
     assert sum("sluice rl " in each for each in said) == 1
     evaluation = said[-1]
@@ -38,19 +45,19 @@ def test_the_commands_of_an_example_train_a_model(name: str, tmp_path: Path) -> 
     assert "--baseline" in evaluation
     for each in said[:-1]:
         if " -m venv " in each:
-            made = each.split(" -m venv ")[1].split()[0]
+            made = folder / each.split(" -m venv ")[1].split()[0]
             theirs = ROOT / f".venv-ecosystem-{EXAMPLES[name]}"
             if not theirs.exists():
                 pytest.skip(f"{theirs.name} is not there: run `make install-ecosystem`")
-            (tmp_path / made).symlink_to(theirs)
+            made.symlink_to(theirs)
         else:
-            follow(each, tmp_path)
-    follow(f"{evaluation} --output result.json", tmp_path)
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["gain"]["low"] > 0, result["gain"]
-    run = next(path.parent.name for path in (tmp_path / "outputs").glob("*/report.json"))
-    follow(f"sluice audit {run}", tmp_path)
-    shutil.rmtree(tmp_path / "outputs")
+            follow(each, folder)
+    follow(f"{evaluation} --output {name}.json", folder)
+    gain = json.loads((folder / f"{name}.json").read_text())["gain"]
+    print(f"{name}: gain {gain['mean']:+.3f}, 95% {gain['low']:+.3f} to {gain['high']:+.3f}")
+    assert gain["low"] > 0
+    run = tomllib.loads((ROOT / "examples" / name / "rl.toml").read_text())["run"]
+    follow(f"sluice audit {run}", folder)
 
 
 def follow(command: str, directory: Path) -> None:
