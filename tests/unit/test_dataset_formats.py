@@ -2,7 +2,9 @@ r"""Formats of data sets: what becomes of the rows of GSM8K and MATH, of formats
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.environments import formats
+from sluice.environments import Task, formats
 from sluice.environments.formats import find_format, last_boxed
 from sluice.environments.loading import load_environment
 from sluice.environments.question_answer import QuestionAnswer
 from sluice.errors import ConfigError
+from sluice.loading import load_attribute
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 GSM8K = {"question": "How many?", "answer": "He has <<700+534=1234>>1234 of them.\n#### 1,234"}
 MATH = {
@@ -127,3 +132,49 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict, format_name
     path = written(tmp_path / "rows.jsonl", fitting, row)
     with pytest.raises(ConfigError, match=f"(?s)row 1 of .*rows.jsonl.*{told}.*set environment_args"):
         questions(path, format=format_name).tasks("train", 0)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "hendrycks_math"])
+def test_the_problems_of_an_example_fit_its_format_and_no_held_out_calculation_is_trained(
+    name: str, tmp_path: Path
+) -> None:
+    made = load_attribute(f"{EXAMPLES / name / 'problems.py'}:problems", "problems")
+    demonstrations = load_attribute(f"{EXAMPLES / name / 'problems.py'}:demonstrations", "demonstrations")
+    files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "test")}
+    for split, path in files.items():
+        written(path, *itertools.islice(made(split, 0), 300))
+    environment = questions(tmp_path, format=name)
+    calculations = {}
+    for split in ("train", "eval"):
+        tasks = environment.tasks(split, 0)
+        calculations[split] = {calculation(each.data["question"])[:2] for each in tasks}
+        for task, row in zip(sorted(tasks, key=number_of), map(json.loads, open_split(tmp_path, split)), strict=True):
+            assert environment.score(task, row["answer" if name == "gsm8k" else "solution"]) == 1
+    assert not calculations["train"] & calculations["eval"]
+    right = [environment_says(environment, each) for each in itertools.islice(demonstrations(0), 400)]
+    assert 0.2 < sum(right) / len(right) < 0.6, "most demonstrations are wrong, and not all"
+
+
+def number_of(task: Task) -> int:
+    return int(task.task_id.rpartition("-")[2])
+
+
+def open_split(directory: Path, split: str) -> list[str]:
+    return (directory / f"{'test' if split == 'eval' else split}.jsonl").read_text().splitlines()
+
+
+def calculation(question: str) -> tuple[str, tuple[int, ...], int]:
+    """Return the sign of a problem, its numbers in order of size, and its result."""
+    a, b = map(int, re.findall(r"\d+", question))
+    if "x" in question:  # x + a = b
+        return "+", tuple(sorted((a, b - a))), b - a
+    sign = "-" if re.search("loses|sells|eats", question) else "+"
+    return sign, tuple(sorted((a, b))), a + b if sign == "+" else a - b
+
+
+def environment_says(environment: QuestionAnswer, conversation: dict) -> bool:
+    """Whether the answer of a demonstration is right."""
+    question, answer = (each["content"] for each in conversation["messages"])
+    *_, result = calculation(question)
+    right = str(result) if "has" in question else f"\\boxed{{{result}}}"
+    return environment.score(Task("x", {"question": question, "answer": right}), answer) == 1
