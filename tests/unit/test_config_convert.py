@@ -277,6 +277,16 @@ def test_trl_as_a_command(tmp_path):
     assert_each_setting_is_in_one_place(done)
 
 
+def test_flags_replace_what_the_file_of_a_command_says(tmp_path):
+    (tmp_path / "grpo.yaml").write_text("learning_rate: 1e-5\nnum_generations: 4\n")
+    command = "trl grpo --config grpo.yaml --learning-rate 2e-5"
+    found = ours(convert(SYSTEMS["trl"], read_text(tmp_path, "run.sh", command)))
+    assert (found["trainer.lr"], found["orchestrator.group_size"]) == (2e-5, 4)
+    (tmp_path / "grpo.yaml").unlink()
+    with pytest.raises(ConfigError, match="put that file beside it"):
+        read(tmp_path / "run.sh")
+
+
 def read_text(directory: Path, name: str, text: str, *overrides: str) -> Source:
     (directory / name).write_text(text)
     return read(directory / name, overrides)

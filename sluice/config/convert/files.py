@@ -93,11 +93,12 @@ def _script(path: Path, text: str) -> tuple[dict[str, Leaf], list[str]]:
         else:
             override(leaves, word.sign, word.name, str(word.value), word.line)
     if "config" in leaves and script.flags:
-        below = path.parent / str(leaves["config"].value)
-        file = below if below.is_file() else Path(str(leaves["config"].value))
-        if file.is_file():
-            base, notes = _parsed(file, file.read_text(encoding="utf-8"))
-            return base | {name: leaf for name, leaf in leaves.items() if name != "config"}, [*script.notes, *notes]
+        named = Path(str(leaves.pop("config").value))
+        file = next((each for each in (path.parent / named, named) if each.is_file()), None)
+        if file is None:
+            raise ConfigError(f"{path} takes its settings from {named}, which is not there: put that file beside it")
+        base, notes = _parsed(file, file.read_text(encoding="utf-8"))
+        return base | leaves, [*script.notes, *notes]
     return leaves, script.notes
 
 

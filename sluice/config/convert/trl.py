@@ -524,6 +524,7 @@ def _check(source: Source) -> None:
 
 
 ROWS = (
+    missing("env.**", "set variables where you start `sluice`: children inherit the environment"),
     rule("model_name_or_path", "`model`", _model),
     to(("run_name", "output_dir"), "run", Given.text, by=lambda text: run_name(text.rstrip("/").rpartition("/")[2])),
     to("seed", "seed", Given.whole),
