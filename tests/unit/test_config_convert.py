@@ -463,14 +463,13 @@ def test_optimizer_steps_per_batch_are_the_same_in_verl(parts, mini, size):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_each_setting_of_ours_that_a_table_names_exists(system):
     """The page and the converted file must not name a setting that Sluice does not have."""
-    model, tables = run_config_class(), {"orchestrator", "trainer", "rollout"}
-    for row in SYSTEMS[system].rows:
-        prefix = ""
-        for name in re.findall(r"`([\w.]+)`", row.ours):
-            full = f"{prefix}{name}" if name.startswith(".") else name
-            table = full.split(".")
-            prefix = ".".join(table[:-1]) if table[0] in tables else prefix
-            resolve(model, table)
+    model = run_config_class()
+    for line in (line for row in SYSTEMS[system].rows for line in row.lines):
+        table = ""
+        for name in filter(None, line.ours.split(", ")):
+            full = f"{table}{name}" if name.startswith(".") else name
+            table = table if name.startswith(".") else name.rpartition(".")[0]
+            resolve(model, full.split("."))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -62,6 +62,9 @@ _SIDE = re.compile(r"(?:(?P<backend>[a-z_]+)\s*[:.]\s*)?\(?(?:attn\s*:\s*)?(?P<s
 
 REJECTION = "actor.rejection_sampling"
 
+OLD_CAP = ("actor.behave_imp_weight_cap", "actor.behav_imp_weight_cap")
+"""What rejection_sampling.upper was called before."""
+
 
 def _batch(given: Given) -> Iterator[Outcome]:
     batch = given.whole("train_dataset.batch_size")
@@ -197,6 +200,13 @@ def _correction(given: Given, preset: str) -> Iterator[Outcome]:
             yield Set("trainer.objective.correction.kind", "none", sources)
         for name in given.below(REJECTION):
             yield Same(name, "it has no effect without use_decoupled_loss")
+    elif given.has(*OLD_CAP):
+        cap, mode = (given.present(*OLD_CAP) or OLD_CAP)[0], "actor.behave_imp_weight_mode"
+        kind = {"token_truncate": "token_tis", "sequence_mask": "geometric_mask"}.get(given.text(mode), "token_mask")
+        yield Set("trainer.objective.correction.kind", kind, (mode, *sources))
+        yield Set(f"trainer.objective.correction.{'cap' if kind == 'token_tis' else 'high'}", given.number(cap), (cap,))
+        if kind != "token_tis":
+            yield Set("trainer.objective.correction.low", 1e-9, (), "no lower bound")
     elif not given.below(REJECTION):
         yield Set("trainer.objective.correction.kind", "none", sources, "without rejection_sampling there is no weight")
     else:
@@ -387,6 +397,8 @@ def _environment(given: Given) -> Iterator[Outcome]:
             "orchestrator.environment_args",
             f"check how {path} is read: its fields (question, answer) and the reward (docs/rewards.md), or name an environment of your own",
         )
+    if given.text("valid_dataset.path") == path:
+        yield Same("valid_dataset.path", "it is the same data set: orchestrator.evaluation.split")
     yield Set(
         "orchestrator.environment", "question_answer", ("train_dataset.path",), "questions and answers of a data set"
     )
@@ -501,6 +513,8 @@ def _check(source: Source) -> None:
 
 
 ROWS = (
+    missing("train_dataset.shuffle", "tasks come in an order that the seed decides", off=(True,)),
+    same("valid_dataset.shuffle", "evaluations take the first tasks of the split"),
     to("max_turns", "orchestrator.max_turns", Given.whole),
     missing(("max_tokens_per_trajectory",), "rollout.max_model_len bounds a conversation"),
     missing(
@@ -521,110 +535,106 @@ ROWS = (
     to("experiment_name", "run", Given.text, by=run_name),
     to("seed", "seed", Given.whole),
     rule(
-        (
-            "train_dataset.batch_size",
-            "rollout.consumer_batch_size",
-            "gconfig.n_samples",
-            "actor.ppo_n_minibatches",
-            "total_train_steps",
-            "total_train_epochs",
-        ),
-        "`orchestrator.batch_size`, `.group_size`, `.max_steps`, `trainer.minibatches`",
         _batch,
-        "both count prompts",
+        (("train_dataset.batch_size", "rollout.consumer_batch_size"), "orchestrator.batch_size", "both count prompts"),
+        ("gconfig.n_samples", "orchestrator.group_size"),
+        ("actor.ppo_n_minibatches", "trainer.minibatches"),
+        (("total_train_steps", "total_train_epochs"), "orchestrator.max_steps", "epochs need --steps"),
     ),
     to("rollout.max_head_offpolicyness", "max_staleness", Given.whole, remark="versions that a token may lag"),
     rule(
-        (
-            "actor.reward_norm.**",
-            "actor.adv_norm.**",
-            "actor.discount",
-            "actor.gae_lambda",
-            "actor.reward_scaling",
-            "actor.reward_bias",
-        ),
-        "`orchestrator.advantage`, `trainer.objective.gamma`, `.gae_lambda`",
         _estimator,
-        "this estimator does not read it",
+        (("actor.reward_norm.**", "actor.adv_norm.**"), "orchestrator.advantage", "see the table above"),
+        ("actor.discount", "trainer.objective.gamma"),
+        ("actor.gae_lambda", "trainer.objective.gae_lambda"),
+        (
+            ("actor.reward_scaling", "actor.reward_bias"),
+            "",
+            "scale the reward in the environment's score; normalised advantages do not change",
+        ),
+        unread="this estimator does not read it",
     ),
     missing("actor.reward_clip", "rewards are taken as they are: clip them in the environment's score", off=(20, 20.0)),
     rule(
-        (
-            "actor.eps_clip",
-            "actor.eps_clip_higher",
-            "actor.c_clip",
-            "actor.m2_threshold",
-            "actor.use_sapo_loss",
-            "actor.sapo_tau_pos",
-            "actor.sapo_tau_neg",
-            "actor.importance_sampling_level",
-            "actor.use_decoupled_loss",
-            "actor.recompute_logprob",
-            "actor.prox_logp_method",
-            f"{REJECTION}.*",
-            "actor.kl_ctl",
-            "actor.kl_estimator",
-            "ref.path",
-        ),
-        "`trainer.objective.preset` (grpo, ppo, reinforce_pp, gspo, sapo, m2po), `.eps_low`, `.eps_high`, `.dual_clip`, `.proximal`, `.correction`, `.kl_coef`, `.kl_where`, `trainer.reference.model`",
         _objective,
-        "it does not apply to this loss, or there is no KL term",
+        (
+            ("actor.use_sapo_loss", "actor.m2_threshold", "actor.importance_sampling_level"),
+            "trainer.objective.preset",
+            "sapo, m2po, gspo; otherwise grpo, ppo or reinforce_pp by the estimator",
+        ),
+        (("actor.eps_clip", "actor.eps_clip_higher"), "trainer.objective.eps_low, .eps_high"),
+        ("actor.c_clip", "trainer.objective.dual_clip"),
+        (("actor.sapo_tau_pos", "actor.sapo_tau_neg"), "trainer.objective.tau_pos, .tau_neg"),
+        (
+            ("actor.use_decoupled_loss", "actor.recompute_logprob", "actor.prox_logp_method"),
+            "trainer.objective.proximal",
+        ),
+        (
+            (f"{REJECTION}.*", *OLD_CAP, "actor.behave_imp_weight_mode"),
+            "trainer.objective.correction",
+            "token: token_mask, token_tis; sequence: geometric_mask, sequence_mask, k3_mask",
+        ),
+        (
+            ("actor.kl_ctl", "actor.kl_estimator"),
+            "trainer.objective.kl_coef, .kl_kind, .kl_where",
+            "in the reward, with gae and reinforce_pp",
+        ),
+        ("ref.path", "trainer.reference.model"),
+        unread="it does not apply to this loss, or there is no KL term",
     ),
     rule(
-        (
-            "actor.optimizer.type",
-            "actor.optimizer.lr",
-            "actor.optimizer.beta1",
-            "actor.optimizer.beta2",
-            "actor.optimizer.eps",
-            "actor.optimizer.weight_decay",
-            "actor.optimizer.gradient_clipping",
-            "actor.optimizer.lr_scheduler_type",
-            "actor.optimizer.warmup_steps_proportion",
-            "actor.optimizer.min_lr_ratio",
-        ),
-        "`trainer.optimizer`, `.lr`, `.betas`, `.eps`, `.weight_decay`, `.grad_clip`, `.schedule`, `.warmup_steps`, `.max_steps`",
         _optimizer,
-        "it has no effect with a constant learning rate",
+        ("actor.optimizer.type", "trainer.optimizer", "adam: adamw"),
+        ("actor.optimizer.lr", "trainer.lr"),
+        (("actor.optimizer.beta1", "actor.optimizer.beta2"), "trainer.betas"),
+        ("actor.optimizer.eps", "trainer.eps"),
+        ("actor.optimizer.weight_decay", "trainer.weight_decay"),
+        ("actor.optimizer.gradient_clipping", "trainer.grad_clip"),
+        ("actor.optimizer.lr_scheduler_type", "trainer.schedule, .max_steps", "a decay needs the number of steps"),
+        ("actor.optimizer.warmup_steps_proportion", "trainer.warmup_steps"),
+        ("actor.optimizer.min_lr_ratio", "trainer.min_lr_ratio"),
+        unread="it has no effect with a constant learning rate",
     ),
     same("actor.optimizer.*", "there is no scaling of the loss"),
     rule(
-        ("critic.path", "critic.eps_clip", "critic.optimizer.*"),
-        "`trainer.critic`, `trainer.objective.value_clip`",
         _critic,
-        "it is no setting of the critic's optimizer here",
+        ("critic.path", "trainer.critic.model"),
+        ("critic.eps_clip", "trainer.objective.value_clip"),
+        ("critic.optimizer.*", "trainer.critic", "by the names that the policy's have"),
+        lost="it is no setting of the critic's optimizer here",
     ),
     same("critic.**", "the critic is trained with the policy's batches and devices"),
     rule(
-        ("rollout.backend", "actor.backend", "allocation_mode"),
-        "`allocation_mode`",
         _devices,
-        "SGLang becomes vLLM, Megatron and Archon become FSDP",
+        (
+            ("rollout.backend", "actor.backend", "allocation_mode"),
+            "allocation_mode",
+            "SGLang becomes vLLM, Megatron and Archon become FSDP",
+        ),
     ),
     rule(
-        ("train_dataset.path",),
-        "`orchestrator.environment` (question_answer), `.environment_args`",
         _environment,
-        "an environment reads the data and computes the reward",
+        (
+            "train_dataset.path",
+            "orchestrator.environment, .environment_args",
+            "environment question_answer: dataset, reward",
+        ),
     ),
     to("train_dataset.split", "orchestrator.split", Given.text),
     to("valid_dataset.split", "orchestrator.evaluation.split", Given.text),
     missing(("valid_dataset.path",), "the environment has the tasks for evaluation: orchestrator.evaluation.split"),
     rule(
-        (
-            "gconfig.max_new_tokens",
-            "train_dataset.max_length",
-            "vllm.max_model_len",
-            "sglang.context_length",
-            "vllm.gpu_memory_utilization",
-            "sglang.mem_fraction_static",
-            "vllm.max_num_seqs",
-            "vllm.enforce_eager",
-            "sglang.max_running_requests",
-        ),
-        "`orchestrator.sampling.max_tokens`, `rollout.max_model_len`, `rollout.engine_args`",
         _lengths,
-        "it is of the engine that this file does not use",
+        ("gconfig.max_new_tokens", "orchestrator.sampling.max_tokens"),
+        (("vllm.max_model_len", "sglang.context_length", "train_dataset.max_length"), "rollout.max_model_len"),
+        (
+            ("vllm.gpu_memory_utilization", "sglang.mem_fraction_static"),
+            "rollout.engine_args",
+            "gpu_memory_utilization",
+        ),
+        (("vllm.max_num_seqs", "sglang.max_running_requests"), "rollout.engine_args", "max_num_seqs"),
+        ("vllm.enforce_eager", "rollout.engine_args", "enforce_eager"),
+        unread="it is of the engine that this file does not use",
     ),
     to("gconfig.temperature", "orchestrator.sampling.temperature", Given.number),
     to("gconfig.stop", "orchestrator.sampling.stop", Given.texts),
@@ -654,37 +664,38 @@ ROWS = (
     to("actor.gradient_checkpointing", "trainer.gradient_checkpointing", Given.flag),
     to("actor.dtype", "trainer.dtype", Given.text, by=_dtype),
     rule(
-        (
-            "actor.use_lora",
-            "actor.lora_rank",
-            "actor.lora_alpha",
-            "actor.target_modules",
-            "rollout.use_lora",
-            "vllm.enable_lora",
-            "vllm.max_lora_rank",
-            "sglang.enable_lora",
-            "sglang.max_lora_rank",
-        ),
-        "`trainer.lora`, `rollout.lora`",
         _lora,
-        "without use_lora it has no effect",
+        (
+            (
+                "actor.use_lora",
+                "actor.lora_rank",
+                "rollout.use_lora",
+                "vllm.enable_lora",
+                "vllm.max_lora_rank",
+                "sglang.enable_lora",
+                "sglang.max_lora_rank",
+            ),
+            "trainer.lora.rank, rollout.lora.enabled, rollout.lora.max_rank",
+        ),
+        ("actor.lora_alpha", "trainer.lora.alpha"),
+        ("actor.target_modules", "trainer.lora.target_modules", "all-linear is the default"),
+        unread="without use_lora it has no effect",
     ),
     rule(
-        ("saver.freq_*", "recover.freq_*", "evaluator.freq_*"),
-        "`orchestrator.checkpoint`, `orchestrator.evaluation`",
         _timers,
+        (("saver.freq_*", "recover.freq_*"), "orchestrator.checkpoint.every_steps, .every_s"),
+        ("evaluator.freq_*", "orchestrator.evaluation.every_steps, .every_s"),
     ),
     missing(("recover.mode",), "`sluice rl @ rl.toml --resume`", off=("disabled", "off", "")),
     rule(
-        (
-            "actor.overlong_reward_penalty",
-            "actor.overlong_tokens",
-            "actor.overlong_penalty_factor",
-            "actor.mask_no_eos_with_zero",
-        ),
-        "`orchestrator.overlong`",
         _overlong,
-        "it is off",
+        (
+            ("actor.overlong_reward_penalty", "actor.overlong_tokens", "actor.overlong_penalty_factor"),
+            "orchestrator.overlong.policy, .buffer_tokens, .penalty",
+            "penalise",
+        ),
+        ("actor.mask_no_eos_with_zero", "orchestrator.overlong.policy", "mask"),
+        unread="it is off",
     ),
     missing(
         "dynamic_bs", "groups without a signal are replaced one by one: orchestrator.filter.drop_degenerate = true"
@@ -733,9 +744,50 @@ ROWS = (
         off=(False, "", 0),
     ),
     missing(("actor.init_from_scratch",), "`sluice init-model` makes a model from scratch"),
-    same(("actor.**",), "it changes how AReaL works inside, not what is trained"),
+    same(
+        (
+            "actor.attn_impl",
+            "actor.use_kernels",
+            "actor.disable_dropout",
+            "actor.enable_tree_training",
+            "actor.grad_reduce_dtype",
+            "actor.log_agent_stats",
+            "actor.log_agent_stats_keys",
+            "actor.max_new_tokens",
+            "actor.mb_spec.*",
+            "actor.pad_to_maximum",
+            "actor.peft_type",
+            "actor.temperature",
+            "actor.weight_update_mode",
+            "actor._version",
+            "actor.log_level",
+            "actor.request_timeout",
+            "actor.setup_timeout",
+            "actor.is_critic",
+        ),
+        "micro-batches are packed, what a group's prompts share is computed once, and weights travel through the weight service",
+    ),
     same(("ref.**",), "the reference policy is computed with the trainer's micro-batches and devices"),
-    same(("rollout.**",), "the orchestrator dispatches, and keeps trajectories in the run's directory"),
+    same(
+        (
+            "rollout._version",
+            "rollout.check_trajectory_format",
+            "rollout.dump_to_file",
+            "rollout.enable_rollout_tracing",
+            "rollout.queue_size",
+            "rollout.request_*",
+            "rollout.setup_timeout",
+            "rollout.pause_grace_period",
+            "rollout.routing_strategy",
+            "rollout.poll_interval",
+            "rollout.model",
+            "rollout.log_level",
+        ),
+        "the orchestrator dispatches, and keeps trajectories in the run's directory",
+    ),
+    missing(
+        ("rollout.admin_api_key", "actor.admin_api_key"), "tokens are made by `sluice token new` (docs/security.md)"
+    ),
     same(
         ("vllm.model", "sglang.model_path", "vllm.seed", "sglang.random_seed"),
         "the engine has the run's model and seed",
@@ -751,7 +803,6 @@ ROWS = (
             "gconfig.skip_special_tokens",
             "*_dataset.pin_memory",
             "*_dataset.num_workers",
-            "*_dataset.shuffle",
             "*_dataset.type",
             "*_dataset.drop_last",
             "valid_dataset.batch_size",

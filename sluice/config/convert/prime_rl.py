@@ -494,52 +494,65 @@ ROWS = (
         ),
         "trainer.objective.preset = distill with trainer.teacher.model follows a teacher, and `sluice synthesize` with `sluice sft` its texts",
     ),
-    rule(MODEL, "`model`", _model),
+    rule(_model, (MODEL, "model")),
     to(("run.name", "monitors.wandb.name", "wandb.name"), "run", Given.text, by=run_name),
     to("output_dir", "output_dir", Given.text),
     to(("log.level", "trainer.log.level", "orchestrator.log.level"), "log_level", Given.text),
-    rule(STEPS, "`orchestrator.max_steps`", _steps),
+    rule(_steps, (STEPS, "orchestrator.max_steps")),
     rule(
-        ("orchestrator.batch_size", "orchestrator.token_batch_size", *GROUP),
-        "`orchestrator.batch_size`, `.group_size`",
         _batch,
-        "theirs are rollouts, ours tasks: batch_size / group_size",
-    ),
-    rule(
-        ("orchestrator.max_off_policy_steps", "max_async_level", "*.max_async_level", "async_level", "*.async_level"),
-        "`max_staleness`",
-        _staleness,
-    ),
-    rule(
-        tuple(
-            f"{table}.*.{rest}"
-            for table in SOURCES
-            for rest in (
-                "env.taskset.**",
-                "env.id",
-                "env.args.**",
-                "env.args",
-                "id",
-                "args.**",
-                "args",
-                "env.agent.harness.id",
-                "ratio",
-                "name",
-                "sampling.**",
-            )
-        ),
-        "`orchestrator.environment` (verifiers), `.environment_args`",
-        _environment,
-        "the environment's package is used as it is; one per run",
-    ),
-    rule(
         (
-            *(f"{table}.*.curriculum.gates.**" for table in SOURCES),
-            "orchestrator.buffer.online_difficulty_filtering",
-            "buffer.online_difficulty_filtering",
+            "orchestrator.batch_size",
+            "orchestrator.batch_size",
+            "theirs are rollouts, ours tasks: batch_size / group_size",
         ),
-        "`orchestrator.filter.drop_degenerate`",
+        (GROUP, "orchestrator.group_size"),
+        ("orchestrator.token_batch_size", "", "batches have a number of groups"),
+    ),
+    rule(
+        _staleness,
+        ("orchestrator.max_off_policy_steps", "max_staleness"),
+        (
+            ("max_async_level", "*.max_async_level", "async_level", "*.async_level"),
+            "max_staleness",
+            "names that it had before",
+        ),
+    ),
+    rule(
+        _environment,
+        (
+            tuple(
+                f"{table}.*.{rest}"
+                for table in SOURCES
+                for rest in ("env.taskset.**", "env.id", "id", "env.args.**", "env.args", "args.**", "args")
+            ),
+            "orchestrator.environment, .environment_args",
+            "environment verifiers: id, args; one per run, that with the largest ratio",
+        ),
+        (
+            tuple(f"{table}.*.env.agent.harness.id" for table in SOURCES),
+            "orchestrator.environment_args",
+            "harness; null: the chat loop of Sluice",
+        ),
+        (
+            tuple(f"{table}.*.{rest}" for table in SOURCES for rest in ("ratio", "name", "sampling.**")),
+            "",
+            "the run has one environment, and orchestrator.sampling",
+        ),
+        unread="the environment's package is used as it is",
+    ),
+    rule(
         _curriculum,
+        (
+            tuple(f"{table}.*.curriculum.gates.**" for table in SOURCES),
+            "orchestrator.filter.drop_degenerate",
+            "advantage_range around 0, for the whole run",
+        ),
+        (
+            ("orchestrator.buffer.online_difficulty_filtering", "buffer.online_difficulty_filtering"),
+            "orchestrator.filter.drop_degenerate",
+        ),
+        lost="orchestrator.filter replaces groups (docs/curriculum.md)",
     ),
     missing(
         (*(f"{table}.*.curriculum.**" for table in SOURCES), "orchestrator.buffer.**", "buffer.**"),
@@ -554,9 +567,10 @@ ROWS = (
         "it is not a setting of the environment that can be passed on: see environment_args of verifiers",
     ),
     rule(
-        (*LENGTH, "trainer.model.seq_len", *TOKENS),
-        "`rollout.max_model_len`, `trainer.token_budget`, `orchestrator.sampling.max_tokens`",
         _length,
+        (LENGTH, "rollout.max_model_len"),
+        ("trainer.model.seq_len", "trainer.token_budget"),
+        (TOKENS, "orchestrator.sampling.max_tokens"),
     ),
     to(TEMPERATURE, "orchestrator.sampling.temperature", Given.number),
     same(("orchestrator.train.filter_zero_advantages",), "tokens of advantage 0 cost no forward pass"),
@@ -566,31 +580,46 @@ ROWS = (
         off=(1.0, -1, 0, "", False),
     ),
     rule(
-        ("trainer.optim.*",),
-        "`trainer.optimizer`, `.lr`, `.betas`, `.weight_decay`, `.grad_clip`, `.muon_momentum`",
         _optimizer,
-        "it is not a setting of this optimizer here",
+        ("trainer.optim.type", "trainer.optimizer", "adamw, muon"),
+        ("trainer.optim.lr", "trainer.lr"),
+        (("trainer.optim.betas1", "trainer.optim.betas2"), "trainer.betas"),
+        ("trainer.optim.mu", "trainer.muon_momentum"),
+        ("trainer.optim.weight_decay", "trainer.weight_decay"),
+        ("trainer.optim.max_norm", "trainer.grad_clip"),
+        ("trainer.optim.*", "", "it is not a setting of this optimizer here"),
+        lost="it is not a setting of this optimizer here",
     ),
     rule(
-        ("trainer.scheduler.*",),
-        "`trainer.schedule`, `.warmup_steps`, `.decay_steps`, `.min_lr_ratio`",
         _schedule,
-        "the linear schedule is wsd here: constant, then a linear decay",
+        (
+            "trainer.scheduler.type",
+            "trainer.schedule",
+            "constant, cosine; linear: wsd, constant and then a linear decay",
+        ),
+        ("trainer.scheduler.warmup_steps", "trainer.warmup_steps"),
+        ("trainer.scheduler.decay_steps", "trainer.decay_steps"),
+        ("trainer.scheduler.min_lr", "trainer.min_lr_ratio", "min_lr / lr"),
+        unread="it has no effect with this schedule",
     ),
     rule(
+        _objective,
         (
             "orchestrator.algo.type",
-            "orchestrator.algo.teacher.name",
-            "trainer.loss.type",
-            "trainer.loss.dppo_mask_low",
-            "trainer.loss.dppo_mask_high",
-            "trainer.loss.ipo_threshold",
-            "trainer.loss.kl_tau",
-            "trainer.loss.adv_tau",
+            "orchestrator.advantage, trainer.objective.preset",
+            "grpo: centered, max_rl: maxrl, opd: preset distill",
         ),
-        "`trainer.objective.preset` (dppo, ipo_mask, distill), `.low`, `.high`, `orchestrator.advantage`",
-        _objective,
-        "it does not apply to this loss",
+        ("orchestrator.algo.teacher.name", "trainer.teacher.model", "the trainer loads it"),
+        ("trainer.loss.type", "trainer.objective.preset", "default: dppo, ipo: ipo_mask"),
+        (("trainer.loss.dppo_mask_low", "trainer.loss.dppo_mask_high"), "trainer.objective.low, .high"),
+        ("trainer.loss.ipo_threshold", "trainer.objective.threshold"),
+        (
+            "trainer.loss.kl_tau",
+            "",
+            "there is no term (log t/b)^2; trainer.objective.kl_coef pulls towards a reference policy",
+        ),
+        ("trainer.loss.adv_tau", "", "it multiplies all advantages: scale the reward"),
+        unread="it does not apply to this loss",
     ),
     missing(
         ("trainer.loss.**", "loss.**"),
@@ -602,53 +631,47 @@ ROWS = (
     ),
     missing(("orchestrator.algo.**",), "the run's own policy samples; a teacher is loaded by the trainer"),
     rule(
-        (
-            "deployment.*",
-            "trainer_gpu_ids",
-            "inference_gpu_ids",
-            "inference.parallel.tp",
-            "inference.parallel.dp",
-            "inference.vllm.tensor_parallel_size",
-            "inference.vllm.data_parallel_size",
-            "trainer.model.cp",
-        ),
-        "`allocation_mode`",
         _devices,
-        "it is part of their launcher",
+        (
+            ("deployment.*", "trainer_gpu_ids", "inference_gpu_ids"),
+            "allocation_mode",
+            "several nodes: start the services one by one",
+        ),
+        (("inference.vllm.tensor_parallel_size", "inference.parallel.tp"), "allocation_mode", "t of the engines"),
+        (("inference.vllm.data_parallel_size", "inference.parallel.dp"), "allocation_mode", "d of the engines"),
+        ("trainer.model.cp", "allocation_mode", "c of the trainer"),
+        unread="it is part of their launcher",
     ),
     rule(
-        (
-            "trainer.model.lora",
-            "trainer.model.lora.rank",
-            "trainer.model.lora.alpha",
-            "trainer.model.lora.dropout",
-            "trainer.model.lora.target_modules",
-            "trainer.model.experimental.lora.*",
-            "inference.vllm.enable_lora",
-            "inference.vllm.max_lora_rank",
-            "inference.enable_lora",
-            "inference.max_lora_rank",
-        ),
-        "`trainer.lora`, `rollout.lora`",
         _lora,
-        "without trainer.model.lora it has no effect",
+        (
+            (
+                "trainer.model.lora",
+                "trainer.model.lora.rank",
+                "inference.vllm.enable_lora",
+                "inference.vllm.max_lora_rank",
+                "inference.enable_lora",
+                "inference.max_lora_rank",
+            ),
+            "trainer.lora.rank, rollout.lora.enabled, rollout.lora.max_rank",
+        ),
+        ("trainer.model.lora.alpha", "trainer.lora.alpha"),
+        ("trainer.model.lora.dropout", "trainer.lora.dropout"),
+        ("trainer.model.lora.target_modules", "trainer.lora.target_modules"),
+        ("trainer.model.experimental.lora.*", "trainer.lora", "a name that it had before"),
+        unread="without trainer.model.lora it has no effect",
     ),
     missing("trainer.model.lora.modules_to_save", "only linear layers get adapters; nothing else is trained"),
     same("orchestrator.model.lora.**", "the trainer's adapter is the one that is served"),
     rule(
-        (
-            "ckpt",
-            "*.ckpt",
-            "ckpt.interval",
-            "*.ckpt.interval",
-            "ckpt.keep_last",
-            "*.ckpt.keep_last",
-            "ckpt.keep",
-            "*.ckpt.keep",
-        ),
-        "`orchestrator.checkpoint.every_steps`, `trainer.checkpoint.keep`",
         _checkpoints,
-        "checkpoints are those of the whole run",
+        (
+            ("ckpt", "*.ckpt", "ckpt.interval", "*.ckpt.interval"),
+            "orchestrator.checkpoint.every_steps",
+            "without an interval only at the end",
+        ),
+        (("ckpt.keep_last", "*.ckpt.keep_last", "ckpt.keep", "*.ckpt.keep"), "trainer.checkpoint.keep", "at least 2"),
+        unread="checkpoints are those of the whole run",
     ),
     missing(
         ("ckpt.**", "*.ckpt.**"),
@@ -689,8 +712,6 @@ ROWS = (
     to("trainer.model.reshard_after_forward", "trainer.parallel.reshard", Given.flag),
     to("trainer.model.dp_replicate", "trainer.parallel.dp_replicate", Given.whole),
     rule(
-        ("trainer.model.ac", "trainer.model.ac.**"),
-        "`trainer.gradient_checkpointing`",
         lambda given: (
             [
                 Set(
@@ -702,12 +723,15 @@ ROWS = (
             if given.has("trainer.model.ac")
             else []
         ),
-        "all layers are recomputed, or none",
+        (
+            ("trainer.model.ac", "trainer.model.ac.**"),
+            "trainer.gradient_checkpointing",
+            "all layers are recomputed, or none",
+        ),
+        unread="all layers are recomputed, or none",
     ),
     to("trainer.model.optim_cpu_offload", "trainer.optimizer_offload", Given.flag),
     rule(
-        ("trainer.model.compile", "trainer.model.compile.**"),
-        "`trainer.compile`",
         lambda given: (
             [
                 Set(
@@ -719,6 +743,7 @@ ROWS = (
             if given.has("trainer.model.compile")
             else []
         ),
+        (("trainer.model.compile", "trainer.model.compile.**"), "trainer.compile"),
     ),
     same(
         (
@@ -797,10 +822,15 @@ ROWS = (
         "each replica is an engine of its own, which Sluice sets up",
     ),
     rule(
-        ("inference.vllm.*", "inference.model.*", "inference.gpu_memory_utilization"),
-        "`rollout.engine_args`, `rollout.tool_parser`, `.reasoning_parser`",
         _engine_arguments,
-        "it is no argument of vLLM's engine",
+        ("inference.vllm.tool_call_parser", "rollout.tool_parser"),
+        ("inference.vllm.reasoning_parser", "rollout.reasoning_parser"),
+        (
+            ("inference.vllm.*", "inference.model.*", "inference.gpu_memory_utilization"),
+            "rollout.engine_args",
+            "by the same names",
+        ),
+        lost="it is no argument of vLLM's engine",
     ),
     same(
         (

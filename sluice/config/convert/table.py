@@ -195,22 +195,34 @@ class Given:
 Convert = Callable[[Given], Iterable[Outcome]]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a table.
+class Line(NamedTuple):
+    """A line of the table on a page.
 
     Attributes:
         theirs: Names, where `*` is any text without a dot, and the part `**` any text.
-        ours: What takes their place, for the page; empty where nothing does.
+        ours: What takes their place, with commas between; a name that begins with a dot is in the table of the one before it.
         remark: What differs; why it is not converted.
-        convert: Gives the outcomes. None: there is no setting here.
-        same: Whether leaving it out changes nothing.
-        off: Values with which the setting does nothing, so that leaving it out changes nothing.
     """
 
     theirs: tuple[str, ...]
-    ours: str
+    ours: str = ""
     remark: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Settings that are converted together.
+
+    Attributes:
+        lines: Which ones, and what takes their place.
+        reason: Why one of them has no outcome.
+        convert: Gives the outcomes. None: there is no setting here.
+        same: Whether leaving it out then changes nothing.
+        off: Values with which the setting does nothing, so that leaving it out changes nothing.
+    """
+
+    lines: tuple[Line, ...]
+    reason: str = ""
     convert: Convert | None = None
     same: bool = False
     off: tuple[Value, ...] = (False, "", 0)
@@ -220,7 +232,8 @@ class Row:
         def part(text: str) -> str:
             return ".+" if text == "**" else re.escape(text).replace(r"\*", "[^.]*")
 
-        return re.compile("|".join(r"\.".join(map(part, name.split("."))) for name in self.theirs))
+        names = [name for line in self.lines for name in line.theirs]
+        return re.compile("|".join(r"\.".join(map(part, name.split("."))) for name in names) or "(?!)")
 
     def names(self, setting: str) -> bool:
         """Return whether the row is about this setting."""
@@ -248,7 +261,7 @@ def to(
         by: Converts the value; raises `NotConvertibleError`.
         remark: For the page and the file.
     """
-    names = (theirs,) if isinstance(theirs, str) else theirs
+    names = _names(theirs)
 
     def convert(given: Given) -> Iterator[Outcome]:
         found = given.present(*names)
@@ -263,22 +276,39 @@ def to(
         for other in found[1:]:
             yield Drop(other, f"{name} is set as well, which is converted")
 
-    return Row(names, f"`{ours}`", remark, convert)
+    return Row((Line(names, ours, remark),), remark, convert)
 
 
-def rule(theirs: str | tuple[str, ...], ours: str, convert: Convert, remark: str = "") -> Row:
-    """Return a row for settings that only mean something together. `ours` is for the page."""
-    return Row((theirs,) if isinstance(theirs, str) else theirs, ours, remark, convert)
+def rule(
+    convert: Convert,
+    *lines: tuple[str | tuple[str, ...], str] | tuple[str | tuple[str, ...], str, str],
+    unread: str = "",
+    lost: str = "",
+) -> Row:
+    """Return a row for settings that only mean something together.
+
+    Args:
+        convert: Gives the outcomes.
+        lines: For the page: theirs, ours, and what differs; see `Line`.
+        unread: Why the other system does not read one of them either, if it has no outcome.
+        lost: In place of `unread`: why one without an outcome is not converted.
+    """
+    table = tuple(Line(_names(theirs), *rest) for theirs, *rest in lines)
+    return Row(table, lost or unread or "it has no effect beside the rest of this file", convert, same=not lost)
 
 
 def same(theirs: str | tuple[str, ...], remark: str) -> Row:
     """Return a row for settings that need none here; the remark says why."""
-    return Row((theirs,) if isinstance(theirs, str) else theirs, "", remark, same=True)
+    return Row((Line(_names(theirs), "", remark),), remark, same=True)
 
 
 def missing(theirs: str | tuple[str, ...], remark: str, *, off: tuple[Value, ...] = (False, "", 0)) -> Row:
     """Return a row for settings that are not converted; the remark says why, and what to use instead."""
-    return Row((theirs,) if isinstance(theirs, str) else theirs, "", remark, off=off)
+    return Row((Line(_names(theirs), "", remark),), remark, off=off)
+
+
+def _names(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (theirs,) if isinstance(theirs, str) else theirs
 
 
 @dataclass(frozen=True)
@@ -386,17 +416,17 @@ def _take(done: Conversion, outcome: Outcome, dropped: dict[str, str], needless:
 def _list(done: Conversion, name: str, value: Value, row: Row | None) -> None:
     """List a setting of which its row made nothing."""
     if isinstance(value, Unresolved):
-        ours = "" if row is None else row.ours.replace("`", "")
+        ours = "" if row is None else row.lines[0].ours
         done.unresolved.append(Listed(name, value, value.reason))
         done.todo.append(Todo(ours, f"{name} = {value}: {value.reason}"))
     elif row is None:
         done.missing.append(Listed(name, value, "this converter does not know it"))
     elif row.same:
-        done.same.append(Listed(name, value, row.remark))
-    elif row.convert is None and _is_off(value, row.off):
+        done.same.append(Listed(name, value, row.reason))
+    elif _is_off(value, row.off):
         done.same.append(Listed(name, value, "off there as well"))
     else:
-        done.missing.append(Listed(name, value, row.remark or "it has no effect beside the rest of this file"))
+        done.missing.append(Listed(name, value, row.reason))
 
 
 def _is_off(value: Value, off: tuple[Value, ...]) -> bool:

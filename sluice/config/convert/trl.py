@@ -58,19 +58,6 @@ OWN_REWARDS = {
 }
 """Reward functions that come with TRL, by their names in its script."""
 
-BATCH = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "generation_batch_size",
-    "steps_per_generation",
-    "num_generations",
-    "launcher.num_processes",
-    "launcher.config_file",
-    "num_iterations",
-    "max_steps",
-    "num_train_epochs",
-)
-
 
 def processes(given: Given) -> int:
     """Return the processes that train."""
@@ -258,16 +245,6 @@ def _objective(given: Given) -> Iterator[Outcome]:
     yield from _correction(given)
 
 
-CORRECTION = (
-    "use_vllm",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_cap",
-    "vllm_importance_sampling_clip_min",
-)
-
-
 def _correction(given: Given) -> Iterator[Outcome]:
     """The weight between what sampled and what trains: TRL recomputes the log-probabilities, if vLLM sampled."""
     if not given.flag("use_vllm"):
@@ -330,7 +307,13 @@ def _kl(given: Given) -> Iterator[Outcome]:
     beta = given.number("beta")
     yield Set("trainer.objective.kl_coef", beta, ("beta",))
     if beta:
-        yield Set("trainer.objective.kl_kind", "k3", ("beta",))
+        biased = given.value("use_bias_correction_kl") is not None and not given.flag("use_bias_correction_kl")
+        yield Set(
+            "trainer.objective.kl_kind",
+            "k3",
+            ("beta",),
+            "" if biased else "TRL weighs it by the ratio as well, this does not",
+        )
         yield Set("trainer.reference.model", "base", ("beta",))
 
 
@@ -525,12 +508,10 @@ def _check(source: Source) -> None:
 
 ROWS = (
     missing("env.**", "set variables where you start `sluice`: children inherit the environment"),
-    rule("model_name_or_path", "`model`", _model),
+    rule(_model, ("model_name_or_path", "model")),
     to(("run_name", "output_dir"), "run", Given.text, by=lambda text: run_name(text.rstrip("/").rpartition("/")[2])),
     to("seed", "seed", Given.whole),
     rule(
-        (),
-        "`max_staleness`",
         lambda _: [
             Set(
                 "max_staleness",
@@ -538,19 +519,39 @@ ROWS = (
                 (),
                 "TRL trains on what the present policy sampled; 1 or 2 overlaps sampling and training",
             )
-        ],
+        ]
     ),
     rule(
-        BATCH,
-        "`orchestrator.batch_size`, `.group_size`, `.max_steps`, `trainer.minibatches`, `.epochs`",
         _batch,
-        "tasks per batch = completions per generation / num_generations. TRL counts optimizer steps, Sluice batches",
+        (
+            (
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+                "generation_batch_size",
+                "steps_per_generation",
+                "launcher.num_processes",
+            ),
+            "orchestrator.batch_size, trainer.minibatches",
+            "completions of a generation / num_generations; optimizer steps of a generation",
+        ),
+        ("num_generations", "orchestrator.group_size"),
+        ("num_iterations", "trainer.epochs"),
+        (
+            ("max_steps", "num_train_epochs"),
+            "orchestrator.max_steps",
+            "TRL counts optimizer steps, Sluice batches; epochs need --steps",
+        ),
+        ("launcher.config_file", "", "give accelerate's num_processes with --processes"),
+        unread="the others of these settings say it already",
     ),
     rule(
-        ("dataset_name", "reward_funcs", "reward_weights", "system_prompt", "dataset_prompt_column"),
-        "`orchestrator.environment` (trl), `.environment_args`",
         _environment,
-        "functions as path.py:function or module:function",
+        ("dataset_name", "orchestrator.environment, .environment_args", "environment trl, dataset"),
+        ("reward_funcs", "orchestrator.environment_args", "reward_funcs, as path.py:function or module:function"),
+        ("reward_weights", "orchestrator.environment_args", "reward_weights"),
+        ("system_prompt", "orchestrator.environment_args", "system"),
+        ("dataset_prompt_column", "", "the column must be called prompt"),
+        unread="it is the default",
     ),
     to("dataset_train_split", "orchestrator.split", Given.text),
     missing(
@@ -559,9 +560,10 @@ ROWS = (
     ),
     missing(("reward_model_name_or_path",), "serve the reward model, and call it in a reward function"),
     rule(
-        ("max_completion_length", "max_prompt_length", "vllm_max_model_length"),
-        "`orchestrator.sampling.max_tokens`, `rollout.max_model_len`",
         _length,
+        ("max_completion_length", "orchestrator.sampling.max_tokens"),
+        ("max_prompt_length", "rollout.max_model_len", "prompt + completion; a longer prompt is refused, not cut"),
+        ("vllm_max_model_length", "rollout.max_model_len"),
     ),
     to("temperature", "orchestrator.sampling.temperature", Given.number),
     missing(
@@ -578,44 +580,55 @@ ROWS = (
         "the tokenizer's own template is used: save the one you want with the model",
     ),
     rule(
-        ("learning_rate",),
-        "`trainer.lr`",
         lambda given: [Set("trainer.lr", given.number("learning_rate"), ("learning_rate",))],
+        ("learning_rate", "trainer.lr"),
     ),
     rule(
-        ("lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs", "lr_scheduler_kwargs.**"),
-        "`trainer.schedule`, `.warmup_steps`, `.max_steps`, `.min_lr_ratio`",
         _schedule,
-        "a decay and a share of the steps need the number of steps: max_steps, or --steps",
+        (
+            "lr_scheduler_type",
+            "trainer.schedule, .max_steps",
+            "linear, cosine, constant; a decay needs the number of steps: max_steps, or --steps",
+        ),
+        (("warmup_steps", "warmup_ratio"), "trainer.warmup_steps", "a share of the steps needs their number"),
+        (("lr_scheduler_kwargs", "lr_scheduler_kwargs.**"), "trainer.min_lr_ratio", "min_lr and min_lr_rate"),
+        lost="trainer.schedule has warmup_steps, decay_steps and min_lr_ratio",
     ),
     rule(
-        ("adam_beta1", "adam_beta2"),
-        "`trainer.betas`",
         lambda given: [
             Set("trainer.betas", [given.number("adam_beta1"), given.number("adam_beta2")], ("adam_beta1", "adam_beta2"))
         ],
+        (("adam_beta1", "adam_beta2"), "trainer.betas"),
     ),
     to("adam_epsilon", "trainer.eps", Given.number),
     to("weight_decay", "trainer.weight_decay", Given.number),
     to("max_grad_norm", "trainer.grad_clip", Given.number),
     to("optim", "trainer.optimizer", Given.text, by=_optimizer),
     rule(
+        _objective,
         (
             "loss_type",
-            "epsilon",
-            "epsilon_high",
-            "delta",
-            "importance_sampling_level",
-            "sapo_temperature_pos",
-            "sapo_temperature_neg",
-            *CORRECTION,
+            "trainer.objective.preset, .aggregation",
+            "grpo, bnpo, dapo, dr_grpo, cispo and sapo; bnpo over the whole batch",
         ),
-        "`trainer.objective.preset`, `.eps_low`, `.eps_high`, `.dual_clip`, `.aggregation`, `.proximal`, `.correction`",
-        _objective,
-        "it does not apply to this loss",
+        ("importance_sampling_level", "trainer.objective.preset", "sequence: gspo"),
+        ("epsilon", "trainer.objective.eps_low, .eps_high"),
+        ("epsilon_high", "trainer.objective.eps_high", "for cispo it is the ratio itself: eps_high = epsilon_high - 1"),
+        ("delta", "trainer.objective.dual_clip"),
+        (("sapo_temperature_pos", "sapo_temperature_neg"), "trainer.objective.tau_pos, .tau_neg"),
+        (
+            ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+            "trainer.objective.proximal, trainer.objective.correction.kind",
+            "token_tis, token_mask, sequence_tis, sequence_mask; without vLLM there is none",
+        ),
+        (
+            ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_min"),
+            "trainer.objective.correction.cap, .high, .low",
+        ),
+        unread="it does not apply to this loss",
     ),
-    rule("beta", "`trainer.objective.kl_coef`, `trainer.reference.model`", _kl),
-    rule("scale_rewards", "`orchestrator.advantage`", _advantage, "group: grpo, batch: lite_ppo, none: centered"),
+    rule(_kl, ("beta", "trainer.objective.kl_coef, trainer.reference.model", "k3, in the loss")),
+    rule(_advantage, ("scale_rewards", "orchestrator.advantage", "group: grpo, batch: lite_ppo, none: centered")),
     missing(
         "multi_objective_aggregation",
         "rewards are added with their weights, then normalised",
@@ -634,13 +647,14 @@ ROWS = (
     ),
     missing("top_entropy_quantile", "all loss tokens are trained; a loss of your own can select them", off=(1.0,)),
     to("off_policy_mask_threshold", "trainer.objective.correction.off_policy_sequence_mask", Given.number),
-    same("use_bias_correction_kl", "corrections do not multiply the KL term"),
+    missing("use_bias_correction_kl", "the KL term is not weighed by the ratio", off=(False,)),
     missing(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), "the reference policy is frozen"),
     rule(
-        ("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
-        "`rollout.engine`, `rollout.engine_args`",
         _engine,
-        "engines and trainer have their own devices, or share all: allocation_mode",
+        (("use_vllm", "vllm_mode"), "rollout.engine", "engines are services of their own"),
+        ("vllm_gpu_memory_utilization", "rollout.engine_args", "gpu_memory_utilization"),
+        ("vllm_tensor_parallel_size", "rollout.engine_args", "tensor_parallel_size"),
+        unread="engines and trainer have their own devices, or share all: allocation_mode",
     ),
     same(
         ("vllm_server_*", "vllm_group_port", "vllm_enable_sleep_mode", "vllm_model_impl", "ds3_gather_for_generation"),
@@ -653,10 +667,12 @@ ROWS = (
         "the engines batch continuously",
     ),
     rule(
-        ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
-        "`trainer.lora`, `rollout.lora`",
         _lora,
-        "without use_peft it has no effect",
+        (("use_peft", "lora_r"), "trainer.lora.rank, rollout.lora.enabled, rollout.lora.max_rank"),
+        ("lora_alpha", "trainer.lora.alpha"),
+        ("lora_dropout", "trainer.lora.dropout"),
+        ("lora_target_modules", "trainer.lora.target_modules", "all-linear is the default"),
+        unread="without use_peft it has no effect",
     ),
     missing(
         (
@@ -671,7 +687,7 @@ ROWS = (
         "adapters are plain LoRA on linear layers (docs/lora.md)",
     ),
     same(("lora_task_type", "bnb_4bit_*"), "it is of causal language models without quantization"),
-    rule(("bf16", "fp16"), "`trainer.dtype`", _precision),
+    rule(_precision, (("bf16", "fp16"), "trainer.dtype")),
     to(
         ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype"),
         "trainer.dtype",
@@ -693,15 +709,17 @@ ROWS = (
     missing(("model_init_kwargs", "model_init_kwargs.**"), "the model is loaded as its files say"),
     same(("cast_lm_head_to_fp32", "disable_dropout"), "logits are computed in float32, without dropout"),
     rule(
-        ("save_strategy", "save_steps", "save_total_limit"),
-        "`orchestrator.checkpoint.every_steps`, `trainer.checkpoint.keep`",
         _saves,
+        (("save_strategy", "save_steps"), "orchestrator.checkpoint.every_steps", "in batches"),
+        ("save_total_limit", "trainer.checkpoint.keep", "at least 2"),
+        unread="checkpoints come by steps: set orchestrator.checkpoint.every_steps",
     ),
     rule(
-        ("eval_strategy", "evaluation_strategy", "eval_steps", "dataset_test_split", "num_generations_eval"),
-        "`orchestrator.evaluation`",
         _evaluation,
-        "only with eval_strategy = steps",
+        (("eval_strategy", "evaluation_strategy", "eval_steps"), "orchestrator.evaluation.every_steps", "in batches"),
+        ("dataset_test_split", "orchestrator.evaluation.split"),
+        ("num_generations_eval", "orchestrator.evaluation.samples"),
+        unread="only with eval_strategy = steps",
     ),
     same(
         ("do_eval", "do_train", "eval_on_start", "per_device_eval_batch_size", "eval_accumulation_steps"),
@@ -746,8 +764,14 @@ ROWS = (
         ),
         "set trainer.parallel or allocation_mode (docs/parallelism.md)",
     ),
-    same("shuffle_dataset", "tasks come in an order that the seed decides"),
-    missing(("max_tool_calling_iterations",), "orchestrator.max_turns bounds the turns of an episode"),
+    missing("shuffle_dataset", "tasks come in an order that the seed decides", off=(True,)),
+    to(
+        "max_tool_calling_iterations",
+        "orchestrator.max_turns",
+        Given.whole,
+        by=lambda calls: calls + 1,
+        remark="answers, the last one without a call",
+    ),
     missing(("router_aux_loss_coef",), "there is no such term of the loss"),
     missing(("vespo_*",), "there is no loss vespo here"),
 )

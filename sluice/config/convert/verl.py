@@ -248,6 +248,8 @@ def _aggregation(given: Given) -> Iterator[Outcome]:
 
 
 def _correction(given: Given) -> Iterator[Outcome]:
+    if given.flag(f"{CORRECTION}.rollout_is_batch_normalize"):
+        yield Drop(f"{CORRECTION}.rollout_is_batch_normalize", "weights are not normalised over the batch")
     weights, rejects = given.text(f"{CORRECTION}.rollout_is"), given.text(f"{CORRECTION}.rollout_rs")
     own = f"{_ASYNC}.use_rollout_log_probs"
     if given.flag(f"{CORRECTION}.bypass_mode") or (
@@ -259,6 +261,9 @@ def _correction(given: Given) -> Iterator[Outcome]:
             given.present(f"{CORRECTION}.bypass_mode", own, f"{_ASYNC}.compute_prox_log_prob"),
         )
         for name in given.below(CORRECTION):
+            if name == f"{CORRECTION}.bypass_mode" or given.value(name) in ("ppo_clip", False):
+                yield Same(name, "the bypass form is converted")
+                continue
             yield Drop(
                 name,
                 "in the bypass form the ratio itself corrects, and there is no further weight: set trainer.objective.proximal = recompute for one",
@@ -405,7 +410,18 @@ def _schedule(given: Given, theirs: str, ours: str) -> Iterator[Outcome]:
 
 def _critic(given: Given) -> Iterator[Outcome]:
     if given.text("algorithm.adv_estimator").lower() != "gae":
+        for name in (*given.below(CRITIC), "trainer.critic_warmup"):
+            yield Same(name, "only adv_estimator = gae has a critic")
         return
+    for theirs, policy in (
+        ("critic.ppo_epochs", f"{ACTOR}.ppo_epochs"),
+        ("critic.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
+        ("critic.loss_agg_mode", f"{ACTOR}.loss_agg_mode"),
+        ("critic.model.lora_rank", f"{MODEL}.lora_rank"),
+        ("critic.model.lora.rank", f"{MODEL}.lora.rank"),
+    ):
+        if not given.value(theirs) or given.value(theirs) == given.value(policy):
+            yield Same(theirs, "it is that of the policy")
     yield Set("trainer.critic.lr", given.number("critic.optim.lr"), ("critic.optim.lr",))
     path, policy = given.text("critic.model.path"), given.text(f"{MODEL}.path")
     if path and path != policy:
@@ -565,7 +581,7 @@ def _engine(given: Given) -> Iterator[Outcome]:
         "enable_prefix_caching",
     ):
         full = f"{ROLLOUT}.{theirs}"
-        if given.has(full) and name in ("vllm", ""):
+        if given.has(full) and name != "hf":
             yield Set(
                 f"rollout.engine_args.{theirs}",
                 given.value(full),
@@ -692,6 +708,7 @@ def _check(source: Source) -> None:
 
 
 ROWS = (
+    missing("data.shuffle", "tasks come in an order that the seed decides", off=(True,)),
     missing(
         (
             "env.**",
@@ -703,96 +720,114 @@ ROWS = (
     ),
     to(f"{MODEL}.path", "model", Given.text, by=home),
     rule(
-        "algorithm.adv_estimator",
-        "`orchestrator.advantage`, `trainer.objective.preset`",
         _advantage,
-        "gae, grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline",
+        (
+            "algorithm.adv_estimator",
+            "orchestrator.advantage, trainer.objective.preset",
+            "gae, grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline",
+        ),
+        ("algorithm.norm_adv_by_std_in_grpo", "orchestrator.advantage", "false: dr_grpo"),
+        ("algorithm.gamma", "trainer.objective.gamma"),
+        ("algorithm.lam", "trainer.objective.gae_lambda"),
+        unread="this estimator does not read it",
     ),
     to("trainer.experiment_name", "run", Given.text, by=run_name),
     to("data.seed", "seed", Given.whole),
     rule(
-        (
-            "data.train_batch_size",
-            f"{ACTOR}.ppo_mini_batch_size",
-            f"{ACTOR}.ppo_epochs",
-            f"{ROLLOUT}.n",
-            "trainer.total_training_steps",
-            "trainer.total_epochs",
-            "rollout.total_rollout_steps",
-            "rollout.total_epochs",
-            f"{_ASYNC}.require_batches",
-            f"{_ASYNC}.trigger_parameter_sync_step",
-        ),
-        "`orchestrator.batch_size`, `.group_size`, `.max_steps`, `trainer.minibatches`, `.epochs`",
         _batch,
-        "both count prompts; minibatches = train_batch_size / ppo_mini_batch_size",
+        ("data.train_batch_size", "orchestrator.batch_size", "both count prompts"),
+        (f"{ROLLOUT}.n", "orchestrator.group_size"),
+        (f"{ACTOR}.ppo_mini_batch_size", "trainer.minibatches", "train_batch_size / ppo_mini_batch_size"),
+        (f"{ACTOR}.ppo_epochs", "trainer.epochs"),
+        (
+            (
+                "trainer.total_training_steps",
+                "trainer.total_epochs",
+                "rollout.total_rollout_steps",
+                "rollout.total_epochs",
+            ),
+            "orchestrator.max_steps",
+            "epochs need --steps",
+        ),
+        (
+            (f"{_ASYNC}.require_batches", f"{_ASYNC}.trigger_parameter_sync_step"),
+            "orchestrator.batch_size, trainer.minibatches",
+            "a batch is what is trained until the engines get new weights",
+        ),
+        unread="the number of steps is converted",
     ),
     rule(
-        (f"{_ASYNC}.staleness_threshold", "rollout.nnodes", "rollout.n_gpus_per_node"),
-        "`max_staleness`, `allocation_mode`",
         _staleness,
-        "0 but for the asynchronous trainers",
+        (f"{_ASYNC}.staleness_threshold", "max_staleness", "rounded up; 1 for one step off-policy, 0 for main_ppo"),
+        unread="it is of the asynchronous trainers",
     ),
     rule(
-        ("algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma", "algorithm.lam"),
-        "`orchestrator.advantage`, `trainer.objective.gamma`, `.gae_lambda`",
-        lambda _: (),
-        "this estimator does not read it",
-    ),
-    rule(
+        _objective,
         (
             f"{ACTOR}.policy_loss.loss_mode",
-            f"{ACTOR}.clip_ratio",
-            f"{ACTOR}.clip_ratio_low",
-            f"{ACTOR}.clip_ratio_high",
-            f"{ACTOR}.clip_ratio_c",
-            f"{ACTOR}.tau_pos",
-            f"{ACTOR}.tau_neg",
-            f"{ACTOR}.loss_agg_mode",
-            f"{ACTOR}.loss_scale_factor",
-            f"{ACTOR}.entropy_coeff",
-            f"{CORRECTION}.*",
-            f"{_ASYNC}.use_rollout_log_probs",
-            f"{_ASYNC}.compute_prox_log_prob",
+            "trainer.objective.preset",
+            "vanilla: grpo, ppo or reinforce_pp by the estimator; gspo, sapo, cispo",
         ),
-        "`trainer.objective.preset`, `.eps_low`, `.eps_high`, `.dual_clip`, `.aggregation`, `.proximal`, `.correction`, `.entropy_coef`",
-        _objective,
-        "it does not apply to this loss",
+        (
+            (f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"),
+            "trainer.objective.eps_low, .eps_high",
+        ),
+        (f"{ACTOR}.clip_ratio_c", "trainer.objective.dual_clip"),
+        ((f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg"), "trainer.objective.tau_pos, .tau_neg"),
+        (
+            f"{ACTOR}.loss_agg_mode",
+            "trainer.objective.aggregation",
+            "token-mean: token, seq-mean-token-mean: sequence, the others: constant",
+        ),
+        (f"{ACTOR}.loss_scale_factor", "trainer.objective.max_tokens"),
+        (f"{ACTOR}.entropy_coeff", "trainer.objective.entropy_coef"),
+        (
+            (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"),
+            "trainer.objective.correction.kind, .cap",
+            "token_tis, sequence_tis",
+        ),
+        (
+            f"{CORRECTION}.*",
+            "trainer.objective.proximal, .correction",
+            "bypass_mode: bypass; rollout_rs = seq_mean_k3: k3_mask",
+        ),
+        ((f"{_ASYNC}.use_rollout_log_probs", f"{_ASYNC}.compute_prox_log_prob"), "trainer.objective.proximal"),
+        unread="it does not apply to this loss",
     ),
     missing(
         f"{ACTOR}.policy_loss.**",
         "vanilla, gspo, sapo and cispo are known; write another loss as trainer.objective.preset = module:function",
     ),
     rule(
-        (
-            f"{ACTOR}.use_kl_loss",
-            f"{ACTOR}.kl_loss_coef",
-            f"{ACTOR}.kl_loss_type",
-            "algorithm.use_kl_in_reward",
-            "algorithm.kl_penalty",
-            "algorithm.kl_ctrl.*",
-        ),
-        "`trainer.objective.kl_coef`, `.kl_kind`, `.kl_where`, `trainer.reference.model`",
         _kl,
-        "there is no KL term that reads it",
+        ((f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"), "trainer.objective.kl_coef, trainer.reference.model"),
+        (f"{ACTOR}.kl_loss_type", "trainer.objective.kl_kind", "low_var_kl: k3, mse: k2"),
+        (
+            ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.*"),
+            "trainer.objective.kl_where, .kl_coef",
+            "with gae and reinforce_pp",
+        ),
+        ("algorithm.kl_penalty", "trainer.objective.kl_kind"),
+        unread="there is no KL term that reads it",
     ),
     rule(
-        (
-            f"{OPTIM}.lr",
-            f"{OPTIM}.betas",
-            f"{OPTIM}.weight_decay",
-            f"{OPTIM}.clip_grad",
-            f"{ACTOR}.grad_clip",
-            f"{OPTIM}.lr_warmup_steps",
-            f"{OPTIM}.lr_warmup_steps_ratio",
-            f"{OPTIM}.lr_scheduler_type",
-            f"{OPTIM}.warmup_style",
-            f"{OPTIM}.lr_decay_style",
-            f"{OPTIM}.min_lr_ratio",
-        ),
-        "`trainer.lr`, `.betas`, `.weight_decay`, `.grad_clip`, `.warmup_steps`, `.schedule`, `.max_steps`, `.min_lr_ratio`",
         _optimizer,
-        "it has no effect with this schedule; verl counts batches, Sluice optimizer steps",
+        (f"{OPTIM}.lr", "trainer.lr"),
+        (f"{OPTIM}.betas", "trainer.betas"),
+        (f"{OPTIM}.weight_decay", "trainer.weight_decay"),
+        ((f"{ACTOR}.grad_clip", f"{OPTIM}.clip_grad"), "trainer.grad_clip"),
+        (
+            (f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"),
+            "trainer.warmup_steps",
+            "verl counts batches, Sluice optimizer steps",
+        ),
+        (
+            (f"{OPTIM}.lr_scheduler_type", f"{OPTIM}.warmup_style", f"{OPTIM}.lr_decay_style"),
+            "trainer.schedule, .max_steps",
+            "cosine and linear need the number of steps",
+        ),
+        (f"{OPTIM}.min_lr_ratio", "trainer.min_lr_ratio"),
+        unread="it has no effect with this schedule",
     ),
     missing(
         (f"{OPTIM}.**",),
@@ -800,36 +835,70 @@ ROWS = (
         off=(False, "", 0, -1, "AdamW", "adam", "torch.optim", 0.5),
     ),
     rule(
-        ("critic.optim.*", "critic.model.path", "critic.cliprange_value", "critic.grad_clip", "trainer.critic_warmup"),
-        "`trainer.critic`, `trainer.objective.value_clip`",
         _critic,
-        "only adv_estimator = gae has a critic, and its other settings are the policy's",
+        ("critic.optim.*", "trainer.critic", "lr, weight_decay, warm-up and schedule"),
+        ("critic.model.path", "trainer.critic.model", "base: the policy's model with a value head"),
+        ("critic.cliprange_value", "trainer.objective.value_clip"),
+        ("critic.grad_clip", "trainer.critic.grad_clip"),
+        ("trainer.critic_warmup", "trainer.critic.freeze_policy_steps"),
+        lost="trainer.critic has no such setting",
     ),
-    same("critic.**", "the critic is trained with the policy's batches, micro-batches and devices"),
-    rule(
+    same(
         (
-            "data.max_prompt_length",
-            "data.max_response_length",
-            f"{ROLLOUT}.max_model_len",
-            f"{ACTOR}.ppo_max_token_len_per_gpu",
+            "critic.strategy",
+            "critic.*micro_batch_size*",
+            "critic.*max_token_len_per_gpu",
+            "critic.use_dynamic_bsz",
+            "critic.ulysses_sequence_parallel_size",
+            "critic.rollout_n",
+            "critic.shuffle",
+            "critic.data_loader_seed",
+            "critic.checkpoint.**",
+            "critic.profiler.**",
+            "critic.megatron.**",
+            "critic.nccl_timeout",
+            "critic.load_weight",
+            "critic.enable",
+            "critic.model.fsdp_config.**",
+            "critic.model.enable_*",
+            "critic.model.use_*",
+            "critic.model.tokenizer_path",
+            "critic.model.tiled_mlp.**",
+            "critic.model.trust_remote_code",
+            "critic.model.override_config",
+            "critic.model.target_modules",
+            "critic._target_",
+            "critic.model._target_",
         ),
-        "`orchestrator.sampling.max_tokens`, `rollout.max_model_len`, `trainer.token_budget`",
+        "the critic is trained with the policy's batches, micro-batches and devices",
+    ),
+    missing("critic.**", "the critic has the settings of trainer.critic"),
+    rule(
         _lengths,
+        ("data.max_response_length", "orchestrator.sampling.max_tokens"),
+        ("data.max_prompt_length", "rollout.max_model_len", "prompt + answer"),
+        (f"{ROLLOUT}.max_model_len", "rollout.max_model_len"),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", "trainer.token_budget", "x ulysses_sequence_parallel_size"),
     ),
     rule(
-        (
-            "data.train_files",
-            "data.val_files",
-            "data.prompt_key",
-            "data.reward_fn_key",
-            "data.train_max_samples",
-            "custom_reward_function.path",
-            "custom_reward_function.name",
-            "custom_reward_function.reward_kwargs.*",
-        ),
-        "`orchestrator.environment` (verl), `.environment_args`",
         _environment,
-        "the files and the function are used as they are",
+        (
+            ("data.train_files", "data.val_files"),
+            "orchestrator.environment, .environment_args",
+            "environment verl: dataset, eval_dataset",
+        ),
+        (
+            ("custom_reward_function.path", "custom_reward_function.name"),
+            "orchestrator.environment_args",
+            "reward, as path.py:function",
+        ),
+        ("custom_reward_function.reward_kwargs.*", "orchestrator.environment_args", "reward_kwargs"),
+        (
+            ("data.prompt_key", "data.reward_fn_key", "data.train_max_samples"),
+            "orchestrator.environment_args",
+            "prompt, source, limit",
+        ),
+        unread="without custom_reward_function.path it has no effect",
     ),
     missing(
         (
@@ -856,23 +925,18 @@ ROWS = (
         off=(1, 1.0, -1, 0, True),
     ),
     rule(
-        (
-            "trainer.test_freq",
-            "rollout.test_freq",
-            f"{ROLLOUT}.val_kwargs.n",
-            f"{ROLLOUT}.val_kwargs.do_sample",
-            f"{ROLLOUT}.val_kwargs.temperature",
-        ),
-        "`orchestrator.evaluation`",
         _evaluation,
-        "only where evaluations sample",
+        (("trainer.test_freq", "rollout.test_freq"), "orchestrator.evaluation.every_steps"),
+        ((f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.do_sample"), "orchestrator.evaluation.samples, .greedy"),
+        (f"{ROLLOUT}.val_kwargs.temperature", "orchestrator.evaluation.temperature"),
+        unread="only where evaluations sample",
     ),
     missing((f"{ROLLOUT}.val_kwargs.*",), "evaluations sample from the whole distribution", off=(1, 1.0, -1, 0)),
     missing(("trainer.val_before_train", "trainer.val_only"), "`sluice eval` scores the model before the run"),
     rule(
-        ("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
-        "`orchestrator.checkpoint.every_steps`, `trainer.checkpoint.keep`",
         _saves,
+        ("trainer.save_freq", "orchestrator.checkpoint.every_steps"),
+        (("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"), "trainer.checkpoint.keep", "at least 2"),
     ),
     missing(
         ("trainer.resume_mode", "trainer.resume_from_path"),
@@ -880,48 +944,59 @@ ROWS = (
         off=("auto", "disable", ""),
     ),
     rule(
-        (
-            "trainer.n_gpus_per_node",
-            "trainer.nnodes",
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            f"{ACTOR}.ulysses_sequence_parallel_size",
-            f"{MEGATRON}.tensor_model_parallel_size",
-            f"{MEGATRON}.context_parallel_size",
-            f"{MEGATRON}.pipeline_model_parallel_size",
-        ),
-        "`allocation_mode`",
         _devices,
-        "engines and trainer have devices of their own",
+        (
+            ("trainer.n_gpus_per_node", "trainer.nnodes"),
+            "allocation_mode",
+            "verl uses them in turns; half sample and half train",
+        ),
+        (("rollout.n_gpus_per_node", "rollout.nnodes"), "allocation_mode", "the devices of the engines"),
+        (f"{ROLLOUT}.tensor_model_parallel_size", "allocation_mode", "t of the engines"),
+        (
+            (
+                f"{MEGATRON}.tensor_model_parallel_size",
+                f"{MEGATRON}.context_parallel_size",
+                f"{MEGATRON}.pipeline_model_parallel_size",
+            ),
+            "allocation_mode",
+            "t, c and p of the trainer",
+        ),
+        (f"{ACTOR}.ulysses_sequence_parallel_size", "allocation_mode", "c of the trainer"),
+        unread="engines and trainer have devices of their own: allocation_mode",
     ),
     rule(
-        (
-            f"{ROLLOUT}.name",
-            f"{ROLLOUT}.gpu_memory_utilization",
-            f"{ROLLOUT}.enforce_eager",
-            f"{ROLLOUT}.max_num_batched_tokens",
-            f"{ROLLOUT}.max_num_seqs",
-            f"{ROLLOUT}.enable_chunked_prefill",
-            f"{ROLLOUT}.enable_prefix_caching",
-            f"{ROLLOUT}.engine_kwargs.vllm.*",
-        ),
-        "`rollout.engine`, `rollout.engine_args`",
         _engine,
-        "the arguments are of vLLM",
+        (f"{ROLLOUT}.name", "rollout.engine", "vllm; hf: transformers"),
+        (
+            (
+                f"{ROLLOUT}.gpu_memory_utilization",
+                f"{ROLLOUT}.enforce_eager",
+                f"{ROLLOUT}.max_num_batched_tokens",
+                f"{ROLLOUT}.max_num_seqs",
+                f"{ROLLOUT}.enable_chunked_prefill",
+                f"{ROLLOUT}.enable_prefix_caching",
+                f"{ROLLOUT}.engine_kwargs.vllm.*",
+            ),
+            "rollout.engine_args",
+            "by the same names",
+        ),
+        lost="the arguments are of vLLM",
     ),
     missing((f"{ROLLOUT}.engine_kwargs.**",), "rollout.engine_args takes arguments of vLLM"),
     to(f"{ROLLOUT}.dtype", "rollout.dtype", Given.text, by=_dtype),
     rule(
-        (
-            f"{MODEL}.lora_rank",
-            f"{MODEL}.lora_alpha",
-            f"{MODEL}.target_modules",
-            f"{MODEL}.lora.rank",
-            f"{MODEL}.lora.alpha",
-            f"{MODEL}.lora.target_modules",
-        ),
-        "`trainer.lora`, `rollout.lora`",
         _lora,
-        "without a rank it has no effect",
+        (
+            (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"),
+            "trainer.lora.rank, rollout.lora.enabled, rollout.lora.max_rank",
+        ),
+        ((f"{MODEL}.lora_alpha", f"{MODEL}.lora.alpha"), "trainer.lora.alpha"),
+        (
+            (f"{MODEL}.target_modules", f"{MODEL}.lora.target_modules"),
+            "trainer.lora.target_modules",
+            "all-linear is the default",
+        ),
+        unread="without a rank it has no effect",
     ),
     missing(
         (f"{MODEL}.lora.**", f"{MODEL}.lora_adapter_path", f"{MODEL}.exclude_modules"),
@@ -964,17 +1039,24 @@ ROWS = (
         off=(1, 0),
     ),
     rule(
-        (
-            "reward_model.overlong_buffer.enable",
-            "reward_model.overlong_buffer.len",
-            "reward_model.overlong_buffer.penalty_factor",
-            "reward_model.reward_kwargs.overlong_buffer_cfg.enable",
-            "reward_model.reward_kwargs.overlong_buffer_cfg.len",
-            "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
-        ),
-        "`orchestrator.overlong`",
         _overlong,
-        "it is off",
+        (
+            ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable"),
+            "orchestrator.overlong.policy",
+            "penalise",
+        ),
+        (
+            ("reward_model.overlong_buffer.len", "reward_model.reward_kwargs.overlong_buffer_cfg.len"),
+            "orchestrator.overlong.buffer_tokens",
+        ),
+        (
+            (
+                "reward_model.overlong_buffer.penalty_factor",
+                "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+            ),
+            "orchestrator.overlong.penalty",
+        ),
+        unread="it is off",
     ),
     same(
         (
@@ -996,15 +1078,14 @@ ROWS = (
         off=(False, "", 0),
     ),
     rule(
-        (
-            "algorithm.filter_groups.enable",
-            "algorithm.filter_groups.metric",
-            "algorithm.filter_groups.max_num_gen_batches",
-            "data.gen_batch_size",
-        ),
-        "`orchestrator.filter.drop_degenerate`, `orchestrator.max_refills`",
         _filter,
-        "groups are drawn one by one until the batch is full",
+        (("algorithm.filter_groups.enable", "algorithm.filter_groups.metric"), "orchestrator.filter.drop_degenerate"),
+        (
+            ("algorithm.filter_groups.max_num_gen_batches", "data.gen_batch_size"),
+            "orchestrator.max_refills",
+            "in groups",
+        ),
+        unread="groups are drawn one by one until the batch is full",
     ),
     missing(
         ("algorithm.use_pf_ppo", "algorithm.pf_ppo.*"),
@@ -1150,7 +1231,6 @@ ROWS = (
             "data.filter_overlong_prompts",
             "data.filter_overlong_prompts_workers",
             "data.return_*",
-            "data.shuffle",
             "data.validation_shuffle",
             "data.dataloader_num_workers",
             "data.val_batch_size",

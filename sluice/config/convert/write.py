@@ -113,11 +113,30 @@ def _key(text: str) -> str:
 
 
 def page_table(system: System) -> str:
-    """Return the table of settings of a system for its page."""
-    lines = [f"| {system.title} | Sluice | remark |", "|---|---|---|"]
-    for row in (row for row in system.rows if row.theirs):
-        theirs = ", ".join(f"`{name}`" for name in row.theirs)
-        ours = row.ours or ("needs none" if row.same else "not converted")
-        cells = (cell.replace("|", "\\|") for cell in (theirs, ours, row.remark))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    """Return the tables of settings of a system for its page."""
+    converted = [line for row in system.rows if row.convert is not None for line in row.lines if line.ours]
+    needless = [line for row in system.rows if row.same and row.convert is None for line in row.lines]
+    missing = [line for row in system.rows for line in row.lines if not line.ours and line not in needless]
+    parts = [f"| {system.title} | Sluice | remark |", "|---|---|---|"]
+    parts += [_cells(_short(theirs), _short(tuple(ours.split(", "))), remark) for theirs, ours, remark in converted]
+    for title, what, lines in (
+        ("Not converted", "why, and what to use instead", missing),
+        ("The same without a setting", "why", needless),
+    ):
+        parts += ["", f"### {title}", "", f"| {system.title} | {what} |", "|---|---|"]
+        parts += [_cells(_short(theirs), remark) for theirs, _, remark in lines]
+    return "\n".join(parts) + "\n"
+
+
+def _cells(*texts: str) -> str:
+    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
+
+
+def _short(names: tuple[str, ...]) -> str:
+    """Return names as code. One of the table of the name before it begins with a dot instead."""
+    shown, table = [], ""
+    for name in names:
+        own = name.rpartition(".")[0]
+        shown.append(f".{name.rpartition('.')[2]}" if own and own == table else name)
+        table = own or table
+    return ", ".join(f"`{name}`" for name in shown)
