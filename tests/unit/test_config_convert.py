@@ -311,6 +311,10 @@ def test_verl(tmp_path):
     assert found["allocation_mode"] == "vllm:d2t2+fsdp:d4"
     assert found["rollout.engine_args.swap_space"] == 4
     assert found["orchestrator.evaluation.every_steps"] == 5
+    assert (found["orchestrator.evaluation.samples"], found["orchestrator.evaluation.metric"]) == (
+        0,
+        "greedy_reward_mean",
+    )
 
 
 def test_variables_that_a_script_does_not_set_are_reported(tmp_path):
@@ -404,6 +408,7 @@ def test_areal(tmp_path):
         5.0,
     )
     assert found["orchestrator.checkpoint.every_steps"] == 25
+    assert found["orchestrator.environment_args"] == {"format": "gsm8k"}
     assert done.source.leaves["ref.optimizer.lr"].value == 1.7e-5  # a reference to a whole table
     assert done.source.leaves["rollout.experiment_name"].value == "gsm8k"
 
@@ -529,6 +534,26 @@ def test_no_script_makes_the_reader_fail(text, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "any.sh"
     file.write_text(text)
     read(file)
+
+
+VALUES = st.sampled_from([None, True, False, -1, 0, 1, 2.5, "text", "", "1e-3", [], ["a", "b"], [1, 2], {}])
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_whatever_a_file_says_each_setting_has_its_place(system, data):
+    patterns = [name for row in SYSTEMS[system].rows for line in row.lines for name in line.theirs]
+    names = [name.replace("**", "a.b").replace(".*.", ".0.").replace("*", "x") for name in patterns]
+    chosen = data.draw(st.lists(st.sampled_from(names), unique=True, max_size=25))
+    needed = {"trl": "loss_type", "verl": "algorithm.x", "prime-rl": "trainer.x", "areal": "actor.x"}[system]
+    leaves = {name: Leaf(data.draw(VALUES)) for name in (needed, "gconfig.x", *chosen)}
+    try:
+        done = convert(SYSTEMS[system], Source("file", leaves))
+    except ConfigError:
+        return  # such as a learning rate that is no number
+    assert_each_setting_is_in_one_place(done)
+    tomllib.loads(document(done, "convert"))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

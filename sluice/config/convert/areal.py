@@ -79,7 +79,7 @@ def _batch(given: Given) -> Iterator[Outcome]:
                 "rollout.consumer_batch_size", "train_dataset.batch_size is converted; here they are one setting"
             )
     yield from groups(given.whole("gconfig.n_samples"), _advantage(given), "gconfig.n_samples")
-    yield Set("trainer.minibatches", given.whole("actor.ppo_n_minibatches"), ("actor.ppo_n_minibatches",))
+    yield Set("trainer.minibatches", given.count("actor.ppo_n_minibatches"), ("actor.ppo_n_minibatches",))
     steps = _steps(given)
     if steps:
         yield Set("orchestrator.max_steps", steps, given.present("total_train_steps"))
@@ -130,7 +130,11 @@ def _estimator(given: Given) -> Iterator[Outcome]:
         ours,
         tuple(name for name in reward if name.endswith(("_level", "_leave1out", "group_size")))
         + (tuple(advantage) if ours in exact else ()),
-        "group normalisation of rewards" if reward else "no normalisation of rewards by group",
+        "whitened over the batch, which AReaL does only with adv_norm"
+        if ours == "reinforce_pp" and not advantage
+        else "normalisation of rewards by group"
+        if reward
+        else "no normalisation of rewards by group",
     )
     if ours not in exact:
         for name in advantage:
@@ -299,7 +303,7 @@ def _optimizer(given: Given) -> Iterator[Outcome]:
 
 
 def _schedule(given: Given, theirs: str, ours: str) -> Iterator[Outcome]:
-    per_batch = given.whole("actor.ppo_n_minibatches")
+    per_batch = given.count("actor.ppo_n_minibatches")
     steps = _steps(given) * per_batch
     kind = given.text(f"{theirs}.lr_scheduler_type") or "constant"
     share = given.number(f"{theirs}.warmup_steps_proportion", 0.001)
@@ -389,13 +393,15 @@ def _environment(given: Given) -> Iterator[Outcome]:
     if not path:
         yield Todo("orchestrator.environment", "the environment of your workflow: docs/environments.md")
         return
-    arguments: dict[str, Value] = {"dataset": home(path), "reward": "math"}
-    if path.rstrip("/").lower().endswith("gsm8k"):
-        arguments = {"dataset": "openai/gsm8k", "name": "main", "reward": "gsm8k"}
-    else:
+    named = path.rstrip("/").lower()
+    known = "gsm8k" if named.endswith("gsm8k") else "hendrycks_math" if named.endswith("math-lighteval") else ""
+    arguments: dict[str, Value] = {"format": known} if known else {"reward": "math"}
+    if path not in ("openai/gsm8k", "DigitalLearningGmbH/MATH-lighteval"):
+        arguments = {"dataset": home(path), **arguments}
+    if not known:
         yield Todo(
             "orchestrator.environment_args",
-            f"check how {path} is read: its fields (question, answer) and the reward (docs/rewards.md), or name an environment of your own",
+            f"check how {path} is read: its fields (question, answer) or a format, and the reward (docs/rewards.md), or name an environment of your own",
         )
     if given.text("valid_dataset.path") == path:
         yield Same("valid_dataset.path", "it is the same data set: orchestrator.evaluation.split")
@@ -617,7 +623,7 @@ ROWS = (
         (
             "train_dataset.path",
             "orchestrator.environment, .environment_args",
-            "environment question_answer: dataset, reward",
+            "environment question_answer: dataset, format, reward",
         ),
     ),
     to("train_dataset.split", "orchestrator.split", Given.text),

@@ -219,7 +219,7 @@ def _schedule(given: Given) -> Iterator[Outcome]:
     if given.number(f"{table}.min_lr"):
         yield Set(
             "trainer.min_lr_ratio",
-            given.number(f"{table}.min_lr") / given.number("trainer.optim.lr"),
+            given.number(f"{table}.min_lr") / (given.number("trainer.optim.lr") or 1.0),
             (f"{table}.min_lr",),
         )
 
@@ -354,19 +354,18 @@ def _curriculum(given: Given) -> Iterator[Outcome]:
 def _devices(given: Given) -> Iterator[Outcome]:
     tensor = _first(given, ("inference.vllm.tensor_parallel_size", "inference.parallel.tp"))
     data = _first(given, ("inference.vllm.data_parallel_size", "inference.parallel.dp"))
-    per_replica, context = given.whole(tensor, 1), given.whole("trainer.model.cp", 1)
-    node = given.whole("deployment.gpus_per_node", 8)
+    per_replica, context = given.count(tensor), given.count("trainer.model.cp")
+    node = given.count("deployment.gpus_per_node", 8)
     if given.text("deployment.type") == "multi_node" or given.has("deployment.num_train_nodes"):
         train = given.whole("deployment.num_train_nodes", 1) * node
         infer = given.whole("deployment.num_infer_nodes", 1) * given.whole("deployment.num_infer_replicas", 1) * node
         remark = "several machines: start the services one by one (docs/parallelism.md)"
     else:
-        old = {name: given.value(name) for name in ("trainer_gpu_ids", "inference_gpu_ids")}
-        train = given.whole("deployment.num_train_gpus") or len(old["trainer_gpu_ids"] or ()) or 1
+        train = given.whole("deployment.num_train_gpus") or len(given.texts("trainer_gpu_ids")) or 1
         infer = (
             given.whole("deployment.num_infer_gpus")
-            or len(old["inference_gpu_ids"] or ())
-            or given.whole(data, 1) * per_replica
+            or len(given.texts("inference_gpu_ids"))
+            or given.count(data) * per_replica
         )
         remark = ""
     names = given.present(
@@ -391,7 +390,7 @@ def _devices(given: Given) -> Iterator[Outcome]:
     if given.whole("deployment.nodes_per_fsdp_group"):
         yield Set(
             "trainer.parallel.dp_replicate",
-            train // node // given.whole("deployment.nodes_per_fsdp_group"),
+            train // node // given.count("deployment.nodes_per_fsdp_group"),
             ("deployment.nodes_per_fsdp_group",),
         )
 

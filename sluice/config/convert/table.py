@@ -154,6 +154,17 @@ class Given:
             raise self._wrong(name, "a number")
         return number
 
+    def numbers(self, name: str) -> list[float]:
+        """Return a list of numbers; one number is a list of one.
+
+        Raises:
+            ConfigError: if a value is something else.
+        """
+        try:
+            return [float(text) for text in self.texts(name)]
+        except ValueError:
+            raise self._wrong(name, "numbers") from None
+
     def whole(self, name: str, unset: int = 0) -> int:
         """Return a whole number; `unset` if there is none.
 
@@ -164,6 +175,17 @@ class Given:
         if value != math.floor(value):
             raise self._wrong(name, "a whole number")
         return int(value)
+
+    def count(self, name: str, unset: int = 1) -> int:
+        """Return a whole number of at least 1; `unset` if there is none.
+
+        Raises:
+            ConfigError: if the value is something else.
+        """
+        value = self.whole(name, unset)
+        if value < 1:
+            raise self._wrong(name, "a whole number of at least 1")
+        return value
 
     def flag(self, name: str) -> bool:
         """Return a boolean; False if unset.

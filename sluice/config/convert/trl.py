@@ -61,7 +61,7 @@ OWN_REWARDS = {
 
 def processes(given: Given) -> int:
     """Return the processes that train."""
-    return given.options.get("processes") or given.whole("launcher.num_processes", 1)
+    return given.options.get("processes") or given.count("launcher.num_processes")
 
 
 def optimizer_steps(given: Given) -> tuple[int, int]:
@@ -70,20 +70,20 @@ def optimizer_steps(given: Given) -> tuple[int, int]:
     Raises:
         ConfigError: if the numbers do not divide.
     """
-    one = given.whole("per_device_train_batch_size") * processes(given)
-    accumulated = given.whole("gradient_accumulation_steps")
+    one = given.count("per_device_train_batch_size") * processes(given)
+    accumulated = given.count("gradient_accumulation_steps")
     if given.has("generation_batch_size"):
         completions = given.whole("generation_batch_size")
         parts = completions // one
     else:
-        parts = given.whole("steps_per_generation", accumulated)
+        parts = given.count("steps_per_generation", accumulated)
         completions = one * parts
     return completions, max(1, parts // accumulated)
 
 
 def _batch(given: Given) -> Iterator[Outcome]:
     completions, minibatches = optimizer_steps(given)
-    size, iterations = given.whole("num_generations"), given.whole("num_iterations")
+    size, iterations = given.count("num_generations"), given.count("num_iterations")
     how = "per_device_train_batch_size", "gradient_accumulation_steps", "launcher.num_processes"
     named = (*how, "generation_batch_size", "steps_per_generation", "num_generations")
     if size < 1 or completions % size or completions < size:
@@ -147,7 +147,7 @@ def _schedule(given: Given) -> Iterator[Outcome]:
         "constant_with_warmup": "constant",
     }.get(kind)
     _, minibatches = optimizer_steps(given)
-    per_batch = minibatches * given.whole("num_iterations")
+    per_batch = minibatches * given.count("num_iterations")
     steps = given.whole("max_steps", -1)
     if steps <= 0:
         steps = given.options.get("steps", 0) * per_batch
@@ -182,7 +182,7 @@ def _schedule(given: Given) -> Iterator[Outcome]:
         yield Set("trainer.schedule", ours, ("lr_scheduler_type",))
         yield Set("trainer.max_steps", steps, ("max_steps",), "optimizer steps until the end of the decay")
         floor = given.number("lr_scheduler_kwargs.min_lr_rate") or (
-            given.number("lr_scheduler_kwargs.min_lr") / given.number("learning_rate", 1.0)
+            given.number("lr_scheduler_kwargs.min_lr") / (given.number("learning_rate") or 1.0)
         )
         if floor:
             yield Set("trainer.min_lr_ratio", floor, given.present(*given.below("lr_scheduler_kwargs")))
@@ -332,8 +332,7 @@ def _environment(given: Given) -> Iterator[Outcome]:
     functions = [OWN_REWARDS.get(name) or _dotted(name) for name in given.texts("reward_funcs")]
     arguments["reward_funcs"] = functions or ["rewards.py:reward"]
     if given.has("reward_weights"):
-        weights = given.value("reward_weights")
-        arguments["reward_weights"] = [float(each) for each in (weights if isinstance(weights, list) else [weights])]
+        arguments["reward_weights"] = given.numbers("reward_weights")
     if given.text("system_prompt"):
         arguments["system"] = given.text("system_prompt")
     yield Set("orchestrator.environment", "trl", ("reward_funcs",), "docs/environments.md")
@@ -396,7 +395,7 @@ def _lora(given: Given) -> Iterator[Outcome]:
 def _saves(given: Given) -> Iterator[Outcome]:
     kind, every = given.text("save_strategy"), given.number("save_steps")
     _, minibatches = optimizer_steps(given)
-    per_batch = minibatches * given.whole("num_iterations")
+    per_batch = minibatches * given.count("num_iterations")
     if kind == "steps" and every >= 1:
         yield Set(
             "orchestrator.checkpoint.every_steps", max(1, round(every / per_batch)), ("save_steps", "save_strategy")
@@ -419,7 +418,7 @@ def _evaluation(given: Given) -> Iterator[Outcome]:
         every = given.number("eval_steps", given.number("logging_steps", 500))
         yield Set(
             "orchestrator.evaluation.every_steps",
-            max(1, round(every / (minibatches * given.whole("num_iterations")))),
+            max(1, round(every / (minibatches * given.count("num_iterations")))),
             (name, "eval_steps"),
         )
     elif kind == "epoch":

@@ -71,7 +71,7 @@ _ASYNC = "async_training"
 
 def _sizes(given: Given) -> tuple[int, int]:
     """Return the tasks of a batch, after which verl gives the engines new weights, and the mini-batches in it."""
-    mini = given.whole(f"{ACTOR}.ppo_mini_batch_size")
+    mini = given.count(f"{ACTOR}.ppo_mini_batch_size")
     if given.has(_ASYNC):
         parts = given.whole(f"{_ASYNC}.require_batches", 1) * given.whole(f"{_ASYNC}.trigger_parameter_sync_step", 1)
         return mini * parts, parts
@@ -81,7 +81,7 @@ def _sizes(given: Given) -> tuple[int, int]:
 
 def _optimizer_steps(given: Given) -> int:
     """Return the optimizer steps of one batch."""
-    return _sizes(given)[1] * given.whole(f"{ACTOR}.ppo_epochs")
+    return _sizes(given)[1] * given.count(f"{ACTOR}.ppo_epochs")
 
 
 def _steps(given: Given) -> int:
@@ -106,7 +106,7 @@ def _batch(given: Given) -> Iterator[Outcome]:
         yield Set("orchestrator.max_concurrent", 2 * batch, ("data.train_batch_size",), "at least a batch")
     yield from groups(given.whole(f"{ROLLOUT}.n"), _estimator(given), f"{ROLLOUT}.n")
     yield Set("trainer.minibatches", parts, (f"{ACTOR}.ppo_mini_batch_size",), "batch / mini-batch")
-    yield Set("trainer.epochs", given.whole(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
+    yield Set("trainer.epochs", given.count(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
     steps = _steps(given)
     if steps:
         yield Set(
@@ -352,10 +352,10 @@ def _kl(given: Given) -> Iterator[Outcome]:
 
 def _optimizer(given: Given) -> Iterator[Outcome]:
     yield Set("trainer.lr", given.number(f"{OPTIM}.lr"), (f"{OPTIM}.lr",))
-    betas = given.value(f"{OPTIM}.betas")
-    if not isinstance(betas, list) or len(betas) != 2:
-        raise ConfigError(f"{OPTIM}.betas is {betas!r}: give two numbers, such as [0.9, 0.999]")
-    yield Set("trainer.betas", [float(beta) for beta in betas], (f"{OPTIM}.betas",))
+    betas = given.numbers(f"{OPTIM}.betas")
+    if len(betas) != 2:
+        raise ConfigError(f"{OPTIM}.betas is {given.value(f'{OPTIM}.betas')!r}: give two numbers, such as [0.9, 0.999]")
+    yield Set("trainer.betas", betas, (f"{OPTIM}.betas",))
     yield Set("trainer.weight_decay", given.number(f"{OPTIM}.weight_decay"), (f"{OPTIM}.weight_decay",))
     clip = f"{OPTIM}.clip_grad" if given.has(f"{OPTIM}.clip_grad") else f"{ACTOR}.grad_clip"
     yield Set("trainer.grad_clip", given.number(clip), (clip,))
@@ -511,12 +511,12 @@ def _environment(given: Given) -> Iterator[Outcome]:
 
 def _devices(given: Given) -> Iterator[Outcome]:
     devices = given.whole("trainer.n_gpus_per_node") * given.whole("trainer.nnodes")
-    tensor = given.whole(f"{ROLLOUT}.tensor_model_parallel_size")
+    tensor = given.count(f"{ROLLOUT}.tensor_model_parallel_size")
     ulysses = f"{ACTOR}.ulysses_sequence_parallel_size"
     axes = {
-        "t": given.whole(f"{MEGATRON}.tensor_model_parallel_size", 1),
-        "c": given.whole(f"{MEGATRON}.context_parallel_size", 1) * max(1, given.whole(ulysses, 1)),
-        "p": given.whole(f"{MEGATRON}.pipeline_model_parallel_size", 1),
+        "t": given.count(f"{MEGATRON}.tensor_model_parallel_size", 1),
+        "c": given.count(f"{MEGATRON}.context_parallel_size", 1) * max(1, given.whole(ulysses, 1)),
+        "p": given.count(f"{MEGATRON}.pipeline_model_parallel_size", 1),
     }
     names = given.present(
         "trainer.n_gpus_per_node",
@@ -631,6 +631,7 @@ def _evaluation(given: Given) -> Iterator[Outcome]:
             )
     else:
         yield Set("orchestrator.evaluation.samples", 0, (f"{table}.n", f"{table}.do_sample"), "verl decodes greedily")
+        yield Set("orchestrator.evaluation.metric", "greedy_reward_mean", ())
     yield Todo("orchestrator.evaluation.prompts", "tasks per evaluation: 64 here, the whole file in verl")
 
 
