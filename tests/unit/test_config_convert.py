@@ -413,6 +413,16 @@ def test_areal(tmp_path):
     assert done.source.leaves["rollout.experiment_name"].value == "gsm8k"
 
 
+def test_what_an_allocation_of_areal_loses_is_said(tmp_path):
+    assert not [each for each in converted("areal", tmp_path).todo if each.ours == "allocation_mode"]
+    done = converted("areal", tmp_path, None, "rollout.backend=sglang:d2p2", "actor.backend=megatron:d2t2p2e4")
+    assert ours(done)["allocation_mode"] == "vllm:d4+fsdp:d2t2p2"
+    (todo,) = [each for each in done.todo if each.ours == "allocation_mode"]
+    assert "sglang:d2p2" in todo.what
+    done = converted("areal", tmp_path, None, "actor.use_lora=true", "actor.backend=fsdp:d2t2")
+    assert ours(done)["allocation_mode"] == "vllm:d4+fsdp:d4"
+
+
 def test_settings_after_the_file_replace_those_in_it(tmp_path):
     done = converted("areal", tmp_path, None, "actor.optimizer.lr=3e-6", "+gconfig.stop=['END']", "~seed")
     assert ours(done)["trainer.lr"] == 3e-6
