@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import socket
 import ssl
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,9 +54,8 @@ def check_disk(directory: Path, model_bytes: int) -> Finding:
     if not existing.is_dir():
         return wrong("disk", f"{existing} is no directory", "choose another --output-dir")
     try:
-        probe = existing / f".sluice-doctor-{os.getpid()}"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=existing) as probe:
+            probe.write(b"x")
     except OSError as error:
         return wrong(
             "disk",

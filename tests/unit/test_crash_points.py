@@ -28,9 +28,11 @@ OURS = frozenset({"write_whole", "whole_directory", "write_text", "write_bytes",
 
 AT_A_TERMINAL = frozenset(
     {
+        "sluice/cli/config.py:_convert",
+        "sluice/cli/config.py:_docs",
+        "sluice/cli/config.py:check",
         "sluice/cli/fetch_model.py:fetch_model",
         "sluice/cli/init_model.py:init_model",
-        "sluice/cli/main.py:_config",
         "sluice/cli/quickstart.py:make_room",
         "sluice/cli/quickstart.py:write_report",
         "orchestrator_svc/eval_command.py:_write",
