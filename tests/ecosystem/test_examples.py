@@ -18,7 +18,16 @@ DEADLINE_S = 900
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 60)]
 
-EXAMPLES = {"alphabet_sort": "", "arithmetic": "", "mcp": "environments", "reasoning_gym": "environments", "trl": ""}
+EXAMPLES = {
+    "alphabet_sort": "",
+    "arithmetic": "",
+    "gsm8k": "",
+    "hendrycks_math": "",
+    "mcp": "environments",
+    "reasoning_gym": "environments",
+    "trl": "",
+    "wiki_search": "",
+}
 """Each example, and which of the virtual environments of `make install-ecosystem` stands for the one that its README makes."""
 
 
