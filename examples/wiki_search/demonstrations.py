@@ -23,8 +23,8 @@ HASTY_SHARE = 0.5
 
 PER_ENCYCLOPEDIA = 32
 
-COUNT = 4_800
-"""300 steps of 16."""
+COUNT = 6_400
+"""400 steps of 16."""
 
 
 def demonstrations(seed: int) -> Iterator[dict[str, Any]]:
