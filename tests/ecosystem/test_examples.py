@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 DEADLINE_S = 900
-"""For all commands of one example; each takes two or three minutes alone."""
+"""For all commands of one example; each takes two to five minutes alone."""
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 60)]
 
