@@ -15,12 +15,13 @@ import pytest
 from orchestrator_svc.eval_command import EvalConfig, check_evaluation
 from sluice.cli.rl import run
 from sluice.config import load_command
-from sluice.environments import Task
+from sluice.environments import Task, Turn
 from sluice.environments.loading import load_environment
+from sluice.loading import load_attribute
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-ENVIRONMENTS = {"arithmetic": "Arithmetic", "alphabet_sort": "AlphabetSort"}
+ENVIRONMENTS = {"arithmetic": "Arithmetic", "alphabet_sort": "AlphabetSort", "wordle": "Wordle"}
 
 NO_TENSORS = b"\x02" + bytes(7) + b"{}"
 """A safetensors file of a model that is not loaded."""
@@ -86,9 +87,12 @@ def test_demonstrations_are_of_tasks_to_train_on(name: str, monkeypatch: pytest.
     if name == "arithmetic":
         asked = {made.messages(task)[0]["content"] for task in made.tasks("eval", 0)}
         assert not asked & {row["messages"][0]["content"] for row in rows}
+    elif name == "alphabet_sort":
+        assert "*" in json.dumps(rows)
     else:
-        text = json.dumps(rows)
-        assert "*" in text
+        played = environment("wordle", words=64, brief=True, opened=True)
+        asked = {played.reset(task, 0).messages[0]["content"] for task in played.tasks("train", 0)}
+        assert {row["messages"][0]["content"] for row in rows} <= asked
 
 
 @pytest.mark.parametrize("files", [["rl.toml"], ["rl.toml", "gpu.toml"]], ids=["cpu", "gpu"])
@@ -120,7 +124,7 @@ def test_an_evaluation_asks_held_out_tasks_as_the_run_asks_its_own(name: str, mo
 
 
 @pytest.mark.parametrize("completion", STRANGE)
-@pytest.mark.parametrize("name", ["alphabet_sort"])
+@pytest.mark.parametrize("name", ["alphabet_sort", "wordle"])
 def test_an_episode_of_strange_replies_ends_with_a_low_reward(name: str, completion: str) -> None:
     made = environment(name)
     episode = made.reset(made.tasks("train", 0)[0], 0)
@@ -220,3 +224,45 @@ def test_the_last_name_decides_where_the_task_says_so() -> None:
 def test_names_of_two_parts_need_the_rules() -> None:
     with pytest.raises(Exception, match="rules = true"):
         environment("alphabet_sort", rules=False)
+
+
+@pytest.mark.parametrize(
+    ("guess", "secret", "found"),
+    [
+        ("crane", "crane", "+++++"),
+        ("cubit", "lemon", "-----"),
+        ("speed", "erase", "?-??-"),
+        ("geese", "erase", "-?-++"),
+        ("allow", "llama", "?+?--"),
+        ("llama", "allow", "?+?--"),
+    ],
+)
+def test_a_letter_is_marked_as_often_as_the_word_has_it(guess: str, secret: str, found: str) -> None:
+    assert load_attribute(f"{EXAMPLES / 'wordle/env.py'}:marks", "marks")(guess, secret) == found
+
+
+def played(*replies: str, first: str = "", **arguments: Any) -> list[Turn]:
+    episode = environment("wordle", **arguments).reset(Task("", {"secret": "crane", "first": first}), 0)
+    return [episode.step(reply) for reply in replies]
+
+
+def test_a_word_is_worth_more_the_sooner_it_is_found() -> None:
+    rewards = [played(*["[lemon]"] * before, "I say [Crane]")[-1].reward for before in range(6)]
+    assert rewards == sorted(rewards, reverse=True)
+    assert (rewards[0], round(rewards[-1], 3)) == (1, 0.583)
+    (turn,) = played("[crane]", first="lemon")
+    assert turn.done
+    assert turn.reward == rewards[1], "a guess that is given counts"
+
+
+def test_without_the_word_the_best_guess_earns_a_share() -> None:
+    turns = played("[cramp]", *["[moist]"] * 5)
+    assert [turn.done for turn in turns] == [False] * 5 + [True]
+    assert turns[-1].reward == pytest.approx(0.4 * 3 / 5)
+    assert "square brackets" in played("crane")[0].messages[0]["content"]
+
+
+def test_the_words_are_as_they_should_be() -> None:
+    words = (EXAMPLES / "wordle/words.txt").read_text().split()
+    assert len(words) == len(set(words)) > 500
+    assert all(len(word) == 5 and word.isalpha() and word.islower() and word.isascii() for word in words)
