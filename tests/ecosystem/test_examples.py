@@ -27,6 +27,7 @@ EXAMPLES = {
     "reasoning_gym": "environments",
     "trl": "",
     "wiki_search": "",
+    "wordle": "",
 }
 """Each example, and which of the virtual environments of `make install-ecosystem` stands for the one that its README makes."""
 
