@@ -78,7 +78,7 @@ test-fast: install-dev ## run the tests that take seconds
 	$(PYTEST) -m "not slow and not docker and not gpu and not ecosystem"
 
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
-	$(BIN)/pytest -m ecosystem $$(grep -rl --include='test_*.py' mark.ecosystem tests)
+	$(BIN)/pytest -n 2 --dist worksteal -m ecosystem $$(grep -rl --include='test_*.py' mark.ecosystem tests)
 
 client-table: install-dev install-ecosystem ## play each client of agents through a gateway, and print the table of docs/gateway.md
 	$(BIN)/python tests/ecosystem/client_table.py

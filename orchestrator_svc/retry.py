@@ -54,7 +54,7 @@ class RetriedQuestion:
     answers: int = 0
     worth: float = 0.0
 
-    async def step(self, completion: str | Message) -> Turn:
+    async def step(self, completion: str | Message, *, last: bool = False) -> Turn:
         """Score an answer; ask again if it is not good enough.
 
         The reward of a turn is what its answer is worth more than the one before, since an episode's reward is the sum of its turns'.

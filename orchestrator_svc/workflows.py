@@ -347,12 +347,12 @@ class MultiTurn:
         turn: int,
     ) -> bool:
         """Let the environment answer a turn; return whether the episode has ended."""
-        answer = await episode.step(said)
+        last = transcript.finish_reason == tokens_pb2.FINISH_REASON_LENGTH or turn == self._max_turns - 1
+        answer = await episode.step(said, last=last)
         transcript.keep_turn(turn, answer)
         if answer.reward is not None:
             transcript.rewards.append(tokens_pb2.TurnReward(turn=turn, reward=answer.reward))
-        cut_off = transcript.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
-        if answer.done or cut_off or turn == self._max_turns - 1:
+        if answer.done or last:
             if answer.truncated or not answer.done:
                 transcript.finish_reason = tokens_pb2.FINISH_REASON_LENGTH
             return True

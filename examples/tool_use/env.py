@@ -82,11 +82,13 @@ class Errands:
     def __init__(self, messages: list[Message], prices: dict[str, int]) -> None:
         self.messages, self.prices = messages, prices
 
-    def step(self, said: Message) -> Turn:
-        """Answer the calls of a turn, or give 1 for the lower price, else 0."""
-        if calls := said.get("tool_calls"):
+    def step(self, said: Message, last: bool = False) -> Turn:
+        """Answer the calls of a turn, or give 1 for the lower price, else 0: also to calls in the `last` turn."""
+        calls = said.get("tool_calls")
+        if calls and not last:
             return Turn(messages=[self.result(call) for call in calls])
-        return Turn(reward=float(said["content"].strip() == str(min(self.prices.values()))), done=True)
+        right = not calls and said["content"].strip() == str(min(self.prices.values()))
+        return Turn(reward=float(right), done=True, truncated=bool(calls))
 
     def result(self, call: Message) -> Message:
         """Return what the tool says to a call."""

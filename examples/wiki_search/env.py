@@ -119,11 +119,11 @@ class Lookup:
         self._index, self._asked = index, asked
         self._calls, self._found = 0, False
 
-    def step(self, said: Message) -> Turn:
-        """Answer the calls of a turn, or give 1 for the right answer, else 0."""
+    def step(self, said: Message, last: bool = False) -> Turn:
+        """Answer the calls of a turn, or give 1 for the right answer, else 0: also to calls in the `last` turn."""
         calls = said.get("tool_calls") or []
         self._calls += len(calls)
-        if calls and self._calls <= MOST_CALLS:
+        if calls and self._calls <= MOST_CALLS and not last:
             return Turn(messages=[self._result(call) for call in calls])
         right = not calls and plain(said["content"] or "") == plain(self._asked["answer"])
         metrics = {"found": float(self._found), "calls": float(self._calls)}

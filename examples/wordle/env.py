@@ -82,14 +82,15 @@ class Game:
         opening = [rules, f"[{first}]", self._shown(first, self._mark(first))] if first else [rules]
         self.messages: list[Message] = [{"role": "user", "content": "\n".join(opening)}]
 
-    def step(self, completion: str) -> Turn:
-        """Mark a guess. A reply without one costs a guess, too."""
+    def step(self, completion: str, last: bool = False) -> Turn:
+        """Mark a guess. A reply without one costs a guess, too. A game that the run ends earns what it has so far."""
         guess = guessed(completion)
         marked = self._mark(guess)
         found = guess == self._secret
         reward = 1 - (1 - LAST_GUESS) * (self._guesses - 1) / GUESSES if found else CLOSE * self._best
-        if found or self._guesses == GUESSES:
-            return Turn(reward=reward, done=True, metrics={"solved": float(found), "guesses": float(self._guesses)})
+        if found or self._guesses == GUESSES or last:
+            measures = {"solved": float(found), "guesses": float(self._guesses)}
+            return Turn(reward=reward, done=True, truncated=last and not found, metrics=measures)
         return Turn(messages=[{"role": "user", "content": self._shown(guess, marked) if guess else ASK_AGAIN}])
 
     def _shown(self, guess: str, marked: str) -> str:

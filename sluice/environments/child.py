@@ -156,8 +156,10 @@ class Server:
         self._episodes[episode] = opened
         return opening
 
-    async def _step(self, episode: str, completion: str | Answer) -> Answer:
-        turn = await self._call(self._episodes[episode].step, completion)
+    async def _step(self, episode: str, completion: str | Answer, last: bool) -> Answer:
+        step = self._episodes[episode].step
+        told = "last" in inspect.signature(step).parameters
+        turn = await self._call(partial(step, last=last) if told else step, completion)
         if turn.done:
             await self._close(episode)
         return {

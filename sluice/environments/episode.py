@@ -63,11 +63,11 @@ class OpenEpisode:
             raise self._differs("reset")
         self.messages, self.tools = opening["messages"], opening["tools"]
         for number, (completion, before) in enumerate(self._answers):
-            if _digest(await self._step(completion, alone=False)) != before:
+            if _digest(await self._step(completion)) != before:
                 raise self._differs(f"step {number + 1}")
 
-    async def step(self, completion: str | Message) -> Turn:
-        """Take the assistant's turn: its text, or its message if there are tools.
+    async def step(self, completion: str | Message, *, last: bool = False) -> Turn:
+        """Take the assistant's turn: its text, or its message if there are tools; `last` if the run takes no further one.
 
         Raises:
             EnvironmentFailedError: if the environment fails.
@@ -78,7 +78,7 @@ class OpenEpisode:
             try:
                 if losses:
                     await self.begin()
-                answer = await self._step(completion, alone=alone)
+                answer = await self._step(completion, last=last, alone=alone)
                 break
             except EnvironmentFailedError as error:
                 if error.culprit or error.reason == Reason.GIVEN_UP or losses == MOST_LOSSES:
@@ -91,8 +91,8 @@ class OpenEpisode:
         self.done = answer["done"]
         return Turn(**answer)
 
-    async def _step(self, completion: str | Message, *, alone: bool) -> dict[str, Any]:
-        arguments = {"episode": self.name, "completion": completion}
+    async def _step(self, completion: str | Message, *, last: bool = False, alone: bool = False) -> dict[str, Any]:
+        arguments = {"episode": self.name, "completion": completion, "last": last}
         answer, _ = await self._call("step", self._task.task_id, arguments, self._limit, self.worker, alone=alone)
         found: dict[str, Any] = answer
         return found

@@ -177,14 +177,15 @@ class RemoteEpisode:
         self._stub, self._request, self._opened = stub, request, opened
         self._steps: list[tuple[environment_pb2.StepRequest, environment_pb2.StepResponse]] = []
 
-    async def step(self, completion: str | Message) -> Turn:
-        """Take the assistant's turn: its text, or its message if there are tools."""
+    async def step(self, completion: str | Message, last: bool = False) -> Turn:
+        """Take the assistant's turn: its text, or its message if there are tools; `last` if the run takes no further one."""
         said = {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
         request = environment_pb2.StepRequest(
             episode_id=self._request.episode_id,
             turn=len(self._steps),
             message=chat_messages([said])[0],
             finish_reason=tokens_pb2.FINISH_REASON_STOP,
+            last=last,
         )
         try:
             answer = await _patiently(self._stub.Step, request)

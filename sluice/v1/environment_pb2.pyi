@@ -251,12 +251,17 @@ class StepRequest(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     turn: _builtins.int
     """Index of the assistant's turn, from 0."""
     finish_reason: _tokens_pb2.FinishReason.ValueType
     """Why the generation ended."""
+    last: _builtins.bool
+    """True if the run takes no further turn of this episode, whatever is answered: the turn was cut off, or was the last that the run
+    allows. An environment that would go on answers what the episode is worth so far.
+    """
     @_builtins.property
     def message(self) -> _tokens_pb2.ChatMessage:
         """What the assistant said, as decoded text and parsed tool calls."""
@@ -268,10 +273,11 @@ class StepRequest(_message.Message):
         turn: _builtins.int = ...,
         message: _tokens_pb2.ChatMessage | None = ...,
         finish_reason: _tokens_pb2.FinishReason.ValueType = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode_id", b"episode_id", "finish_reason", b"finish_reason", "message", b"message", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode_id", b"episode_id", "finish_reason", b"finish_reason", "last", b"last", "message", b"message", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

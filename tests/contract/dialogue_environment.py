@@ -27,6 +27,13 @@ class Dialogue:
         return DialogueEpisode(self.turns, self.word, dies=self.odd_seeds_die and seed % 2)
 
 
+class Patient(Dialogue):
+    """Gives a reward at the end alone: how many turns there were, less a half if the run ended it."""
+
+    def reset(self, task, seed):
+        return PatientEpisode(self.turns, self.word, dies=False)
+
+
 class DialogueEpisode:
     def __init__(self, turns, word, dies):
         self.turns, self.turn, self.word, self.dies = turns, 0, word, dies
@@ -39,3 +46,13 @@ class DialogueEpisode:
         if self.turn == self.turns:
             return Turn(done=True, reward=float(self.turn))
         return Turn(messages=[{"role": "user", "content": self.word}], reward=float(self.turn))
+
+
+class PatientEpisode(DialogueEpisode):
+    def step(self, completion, last=False):
+        turn = super().step(completion)
+        if turn.done or last:
+            return Turn(
+                done=True, truncated=not turn.done, reward=self.turn - 0.5 * last, metrics={"last": float(last)}
+            )
+        return Turn(messages=turn.messages)

@@ -51,12 +51,18 @@ async def engine_over(*replicas: RolloutDouble, **settings):
 
 
 async def run_episodes(
-    engine: PolicyEngine, data: EpisodeData, *, max_turns: int = 8, call_s: float = 30.0, **arguments
+    engine: PolicyEngine,
+    data: EpisodeData,
+    *,
+    max_turns: int = 8,
+    call_s: float = 30.0,
+    environment: str = DIALOGUE,
+    **arguments,
 ) -> list[orchestrator_pb2.TrajectoryRecord]:
     """Run dialogues in processes of their own."""
     settings = EnvironmentProcessesConfig(call_s=call_s, count=1)
-    async with EnvironmentProcesses(DIALOGUE, arguments, settings, (30.0, "start_s")) as environment:
-        return await MultiTurn(environment, max_turns).arun_episode(engine, data)
+    async with EnvironmentProcesses(environment, arguments, settings, (30.0, "start_s")) as opened:
+        return await MultiTurn(opened, max_turns).arun_episode(engine, data)
 
 
 def episode(episodes: int = 2, **settings) -> EpisodeData:
@@ -83,6 +89,20 @@ async def test_turns_are_appended_to_the_ids_that_were_sampled() -> None:
     prompts = [list(call.request.token_ids.ids) for call in replica.calls]
     longest = max(prompts, key=len)
     assert all(longest[: len(prompt)] == prompt for prompt in prompts), "every prompt begins the next one"
+
+
+@pytest.mark.parametrize(("most", "cut_off", "worth"), [(8, False, 3.0), (2, False, 1.5), (8, True, 0.5)])
+async def test_an_environment_is_told_that_a_turn_is_the_last_and_scores_what_there_is(most, cut_off, worth) -> None:
+    replica = RolloutDouble()
+    if cut_off:
+        replica.finish = lambda request: tokens_pb2.FINISH_REASON_LENGTH
+    patient = DIALOGUE.replace(":Dialogue", ":Patient")
+    async with engine_over(replica) as (engine, _):
+        (record,) = await run_episodes(engine, episode(1), max_turns=most, environment=patient)
+    assert record.trajectory.reward == worth
+    ended_by_run = worth % 1 > 0
+    assert record.metrics["last"] == ended_by_run
+    assert (record.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH) == ended_by_run
 
 
 async def retried(

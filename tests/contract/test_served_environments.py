@@ -119,6 +119,14 @@ async def test_an_episode_takes_the_turns_that_it_takes_in_a_process_of_the_run(
         assert taken[0] == taken[1]
 
 
+async def test_a_server_is_told_that_a_turn_is_the_last() -> None:
+    patient, task = DIALOGUE.replace(":Dialogue", ":Patient"), Task("t", {})
+    async with served(patient) as address, used(address) as there, there.episode(task, 0) as episode:
+        assert (await episode.step("one")).reward is None
+        last = await episode.step("two", last=True)
+        assert last == Turn([], 1.5, done=True, truncated=True, metrics={"last": 1.0})
+
+
 async def test_an_episode_outlives_its_server(tmp_path) -> None:
     (port,) = free_ports(1)
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:

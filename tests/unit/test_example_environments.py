@@ -255,6 +255,12 @@ def test_a_word_is_worth_more_the_sooner_it_is_found() -> None:
     assert turn.reward == rewards[1], "a guess that is given counts"
 
 
+def test_a_game_that_the_run_ends_earns_its_share() -> None:
+    game = environment("wordle").reset(Task("", {"secret": "crane", "first": "cramp"}), 0)
+    turn = game.step("I think [cra", last=True)
+    assert (turn.done, turn.truncated, turn.reward) == (True, True, pytest.approx(0.4 * 3 / 5))
+
+
 def test_without_the_word_the_best_guess_earns_a_share() -> None:
     turns = played("[cramp]", *["[moist]"] * 5)
     assert [turn.done for turn in turns] == [False] * 5 + [True]

@@ -119,6 +119,9 @@ async def test_the_public_methods_of_a_class_are_tools_and_it_gives_the_reward(m
             assert results[3].startswith("error: ")
             end = await episode.step({"role": "assistant", "content": "done"})
             assert (end.done, end.reward, end.metrics) == (True, 0.7, {"Counter": 0.7})
+        async with counters.episode(task, 0) as episode:
+            cut_off = await episode.step(call("add", '{"amount": 4}'), last=True)
+            assert (cut_off.done, cut_off.truncated, cut_off.reward) == (True, True, 0.7)
 
 
 async def test_without_a_data_set_all_attempts_at_a_task_begin_alike(mine: str) -> None:

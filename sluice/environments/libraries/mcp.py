@@ -93,12 +93,14 @@ class McpEpisode:
         self._questions, self._task, self._session, self._own = questions, task, session, own
         self.messages, self.tools = questions.messages(task), session.tools
 
-    async def step(self, said: Any) -> Turn:  # noqa: ANN401 - a message, or a text where the server has no tools
-        """Answer a turn of the assistant."""
+    async def step(self, said: Any, last: bool = False) -> Turn:  # noqa: ANN401 - a message, or a text where the server has no tools
+        """Answer a turn of the assistant; score it if it has no call, or is the `last` one."""
         message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
-        if calls := message.get("tool_calls"):
+        calls = message.get("tool_calls")
+        if calls and not last:
             return Turn(messages=[await self._result(call) for call in calls])
-        return Turn(reward=self._questions.score(self._task, message["content"]), done=True)
+        reward = self._questions.score(self._task, message["content"] or "")
+        return Turn(reward=reward, done=True, truncated=bool(calls))
 
     async def close(self) -> None:
         """End the session, unless other episodes use it."""

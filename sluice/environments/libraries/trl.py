@@ -228,16 +228,17 @@ class ToolEpisode:
         }
         self.tools = [_schema(each) for each in self._methods.values()]
 
-    async def step(self, said: Any) -> Turn:  # noqa: ANN401 - a message, or a text where there are no tools
-        """Answer a turn of the assistant."""
+    async def step(self, said: Any, last: bool = False) -> Turn:  # noqa: ANN401 - a message, or a text where there are no tools
+        """Answer a turn of the assistant; score what there is if it is the `last` one, as TRL does."""
         message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
         self._said.append(message)
         if calls := message.get("tool_calls"):
             results = [await self._result(call) for call in calls]
             self._said += results
-            return Turn(messages=results)
+            if not last:
+                return Turn(messages=results)
         score = await self._score()
-        return Turn(reward=score.reward, done=True, metrics=score.metrics)
+        return Turn(reward=score.reward, done=True, truncated=bool(calls), metrics=score.metrics)
 
     async def close(self) -> None:
         """Close the environment, if it can be."""

@@ -19,7 +19,8 @@ type Eventually<Value> = Value | Promise<Value>;
 export interface Task { id: string; data?: Record<string, unknown>; maxTokens?: number }
 /** What follows a turn of the assistant: messages, or the end. A reward that is left out is none. */
 export interface Turn { messages?: Message[]; reward?: number; done?: boolean; truncated?: boolean; metrics?: Record<string, number> }
-export interface Episode { messages: Message[]; step(message: Message): Eventually<Turn>; close?(): Eventually<void> }
+/** `last`: the run takes no further turn, so the answer should have the reward of what there is. */
+export interface Episode { messages: Message[]; step(message: Message, last: boolean): Eventually<Turn>; close?(): Eventually<void> }
 
 /** Poses tasks. It has `reset` for episodes of several turns, or `messages` and `score` for one question and its answer, or all three. */
 export interface Environment {
@@ -115,7 +116,7 @@ class Served {
     return { messages: (await this.episodes.get(episode_id)!.episode).messages };
   }
 
-  async step({ episode_id, turn, message }: Wire): Promise<Wire> {
+  async step({ episode_id, turn, message, last }: Wire): Promise<Wire> {
     const open = this.episodes.get(episode_id);
     if (!open) throw new Refused(grpc.status.NOT_FOUND, `no episode ${episode_id} is open: Reset opens it`);
     open.used = Date.now();
@@ -123,7 +124,7 @@ class Served {
       throw new Refused(grpc.status.FAILED_PRECONDITION, `this is turn ${turn}, and ${open.over ? "the episode has ended" : `turn ${open.answers.length} is due`}`);
     }
     if (turn === open.answers.length) {
-      open.answers.push(open.episode.then((episode) => episode.step(message)));
+      open.answers.push(open.episode.then((episode) => episode.step(message, Boolean(last))));
       open.over = Boolean((await open.answers[turn])?.done);
     }
     return open.answers[turn];
