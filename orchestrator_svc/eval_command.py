@@ -234,7 +234,7 @@ def run(argv: list[str]) -> int:
         results.append(result)
         names = {name: result[name] for name in ("checkpoint", "environment") if name in result}
         samples += [{**names, **asdict(sample)} for sample in outcome.result.samples]
-        _explain_missing(outcome.result.samples)
+        sys.stderr.write(_missing(outcome.result.samples))
         if config.output is not None:
             several = config.weights_dir is not None or config.environments
             whole = {"results": results} if several else result
@@ -249,14 +249,21 @@ def run(argv: list[str]) -> int:
     return int(any(each["metrics"][name] > 0 for each in results for name in _FAULTS))
 
 
-def _explain_missing(samples: Sequence[EvalSample]) -> None:
-    """Say why rewards are missing, and what helps."""
+def _missing(samples: Sequence[EvalSample]) -> str:
+    """Return why rewards are missing, and what helps; nothing if none is."""
     missing = [each for each in samples if each.reward is None]
-    cut = sum(each.truncated for each in missing)
-    if cut:
-        pass
-    if len(missing) > cut:
-        pass
+    cut_off = sum(each.truncated for each in missing)
+    lines = []
+    if cut_off:
+        lines.append(
+            f"{cut_off} episodes were cut off by max_tokens or max_turns before the environment gave a reward: raise the limit, or let"
+            " `step` take a parameter `last` and score what there is (docs/environments.md)"
+        )
+    if len(missing) > cut_off:
+        lines.append(
+            f"{len(missing) - cut_off} rewards are missing because the environment gave none: the log says why"
+        )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def evaluations(config: EvalConfig) -> Iterator[tuple[dict[str, Any], Outcome]]:

@@ -55,7 +55,7 @@ class RetriedQuestion:
     worth: float = 0.0
 
     async def step(self, completion: str | Message, *, last: bool = False) -> Turn:
-        """Score an answer; ask again if it is not good enough.
+        """Score an answer; ask again if it is not good enough. Each answer is scored, so that the `last` one is nothing special.
 
         The reward of a turn is what its answer is worth more than the one before, since an episode's reward is the sum of its turns'.
         Without a score the episode ends, and its reward is missing.

@@ -115,7 +115,8 @@ class Episode(Protocol):
     If it has an attribute `tools`, with descriptions of functions as in the OpenAI API, the assistant may call them, and `step` gets
     its message with `tool_calls` in place of its text. What is answered to a call is a message of the role "tool" with its
     `tool_call_id`. If `step` has a parameter `last`, it is True where the run takes no further turn: `max_tokens` cut this one off, or
-    it was the last of `max_turns`. The reward of what there is then goes into the answer, or else is missing. A method `close`, if there is one, is called at the end of the episode, unless its process dies first.
+    it was the last of `max_turns`. The answer should then have the reward of what there is. A method `close`, if there is one, is called
+    at the end of the episode, unless its process dies first.
     """
 
     messages: Sequence[Message]

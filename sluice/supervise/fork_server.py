@@ -66,7 +66,7 @@ class ForkServer:
     """Starts `sluice.cli.fork_server` with the first fork, starts it again when it died, and kills it at the end.
 
     Args:
-        argv: Its command; empty: there is none.
+        argv: Its command; empty if the service is always executed.
         environment: All variables of the processes.
         deadline_s: Seconds in which it must have forked: an import may hang.
     """

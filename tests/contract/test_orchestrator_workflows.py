@@ -452,6 +452,32 @@ async def test_eval_scores_a_running_server(tmp_path, capsys) -> None:
     assert "reward, greedy" in capsys.readouterr().out
 
 
+MUTE = """
+from sluice.environments.base import Task, Turn
+
+class Mute:
+    name = "mute"
+    messages = [{"role": "user", "content": "go"}]
+    def tasks(self, split, seed):
+        return [Task("a"), Task("b")]
+    def reset(self, task, seed):
+        return self
+    def step(self, completion):
+        return Turn(messages=self.messages)
+"""
+
+
+async def test_an_evaluation_says_why_rewards_are_missing(tmp_path, capsys) -> None:
+    (tmp_path / "mute.py").write_text(MUTE)
+    flags = {"environment": f"{tmp_path}/mute.py:Mute", "samples": 3, "max-turns": 2}
+    async with serve_rollout(RolloutDouble(version=Version(1, 7))) as address:
+        argv = [f"--{name}={value}" for name, value in {"address": address, **flags}.items()]
+        assert await asyncio.to_thread(COMMAND.run, argv) == 1
+    said = capsys.readouterr().err
+    assert "8 episodes were cut off by max_tokens or max_turns" in said, "two tasks, three samples and a greedy one"
+    assert "`last`" in said
+
+
 async def test_an_evaluation_whose_environment_never_lists_its_tasks_ends_with_the_remedy(tmp_path) -> None:
     (tmp_path / "slow_env.py").write_text(
         "import time\nclass Slow:\n    name = 'slow'\n"
