@@ -237,16 +237,17 @@ async def _episode(environment: EnvironmentProcesses, task: Task, seed: int, pla
         if episode.tools:
             print(f"tools: {', '.join(tool.get('function', tool)['name'] for tool in episode.tools)}")
         _print_messages(messages)
-        for _ in range(max_turns):
+        for number in range(max_turns):
             said = await player(messages, episode.tools)
             _print_said(said, player)
-            turn = await episode.step(said if episode.tools else said["content"])
+            last = number == max_turns - 1
+            turn = await episode.step(said if episode.tools else said["content"], last=last)
             _print_messages(turn.messages)
             messages += [said, *turn.messages]
             if turn.reward is not None:
                 total = (total or 0.0) + turn.reward
             _print_metrics(turn.metrics)
-            if turn.done:
+            if turn.done and not (last and turn.truncated):
                 break
         else:
             print(f"ended after {max_turns} answers (--max-turns)")

@@ -136,6 +136,15 @@ def test_a_person_plays_an_episode_with_a_tool(shop: str, monkeypatch: pytest.Mo
     assert shown.rstrip().endswith("length 1\nreward 1")
 
 
+def test_an_episode_that_ends_by_the_number_of_answers_gets_what_it_is_worth(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n\n"))
+    patient = Path(__file__).parents[1] / "contract/dialogue_environment.py"
+    assert env.run(["try", f"{patient}:Patient", "--max-turns", "2"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("ended after 2 answers (--max-turns)\nreward 1.5")
+
+
 def test_a_person_answers_a_question(shop: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("4\n\n"))
     assert env.run(["try", f"{shop}:Question"]) == 0
