@@ -88,9 +88,10 @@ class Game:
         marked = self._mark(guess)
         found = guess == self._secret
         reward = 1 - (1 - LAST_GUESS) * (self._guesses - 1) / GUESSES if found else CLOSE * self._best
-        if found or self._guesses == GUESSES or last:
+        over = found or self._guesses == GUESSES
+        if over or last:
             measures = {"solved": float(found), "guesses": float(self._guesses)}
-            return Turn(reward=reward, done=True, truncated=last and not found, metrics=measures)
+            return Turn(reward=reward, done=True, truncated=not over, metrics=measures)
         return Turn(messages=[{"role": "user", "content": self._shown(guess, marked) if guess else ASK_AGAIN}])
 
     def _shown(self, guess: str, marked: str) -> str:

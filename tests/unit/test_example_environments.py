@@ -261,6 +261,12 @@ def test_a_game_that_the_run_ends_earns_its_share() -> None:
     assert (turn.done, turn.truncated, turn.reward) == (True, True, pytest.approx(0.4 * 3 / 5))
 
 
+def test_a_game_that_ends_by_its_rules_in_the_last_turn_is_not_cut_off() -> None:
+    game = environment("wordle").reset(Task("", {"secret": "crane", "first": "cramp"}), 0)
+    turns = [game.step("[moist]", last=number == 4) for number in range(5)]
+    assert (turns[-1].done, turns[-1].truncated) == (True, False)
+
+
 def test_without_the_word_the_best_guess_earns_a_share() -> None:
     turns = played("[cramp]", *["[moist]"] * 5)
     assert [turn.done for turn in turns] == [False] * 5 + [True]
