@@ -1,0 +1,100 @@
+"""Run pytest. Run what failed once more, alone, and report what passes then as flaky: `run_suite.py [PATH ...] -- PYTEST_OPTIONS`.
+
+The suite is red if a test fails twice, or if more than MAX_FLAKY tests failed at all: then something is broken, and not only unlucky.
+Flaky tests and their first errors are printed at the end, and appended to the file that SLUICE_FLAKY names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAX_FLAKY = 5
+TESTS_FAILED = 1
+"""Exit code of pytest if tests ran and some failed. Higher codes are errors of pytest or of its options."""
+
+
+@dataclass
+class Outcomes:
+    """What a run of pytest reported.
+
+    Attributes:
+        errors: The first error of each test that failed, by node id. An error outside of tests has the node id of its file.
+        passed: Node ids of tests whose body passed.
+    """
+
+    errors: dict[str, str] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
+
+
+def read_outcomes(log: Path) -> Outcomes:
+    """Read the log of pytest-reportlog."""
+    outcomes = Outcomes()
+    for line in log.read_text().splitlines():
+        report = json.loads(line)
+        if report.get("outcome") == "failed":
+            outcomes.errors.setdefault(report["nodeid"], _error(report.get("longrepr")))
+        elif report.get("outcome") == "passed" and report.get("when") == "call":
+            outcomes.passed.add(report["nodeid"])
+    outcomes.passed -= outcomes.errors.keys()
+    return outcomes
+
+
+def _error(longrepr: object) -> str:
+    """Return the lines of a report that say what went wrong."""
+    if isinstance(longrepr, dict):
+        crash = longrepr.get("reprcrash")
+        return f"{crash['path']}:{crash['lineno']}: {crash['message']}" if crash else str(longrepr.get("longrepr", ""))
+    return str(longrepr)
+
+
+def run_pytest(paths: list[str], options: list[str], log: Path) -> int:
+    """Run pytest in a process of its own; return its exit code."""
+    command = [sys.executable, "-m", "pytest", *options, f"--report-log={log}", *paths]
+    return subprocess.run(command, check=False).returncode
+
+
+def run_suite(paths: list[str], options: list[str], directory: Path) -> int:
+    """Run the tests of `paths`, and what failed once more; return the exit code for the suite."""
+    first = directory / "first.jsonl"
+    code = run_pytest(paths, options, first)
+    if code != TESTS_FAILED:
+        return code
+    failed = read_outcomes(first).errors
+    if len(failed) > MAX_FLAKY:
+        print(f"{len(failed)} tests failed; up to {MAX_FLAKY} are run once more")
+        return code
+    print(f"{len(failed)} tests failed; each is run once more, alone", flush=True)
+    again = directory / "again.jsonl"
+    run_pytest(sorted(failed), [*options, "--numprocesses=0"], again)
+    passed = read_outcomes(again).passed if again.exists() else set()
+    report_flaky({test: error for test, error in failed.items() if test in passed})
+    twice = sorted(failed.keys() - passed)
+    for test in twice:
+        print(f"failed twice: {test}")
+    return TESTS_FAILED if twice else 0
+
+
+def report_flaky(flaky: dict[str, str]) -> None:
+    """Print the tests that passed at the second attempt, and append them to the file that CI prints at its end."""
+    text = "".join(f"flaky: {test}\n    {error.strip()}\n" for test, error in flaky.items())
+    print(text, end="", flush=True)
+    if text and (path := os.environ.get("SLUICE_FLAKY")):
+        with Path(path).open("a") as file:
+            file.write(text)
+
+
+def main(arguments: list[str]) -> int:
+    """Split the arguments at `--`, and run the suite."""
+    split = arguments.index("--")
+    with tempfile.TemporaryDirectory() as directory:
+        return run_suite(arguments[:split], arguments[split + 1 :], Path(directory))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""What failed is run once more: a test that passes then is reported as flaky, one that fails twice makes the suite red."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "run_suite.py"
+
+HEALTHY = "def test_healthy(): pass\n"
+BROKEN = "def test_broken(): assert 1 + 1 == 3\n"
+FLAKY = """
+import os, pathlib, pytest
+@pytest.mark.parametrize("number", range({count}))
+def test_flaky(number):
+    seen = pathlib.Path(f"seen{{number}}")
+    first = not seen.exists()
+    seen.touch()
+    assert not first, "the first try"
+"""
+ALONE = """
+import os, pathlib
+def test_alone():
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "beside others"
+"""
+
+
+def run(directory: Path, *options: str, **files: str) -> subprocess.CompletedProcess[str]:
+    for name, text in files.items():
+        (directory / f"test_{name}.py").write_text(text)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), str(directory), "--", "-p", "no:cacheprovider", *options],
+        cwd=directory,
+        env={**environment, "SLUICE_FLAKY": str(directory / "flaky.txt")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_suite_without_failures_is_green(tmp_path: Path) -> None:
+    done = run(tmp_path, healthy=HEALTHY)
+    assert done.returncode == 0
+    assert "1 passed" in done.stdout
+    assert not (tmp_path / "flaky.txt").exists()
+
+
+def test_what_passes_the_second_time_is_reported_with_its_first_error(tmp_path: Path) -> None:
+    done = run(tmp_path, healthy=HEALTHY, flaky=FLAKY.format(count=1))
+    assert done.returncode == 0
+    report = (tmp_path / "flaky.txt").read_text()
+    assert report.startswith("flaky: test_flaky.py::test_flaky[0]\n")
+    assert "the first try" in report
+    assert done.stdout.endswith(report)
+
+
+def test_what_fails_twice_is_red(tmp_path: Path) -> None:
+    done = run(tmp_path, broken=BROKEN, flaky=FLAKY.format(count=1))
+    assert done.returncode == 1
+    assert "failed twice: test_broken.py::test_broken\n" in done.stdout
+    assert "test_broken" not in (tmp_path / "flaky.txt").read_text()
+
+
+@pytest.mark.parametrize(("count", "code"), [(5, 0), (6, 1)])
+def test_more_than_five_failures_are_red_even_if_they_would_pass(tmp_path: Path, count: int, code: int) -> None:
+    assert run(tmp_path, flaky=FLAKY.format(count=count)).returncode == code
+
+
+def test_the_second_attempt_runs_without_workers(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "2", "--dist", "loadfile", alone=ALONE)
+    assert done.returncode == 0
+    assert "beside others" in (tmp_path / "flaky.txt").read_text()
+
+
+def test_a_file_that_cannot_be_imported_is_red(tmp_path: Path) -> None:
+    assert run(tmp_path, healthy=HEALTHY, broken="import no_such_module").returncode != 0
+
+
+def test_wrong_options_are_red(tmp_path: Path) -> None:
+    assert run(tmp_path, "--no-such-option", healthy=HEALTHY).returncode not in {0, 1}
