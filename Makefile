@@ -9,7 +9,9 @@ SEED ?= 0
 PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Processes that run tests side by side, one file at a time each; one more than cores, since many tests wait for processes.
 TEST_WORKERS ?= 3
-PYTEST := $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# A test that fails is run once more, alone: see tests/run_suite.py.
+SUITE := $(BIN)/python tests/run_suite.py
+PYTEST_OPTIONS := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Compute processes share few cores: spinning OpenMP threads slow each other down by an order of magnitude.
 export OMP_WAIT_POLICY ?= passive
@@ -21,7 +23,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem client-table chaos lint format proto proto-check clean
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-examples ecosystem-latest client-table chaos lint format proto proto-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -49,15 +51,20 @@ install-bench: .venv-bench/.installed ## what `sluice bench trainer`, `sluice be
 
 install-ecosystem: .venv-ecosystem-agents/.installed .venv-ecosystem-langchain/.installed .venv-ecosystem-verifiers/.installed .venv-ecosystem-verifiers04/.installed .venv-ecosystem-environments/.installed .venv-ecosystem-openenv/.installed .node-ecosystem/.installed ## agents and environments for `make test-ecosystem`, apart from .venv
 
-.venv-ecosystem-%/.installed: requirements/ecosystem-%.txt
+# requirements/ecosystem-NAME.txt names what tests use, and ecosystem-NAME.lock pins it with all that it needs.
+.venv-ecosystem-%/.installed: requirements/ecosystem-%.lock
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet -r $<
+	$(@D)/bin/pip install --quiet --no-deps -r $<
 	touch $@
 
-.node-ecosystem/.installed: requirements/ecosystem-node.json
-	mkdir -p $(@D) && cp $< $(@D)/package.json
-	if command -v npm >/dev/null; then npm install --prefix $(@D) --no-audit --no-fund --loglevel=error; else echo "no npm: agents for Node.js are left out"; fi
+.node-ecosystem/.installed: requirements/ecosystem-node/package.json requirements/ecosystem-node/package-lock.json
+	mkdir -p $(@D) && cp $^ $(@D)
+	if command -v npm >/dev/null; then npm ci --prefix $(@D) --no-audit --no-fund --loglevel=error; else echo "no npm: agents for Node.js are left out"; fi
 	touch $@
+
+ecosystem-latest: install-dev ## pin the newest releases of what `make test-ecosystem` runs against, print what changed, and run it
+	$(BIN)/python tests/ecosystem/lock_ecosystem.py
+	$(MAKE) test-ecosystem
 
 quickstart: install ## train a small model by RL from nothing, with vLLM, in minutes (SEED=1, LR=0)
 	$(BIN)/sluice quickstart --seed $(SEED) $(if $(LR),--lr $(LR))
@@ -69,16 +76,19 @@ real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quar
 	$(BIN)/sluice quickstart --task sums --seed $(SEED) $(if $(LR),--lr $(LR))
 
 # Workers share the cores: one thread each.
-test test-fast test-ecosystem: export OMP_NUM_THREADS ?= 1
+test test-fast test-ecosystem test-examples: export OMP_NUM_THREADS ?= 1
 
 test: install-dev ## run every test
-	$(PYTEST) -m "not ecosystem"
+	$(SUITE) -- $(PYTEST_OPTIONS) -m "not ecosystem and not examples"
 
 test-fast: install-dev ## run the tests that take seconds
-	$(PYTEST) -m "not slow and not docker and not gpu and not ecosystem"
+	$(SUITE) -- $(PYTEST_OPTIONS) -m "not slow and not docker and not gpu and not ecosystem and not examples"
 
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
-	$(BIN)/pytest -n 2 --dist worksteal -m ecosystem $$(grep -rl --include='test_*.py' mark.ecosystem tests)
+	$(SUITE) $$(grep -rl --include='test_*.py' mark.ecosystem tests) -- -n 2 --dist worksteal -m ecosystem
+
+test-examples: install-dev install-ecosystem ## follow the README of each example, and check that the model has learned: half an hour
+	$(SUITE) tests/ecosystem/test_examples.py -- -n 2 --dist worksteal -m examples
 
 client-table: install-dev install-ecosystem ## play each client of agents through a gateway, and print the table of docs/gateway.md
 	$(BIN)/python tests/ecosystem/client_table.py

@@ -80,10 +80,7 @@ async def test_a_shell_script_with_curl_trains_a_run(tmp_path) -> None:
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 async def test_an_agent_in_typescript_trains_a_run_and_ends_with_it(tmp_path) -> None:
     example = EXAMPLES / "number_guess"
-    async with (
-        asyncio.timeout(600),
-        program("npm", "install", "--no-audit", "--no-fund", directory=example) as installing,
-    ):
+    async with asyncio.timeout(600), program("npm", "ci", "--no-audit", "--no-fund", directory=example) as installing:
         assert await installing.wait() == 0
         async with program("npm", "run", "build", directory=example) as building:
             assert await building.wait() == 0

@@ -367,7 +367,7 @@ def markdown(cells: dict[Client, dict[str, str]]) -> str:
     lines = [f"| client | route | {' | '.join(CASES)} |", "|---" * (len(CASES) + 2) + "|"]
     for client, row in cells.items():
         shown = [row.get(case, "").partition(":")[0] for case in CASES]
-        lines.append(f"| {client.name} {installed(client)} | {client.route} | {' | '.join(shown)} |")
+        lines.append(f"| {client.name} | {client.route} | {' | '.join(shown)} |")
     return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900
 """For all commands of one example; each takes two to five minutes alone."""
 
-pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 60)]
+pytestmark = [pytest.mark.examples, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 60)]
 
 EXAMPLES = {
     "alphabet_sort": "",
@@ -30,6 +30,22 @@ EXAMPLES = {
     "wordle": "",
 }
 """Each example, and which of the virtual environments of `make install-ecosystem` stands for the one that its README makes."""
+
+SHORTEST = "arithmetic"
+RECENT_COMMITS = 20
+MAX_IN_ECOSYSTEM = 2
+"""`make test-examples` trains all examples; `make test-ecosystem` trains at most so many: those that the recent commits changed."""
+
+
+def recently_changed() -> list[str]:
+    """Return the examples that the recent commits changed, the last changed one first."""
+    log = ["git", "log", f"-{RECENT_COMMITS}", "--name-only", "--format="]
+    paths = subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = [path.split("/")[1] for path in paths if path.startswith("examples/")]
+    return [name for name in dict.fromkeys(names) if name in EXAMPLES]
+
+
+IN_ECOSYSTEM = (recently_changed() or [SHORTEST])[:MAX_IN_ECOSYSTEM]
 
 
 def commands(name: str) -> list[str]:
@@ -46,7 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ecosystem] if name in IN_ECOSYSTEM else []) for name in EXAMPLES]
+)
 def test_the_commands_of_an_example_train_a_model(name: str, folder: Path) -> None:
     said = commands(name)
     assert sum("sluice rl " in each for each in said) == 1
