@@ -11,7 +11,7 @@ PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 TEST_WORKERS ?= 3
 # A test that fails is run once more, alone: see tests/run_suite.py.
 SUITE := $(BIN)/python tests/run_suite.py
-PYTEST_OPTIONS := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST_OPTIONS := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=5
 
 # Compute processes share few cores: spinning OpenMP threads slow each other down by an order of magnitude.
 export OMP_WAIT_POLICY ?= passive
@@ -23,7 +23,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-examples ecosystem-latest client-table chaos lint format proto proto-check clean
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-examples ecosystem-latest client-table chaos fuzz audit lint format references proto proto-check wheels npm-package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -49,7 +49,15 @@ install-bench: .venv-bench/.installed ## what `sluice bench trainer`, `sluice be
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-bench -r requirements/bench.lock
 	touch $@
 
-install-ecosystem: .venv-ecosystem-agents/.installed .venv-ecosystem-langchain/.installed .venv-ecosystem-verifiers/.installed .venv-ecosystem-verifiers04/.installed .venv-ecosystem-environments/.installed .venv-ecosystem-openenv/.installed .node-ecosystem/.installed ## agents and environments for `make test-ecosystem`, apart from .venv
+# Virtual environments of packages that do not fit beside each other, and packages of Debian that are unpacked aside.
+ECOSYSTEM := agents langchain verifiers verifiers04 environments openenv
+ECOSYSTEM += objectstore
+ECOSYSTEM += ray skypilot
+ECOSYSTEM += kubernetes
+ECOSYSTEM += go
+DEBIAN := go java rust
+
+install-ecosystem: $(ECOSYSTEM:%=.venv-ecosystem-%/.installed) $(DEBIAN:%=.debian-ecosystem-%/.installed) .node-ecosystem/.installed ## what `make test-ecosystem` needs of others, apart from .venv
 
 # requirements/ecosystem-NAME.txt names what tests use, and ecosystem-NAME.lock pins it with all that it needs.
 .venv-ecosystem-%/.installed: requirements/ecosystem-%.lock
@@ -57,10 +65,31 @@ install-ecosystem: .venv-ecosystem-agents/.installed .venv-ecosystem-langchain/.
 	$(@D)/bin/pip install --quiet --no-deps -r $<
 	touch $@
 
+# The nodes of a cluster run Sluice too: this one sees the packages of .venv, and adds what Ray needs.
+.venv-ecosystem-ray/.installed: requirements/ecosystem-ray.lock $(VENV)/.installed-dev
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	echo "import site; site.addsitedir('$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > $$(echo $(@D)/lib/python3*/site-packages)/sluice.pth
+	$(@D)/bin/pip install --quiet --no-deps -r $<
+	touch $@
+
+.venv-ecosystem-kubernetes/.installed: requirements/ecosystem-kubernetes.lock requirements/ecosystem-helm.lock tests/ecosystem/kubernetes_tools.py
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --no-deps -r $<
+	$(@D)/bin/python tests/ecosystem/kubernetes_tools.py $(@D)
+	touch $@
+
 .node-ecosystem/.installed: requirements/ecosystem-node/package.json requirements/ecosystem-node/package-lock.json
 	mkdir -p $(@D) && cp $^ $(@D)
 	if command -v npm >/dev/null; then npm ci --prefix $(@D) --no-audit --no-fund --loglevel=error; else echo "no npm: agents for Node.js are left out"; fi
 	touch $@
+
+# Stubs for other languages are compiled with the libraries that Debian packages: suite, which of what they depend on is needed, packages.
+DEBIAN_go := trixie '^(golang-(google-(grpc|protobuf|genproto)|golang-x-(net|sys|text)|github-golang-protobuf)|protoc-gen)' golang-google-grpc-dev protoc-gen-go protoc-gen-go-grpc
+DEBIAN_java := bookworm 'java|proto' libgeronimo-annotation-1.3-spec-java libgrpc-java libguava-java libprotobuf-java protobuf-compiler protobuf-compiler-grpc-java-plugin
+DEBIAN_rust := trixie '^librust-' librust-tonic-dev librust-tonic-build-dev
+
+.debian-ecosystem-%/.installed: tests/ecosystem/unpack_debian.sh
+	if sh $< $(@D) $(DEBIAN_$*); then touch $@; else echo "the libraries of $* cannot be unpacked here: its test is skipped"; rm -rf $(@D); fi
 
 ecosystem-latest: install-dev ## pin the newest releases of what `make test-ecosystem` runs against, print what changed, and run it
 	$(BIN)/python tests/ecosystem/lock_ecosystem.py
@@ -79,19 +108,21 @@ real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quar
 test test-fast test-ecosystem test-examples: export OMP_NUM_THREADS ?= 1
 
 test: install-dev ## run every test
-	$(SUITE) -- $(PYTEST_OPTIONS) -m "not ecosystem and not examples"
+	$(SUITE) -- $(PYTEST_OPTIONS) -m "not ecosystem and not examples and not fuzz"
 
 test-fast: install-dev ## run the tests that take seconds
-	$(SUITE) -- $(PYTEST_OPTIONS) -m "not slow and not docker and not gpu and not ecosystem and not examples"
+	$(SUITE) -- $(PYTEST_OPTIONS) -m "not slow and not docker and not gpu and not ecosystem and not examples and not fuzz"
 
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
-	$(SUITE) $$(grep -rl --include='test_*.py' mark.ecosystem tests) -- -n 2 --dist worksteal -m ecosystem
+	$(SUITE) $$(grep -rl --include='test_*.py' mark.ecosystem tests) -- -n 2 --dist worksteal --durations=30 --durations-min=20 -m ecosystem
 
 test-examples: install-dev install-ecosystem ## follow the README of each example, and check that the model has learned: half an hour
 	$(SUITE) tests/ecosystem/test_examples.py -- -n 2 --dist worksteal -m examples
 
 client-table: install-dev install-ecosystem ## play each client of agents through a gateway, and print the table of docs/gateway.md
 	$(BIN)/python tests/ecosystem/client_table.py
+
+PIP_AUDIT := 2.10.1
 
 SEEDS ?= 1
 FIRST_SEED ?= 0
@@ -100,6 +131,15 @@ chaos: install ## kill, stop and starve the services of a run at random moments 
 	$(BIN)/sluice bench chaos --seeds $(SEEDS) --first-seed $(FIRST_SEED)
 	$(BIN)/sluice bench capture --episodes 12 --updated 12 --kills 1 --seed $(FIRST_SEED)
 
+audit: requirements/cpu.lock requirements/dev.lock ## ask the advisory databases about every pinned package; needs the network
+	test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install --quiet pip-audit==$(PIP_AUDIT); }
+	for service in pypi osv; do .venv-audit/bin/pip-audit --strict --no-deps --disable-pip --vulnerability-service $$service \
+	  --requirement requirements/cpu.lock --requirement requirements/dev.lock || exit 1; done
+
+fuzz: install-dev .venv-ecosystem-fuzz/.installed ## hostile input for every RPC, HTTP route and parser, and hostile clients (SEED=1)
+	$(BIN)/pytest -q -m fuzz tests/ecosystem/test_fuzz.py
+	$(BIN)/sluice bench fuzz --seed $(SEED)
+
 lint: install-dev ## formatters, linters, types, contracts and generated pages, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -107,7 +147,11 @@ lint: install-dev ## formatters, linters, types, contracts and generated pages, 
 	$(BIN)/buf lint proto
 	$(BIN)/buf breaking proto --against proto/baseline.binpb
 	$(BIN)/sluice config docs --output docs/configuration.md --check
+	$(BIN)/python docs/write_references.py --check
 	for system in trl verl prime-rl areal; do $(BIN)/sluice config docs --system $$system --output docs/coming-from/$$system.md --check || exit 1; done
+
+references: install-dev ## write docs/rpc-reference.md and docs/cli.md from the contracts and the commands
+	$(BIN)/python docs/write_references.py
 
 format: install-dev ## format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -125,5 +169,21 @@ proto-check: install-dev ## prove that the stubs are fresh
 	diff -r --exclude=__pycache__ --exclude=__init__.py "$$fresh/sluice/v1" sluice/v1 && echo "stubs are fresh" || \
 	{ echo "sluice/v1 differs from proto/: run 'make proto' and commit the result" >&2; exit 1; }
 
+wheels: install ## build dist/sluice-*.whl, and dist/sluice_client-*.whl, which needs no torch
+	rm -rf build sdk/python/build
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . sdk/python
+	rm -rf build sdk/python/build
+
+# The messages of google.rpc, which errors carry, are those of googleapis-common-protos.
+GOOGLEAPIS = $(shell $(BIN)/python -c 'import google.rpc; print(*google.rpc.__path__)')
+
+npm-package: install-dev ## build dist/sluice-proto-*.tgz, the contracts for TypeScript
+	npm install --prefix sdk/typescript --no-audit --no-fund --loglevel=error
+	rm -rf sdk/typescript/gen && mkdir -p sdk/typescript/gen dist
+	$(BIN)/python -m grpc_tools.protoc -Iproto -I$(GOOGLEAPIS)/../.. --plugin=sdk/typescript/node_modules/.bin/protoc-gen-es \
+		--es_out=sdk/typescript/gen --es_opt=target=js+dts,import_extension=js $(sort $(wildcard proto/sluice/v1/*.proto)) google/rpc/error_details.proto
+	cp LICENSE sdk/typescript/  # npm packs no links
+	npm pack --silent --pack-destination dist ./sdk/typescript
+
 clean: ## remove the environment and caches; outputs stay
-	rm -rf $(VENV) .venv-bench .venv-ecosystem-* .node-ecosystem build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-audit .venv-bench .venv-ecosystem-* .debian-ecosystem-* .node-ecosystem build dist sdk/python/*.egg-info sdk/typescript/gen sdk/typescript/node_modules ./*.egg-info .pytest_cache .mypy_cache .ruff_cache

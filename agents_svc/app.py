@@ -12,6 +12,7 @@ from agents_svc.player import Method, Player, hosted_agent, load_agent
 from sluice.agent import AgentClient
 from sluice.config import CommonConfig, FailedForGoodError, Service, UnfinishedError
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer
 from sluice.tasks import settle
 
@@ -59,7 +60,8 @@ async def _play(common: CommonConfig, config: AgentsConfig, agent: tuple[Method,
 
         try:
             await server.start()
-            await server.serve_until_signal(player.ended, finish)
+            async with missing_peers_reported({"gateway": common.peers.gateway}, common):
+                await server.serve_until_signal(player.ended, finish)
         finally:
             playing.cancel()
             await settle(playing)

@@ -23,6 +23,10 @@ BENCHMARKS = {
     ),
     "dialects": ("benchmarks.dialects", "CPU time of a gateway's own work for a request of each dialect"),
     "e2e": ("benchmarks.e2e", "the quickstart's task against TRL: time to a reward, seconds and CPU a step"),
+    "fuzz": (
+        "benchmarks.fuzz.command",
+        "hostile input for every RPC, HTTP route and parser, and hostile clients: findings, memory before and after",
+    ),
     "gateway": (
         "benchmarks.gateway",
         "requests at a gateway against vLLM's own server; what it adds in CPU time, latency and memory",
@@ -40,6 +44,7 @@ BENCHMARKS = {
         "a run whose environments hang, crash, leak and answer garbage, and what is counted of it",
     ),
     "pause": ("benchmarks.pauses", "a request that lives through updates, and the pause against an in-place copy"),
+    "rotation": ("benchmarks.rotation", "calls made and lost while certificates, authority and token are replaced"),
     "trainer": (
         "benchmarks.trainer",
         "one GRPO update against TRL and a plain loop; two processes against one; memory",

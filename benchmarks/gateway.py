@@ -161,6 +161,8 @@ async def gateway(
     port, gateway_port, http_port = free_port(), free_port(), free_port()
     group, groups = min(64, sessions), -(-sessions // 64) + 1
     common = [f"--run={RUN}", f"--output-dir={directory}", "--model=bench", "--log-level=warning"]
+    # The sessions of all rounds are of one group, however slow the engine is.
+    external = {"group_s": 86_400.0, **external}
     orchestrator = [
         *common,
         f"--peers.trainer={trainer}",
@@ -457,17 +459,59 @@ async def cost(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             latency = list(itertools.chain(*await asyncio.gather(*(talk(session, requests) for session in opened))))
         used = doors.cpu_s()
     cpu_ms = {name: round((used[name] - before[name]) * 1000 / len(latency), 2) for name in used}
+    bare_ms = await bare_cost(options, directory)
     added = [(seconds - SIMULATED_S) * 1000 for seconds in latency]
     result = {
         "requests": len(latency),
         "cpu_ms_per_request": cpu_ms,
         "added_cpu_ms_per_request": round(cpu_ms["gateway"] + cpu_ms["orchestrator"], 2),
+        "bare_cpu_ms_per_request": bare_ms,
+        "added_cpu_over_bare": round((cpu_ms["gateway"] + cpu_ms["orchestrator"]) / sum(bare_ms.values()), 2),
         "added_ms": {f"p{percent}": round(quantile(added, percent / 100), 1) for percent in (50, 90, 99)},
     }
     print(f"cost: {result}", flush=True)
     for name, shares in profiles.items():
         print(f"{name}, CPU time: " + "  ".join(f"{what} {share:.0%}" for what, share in shares.items()), flush=True)
     return result | ({"profiles": profiles} if profiles else {})
+
+
+async def bare_cost(options: argparse.Namespace, directory: Path) -> dict[str, float]:
+    """Return the CPU milliseconds of the same messages between processes that do nothing: what gRPC and HTTP cost on this machine."""
+    module, port, below, engine = "benchmarks.bare_door", free_port(), free_port(), free_port()
+    latency = f"--latency-s={SIMULATED_S}"
+    async with (
+        program(module, "below", f"--port={below}", log=directory / "bare_below.log") as orchestrator,
+        program(module, "engine", f"--port={engine}", latency, log=directory / "bare_engine.log"),
+        program(
+            module, "door", f"--port={port}", f"--below={below}", f"--engine={engine}", log=directory / "bare.log"
+        ) as door,
+        client(f"http://127.0.0.1:{port}", options.sessions) as http,
+    ):
+        await _until_it_serves(http, directory / "bare.log")
+        body = {"model": "bench", "messages": prompt(0), "max_tokens": options.tokens}
+
+        async def talk(number: int, count: int) -> None:
+            await asyncio.sleep(SIMULATED_S * number / options.sessions)
+            for _ in range(count):
+                (await http.post("/v1/chat/completions", json=body)).raise_for_status()
+
+        processes = {"door": door, "below": orchestrator}
+        await asyncio.gather(*(talk(number, 2) for number in range(options.sessions)))
+        before = {name: _cpu_s(process) for name, process in processes.items()}
+        await asyncio.gather(*(talk(number, options.cost_requests) for number in range(options.sessions)))
+        requests = options.sessions * options.cost_requests
+        return {name: round((_cpu_s(each) - before[name]) * 1000 / requests, 2) for name, each in processes.items()}
+
+
+async def _until_it_serves(http: httpx.AsyncClient, log: Path) -> None:
+    end = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            await http.get("/")
+            return
+        if time.monotonic() > end:
+            raise RuntimeError(f"the bare door does not serve:\n{log_tail(log)}")
+        await asyncio.sleep(_LOOK_S)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -10,6 +10,7 @@ from sluice.config import CommonConfig, Service
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import RpcServer
 from sluice.tasks import settle
+from sluice.telemetry import StateMetrics
 from sluice.v1 import environment_pb2_grpc
 
 
@@ -31,7 +32,8 @@ async def serve(common: CommonConfig, config: EnvServerConfig) -> None:
         closing = asyncio.create_task(servicer.run(), name="idle episodes")
         try:
             await server.start()
-            await server.serve_until_signal()
+            with StateMetrics(servicer.scrape):
+                await server.serve_until_signal()
         finally:
             await server.stop(0)
             closing.cancel()

@@ -11,12 +11,14 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
+from prometheus_client import Metric
 
 from envserver_svc.config import EnvServerConfig
 from sluice.environments.base import Task
@@ -25,6 +27,7 @@ from sluice.environments.processes import EnvironmentProcesses
 from sluice.environments.remote import SCORE
 from sluice.environments.wire import chat_messages, plain_message, task_message, task_of, tool_messages
 from sluice.rpc import SluiceError
+from sluice.telemetry import counter, gauge
 from sluice.v1 import environment_pb2, environment_pb2_grpc
 
 PAGE_TASKS = 1000
@@ -82,6 +85,18 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         finally:
             for name in [*self._episodes]:
                 await self._close(name)
+
+    def scrape(self) -> Iterator[Metric]:
+        """Yield what is open, and what went wrong, as Prometheus metrics."""
+        yield gauge("sluice_environment_episodes", "Episodes that are open.", float(len(self._episodes)))
+        most = float(self._config.most_episodes)
+        yield gauge("sluice_environment_max_episodes", "Most episodes that may be open.", most)
+        failures = {reason: float(count) for reason, count in self._processes.failures.items()}
+        yield counter(
+            "sluice_environment_failures", "Calls of the environment that failed, by reason.", failures, "reason"
+        )
+        ended = {reason: float(count) for reason, count in self._processes.processes_ended.items()}
+        yield counter("sluice_environment_processes_ended", "Processes that were replaced, by reason.", ended, "reason")
 
     async def Describe(
         self, request: environment_pb2.DescribeRequest, context: Context

@@ -6,17 +6,22 @@ import asyncio
 import gc
 import socket
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import Any
+
+from prometheus_client import Metric
 
 from gateway_svc.config import GatewayConfig
 from sluice.config import CommonConfig, Service
+from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, connect
 from sluice.rpc.server import free_ports
 from sluice.sampling.listed import follow_list
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
+from sluice.telemetry import StateMetrics, counter, gauge
 from sluice.v1 import episode_pb2_grpc, session_pb2_grpc
 
 _COLLECTIONS = (10_000, 20, 50)
@@ -27,7 +32,7 @@ EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 
 async def serve(common: CommonConfig, config: GatewayConfig) -> None:
     """Serve one gateway."""
-    from gateway_svc.episodes import EpisodeServicer  # noqa: PLC0415 - brings FastAPI: settings and `--help` need none of it
+    from gateway_svc.episodes import EpisodeServicer  # noqa: PLC0415 - brings the dialects: settings and `--help` need none of it
     from gateway_svc.http import create_app  # noqa: PLC0415
     from gateway_svc.recording import RecordedSessions  # noqa: PLC0415
     from sluice.openai.server import HttpServer  # noqa: PLC0415
@@ -67,11 +72,14 @@ async def serve(common: CommonConfig, config: GatewayConfig) -> None:
     ended = asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
     try:
+        server.count_left(lambda: server.calls_left + http.in_progress)
         await server.start()
         await http.start()
         duties = (pool.run(), follow_list(pool, session_pb2_grpc.SessionServiceStub(channel), name))
         tasks += [asyncio.create_task(_and_end(each, ended)) for each in duties]
-        await server.serve_until_signal(ended, http.stop)
+        with StateMetrics(partial(_scrape, pool)):
+            async with missing_peers_reported({"orchestrator": common.peers.orchestrator}, common):
+                await server.serve_until_signal(ended, http.stop)
     finally:
         for task in tasks:
             task.cancel()
@@ -83,6 +91,19 @@ async def serve(common: CommonConfig, config: GatewayConfig) -> None:
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _scrape(pool: ReplicaPool) -> Iterator[Metric]:
+    """Yield what the gateway has under way as Prometheus metrics."""
+    replicas = pool.replicas
+    fit = sum(not each.why_not() for each in replicas)
+    counts = {"fit": float(fit), "unfit": float(len(replicas) - fit)}
+    yield gauge("sluice_gateway_replicas", "Replicas listed, by whether they get work.", counts, "state")
+    yield gauge("sluice_gateway_waiting", "Requests that wait in line for a replica.", float(pool.waiting))
+    samples = sum(each.in_flight for each in replicas)
+    yield gauge("sluice_gateway_sampling", "Samples under way at replicas.", float(samples))
+    happened = {name: float(count) for name, count in pool.counts.items()}
+    yield counter("sluice_gateway_sampling_events", "What happened to requests at replicas.", happened, "event")
 
 
 def _ignore(_replica: Replica) -> None:

@@ -16,7 +16,7 @@ from gateway_svc.config import CaptureConfig
 from gateway_svc.http import paced
 from gateway_svc.recording import RecordedSessions
 from gateway_svc.sessions import RequestIdentity, SessionRef
-from sluice.rpc import SluiceError
+from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2
 
 DIALECT = "grpc"
@@ -117,7 +117,7 @@ def _captured(request: episode_pb2.EpisodeServiceGenerateRequest) -> CapturedReq
     """Return what a request asks for.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT without a prompt.
+        SluiceError: INVALID_ARGUMENT without a prompt, or with too many samples.
     """
     captured = CapturedRequest(DIALECT, "", rollout_pb2.GenerateRequest())
     generate = captured.generate
@@ -130,4 +130,6 @@ def _captured(request: episode_pb2.EpisodeServiceGenerateRequest) -> CapturedReq
             raise SluiceError.invalid_argument("prompt", "set conversation or token_ids")
     generate.sampling.CopyFrom(request.sampling)
     generate.n = request.n if request.HasField("n") else 1
+    if not 1 <= generate.n <= MAX_SAMPLES:
+        raise SluiceError.invalid_argument("n", f"must be between 1 and {MAX_SAMPLES}, not {generate.n}")
     return captured

@@ -16,21 +16,24 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import grpc
 import structlog
 import xxhash
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, Unsupported, read_body
 from gateway_svc.config import CaptureConfig
 from gateway_svc.dialects import chat, completions, messages, responses, tokens
 from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
 from gateway_svc.shared import deadline, too_late
-from sluice.openai.errors import error_body, error_response, error_status
+from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status
 from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY, Access, roles_for
@@ -200,7 +203,7 @@ def _token(headers: Headers) -> str:
     return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
-def create_app(sessions: Sessions, capture: CaptureConfig, access: Access, host: str) -> ASGIApp:
+def create_app(sessions: Sessions, capture: CaptureConfig, access: Access, host: str) -> SessionPaths:
     """Build the app.
 
     Args:
@@ -209,9 +212,8 @@ def create_app(sessions: Sessions, capture: CaptureConfig, access: Access, host:
         access: Who may call, shared with the gRPC port.
         host: Address that the server is bound to.
     """
-    app = FastAPI(title="Sluice gateway", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     door = Door(sessions, access)
-    app.add_middleware(
+    guard = Middleware(
         RequestGuard,
         access=access,
         paths=PATHS,
@@ -221,18 +223,28 @@ def create_app(sessions: Sessions, capture: CaptureConfig, access: Access, host:
         admit=door.admit,
         respond=error_answer,
     )
-    _answer_errors(app)
-    _add_dialects(app, Capture(sessions, door, capture))
-    _add_sessions(app, sessions, door)
-    _add_description(app, sessions, door)
+    app = Starlette(
+        routes=[
+            *_dialects(Capture(sessions, door, capture)),
+            *_sessions(sessions, door),
+            *_description(sessions, door),
+        ],
+        middleware=[guard],
+        exception_handlers={SluiceError: _refused, HTTPException: _refused},
+    )
+    app.router.redirect_slashes = False
     return SessionPaths(app)
 
 
 class SessionPaths:
-    """ASGI middleware: takes the session off a path such as `/sessions/NAME/v1/responses`, so that each route is there once."""
+    """ASGI middleware: takes the session off a path such as `/sessions/NAME/v1/responses`, so that each route is there once.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    Attributes:
+        app: What it wraps, with the routes.
+    """
+
+    def __init__(self, app: Starlette) -> None:
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -240,7 +252,7 @@ class SessionPaths:
             name, slash, rest = scope["path"].removeprefix(SESSION_PATH).partition("/")
             state = {**scope.get("state", {}), "session": name}
             scope = {**scope, "path": slash + rest, "raw_path": (slash + rest).encode(), "state": state}
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,19 +419,16 @@ def _ending(result: Result, reply: Reply, *, opened: bool) -> Iterator[bytes]:
     yield from reply.ending(result)
 
 
-def _add_dialects(app: FastAPI, capture: Capture) -> None:
-    @app.post("/v1/chat/completions")
+def _dialects(capture: Capture) -> list[Route]:
     async def chat_completions(http: Request) -> Response:
         call = await capture.read(http, chat.ChatBody)
         return await capture.reply(call, chat.parse(call.body, call.unsupported), chat.ChatReply(call.body))
 
-    @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
         call = await capture.read(http, completions.CompletionBody)
         request = completions.parse(call.body, call.unsupported)
         return await capture.reply(call, request, completions.CompletionReply(call.body))
 
-    @app.post("/v1/responses")
     async def respond(http: Request) -> Response:
         call = await capture.read(http, responses.ResponsesBody)
         named = call.body.previous_response_id
@@ -427,26 +436,31 @@ def _add_dialects(app: FastAPI, capture: Capture) -> None:
         request = responses.parse(call.body, call.unsupported, previous)
         return await capture.reply(call, request, responses.ResponsesReply(call.body))
 
-    @app.post("/v1/messages")
     async def create_message(http: Request) -> Response:
         call = await capture.read(http, messages.MessagesBody)
         request = messages.parse(call.body, call.unsupported)
         return await capture.reply(call, request, messages.MessagesReply(call.body))
 
-    @app.post("/v1/messages/count_tokens")
     async def count_tokens(http: Request) -> JSONResponse:
         call = await capture.read(http, messages.CountBody)
         counted = await capture.sessions.count_tokens(call.session, messages.counted(call.body))
         return JSONResponse({"input_tokens": counted})
 
-    @app.post("/inference/v1/generate")
     async def generate(http: Request) -> Response:
         call = await capture.read(http, tokens.TokensBody)
         return await capture.whole(call, tokens.parse(call.body, call.unsupported), tokens.whole)
 
+    return [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/responses", respond, methods=["POST"]),
+        Route("/v1/messages", create_message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+    ]
 
-def _add_sessions(app: FastAPI, sessions: Sessions, door: Door) -> None:
-    @app.post("/rl/sessions")
+
+def _sessions(sessions: Sessions, door: Door) -> list[Route]:
     async def open_session(http: Request) -> JSONResponse:
         body = read_body(OpenBody, await http.body() or b"{}")
         opened = await sessions.open(body.request_id, body.wait_s)
@@ -467,13 +481,13 @@ def _add_sessions(app: FastAPI, sessions: Sessions, door: Door) -> None:
             }
         )
 
-    @app.post("/rl/sessions/{name}/renew")
-    async def renew(name: str, http: Request) -> JSONResponse:
+    async def renew(http: Request) -> JSONResponse:
+        name = _name(http)
         read_body(RenewBody, await http.body() or b"{}")
         return JSONResponse({"id": name, "lease_s": await sessions.renew(_named(http, name))})
 
-    @app.post("/rl/sessions/{name}/reward")
-    async def reward(name: str, http: Request) -> JSONResponse:
+    async def reward(http: Request) -> JSONResponse:
+        name = _name(http)
         body = read_body(RewardBody, await http.body())
         if body.generation_id is not None and body.branch is not None:
             raise SluiceError.invalid_argument("branch", "is set beside generation_id: a reward belongs to one of them")
@@ -485,8 +499,8 @@ def _add_sessions(app: FastAPI, sessions: Sessions, door: Door) -> None:
         await sessions.reward(_named(http, name), request)
         return JSONResponse({"id": name})
 
-    @app.post("/rl/sessions/{name}/end")
-    async def end(name: str, http: Request) -> JSONResponse:
+    async def end(http: Request) -> JSONResponse:
+        name = _name(http)
         body = read_body(EndBody, await http.body() or b"{}")
         ref = _named(http, name)
         if body.abandon is not None:
@@ -503,8 +517,20 @@ def _add_sessions(app: FastAPI, sessions: Sessions, door: Door) -> None:
         http.scope.setdefault("state", {})["session"] = name
         return door.ref(http)
 
+    return [
+        Route("/rl/sessions", open_session, methods=["POST"]),
+        Route("/rl/sessions/{name}/renew", renew, methods=["POST"]),
+        Route("/rl/sessions/{name}/reward", reward, methods=["POST"]),
+        Route("/rl/sessions/{name}/end", end, methods=["POST"]),
+    ]
 
-def _add_description(app: FastAPI, sessions: Sessions, door: Door) -> None:
+
+def _name(http: Request) -> str:
+    """Return what the path of a request names."""
+    return str(http.path_params["name"])
+
+
+def _description(sessions: Sessions, door: Door) -> list[Route]:
     created = int(time.time())
 
     async def card(name: str | None) -> dict[str, Any]:
@@ -515,23 +541,26 @@ def _add_description(app: FastAPI, sessions: Sessions, door: Door) -> None:
         anthropic = {"type": "model", "display_name": shown, "created_at": "1970-01-01T00:00:00Z"}
         return openai | anthropic | {"max_model_len": served.max_model_len}
 
-    @app.get("/v1/models")
     async def models(http: Request) -> JSONResponse:
         await door.session(http)
         return JSONResponse({"object": "list", "data": [await card(None)], "has_more": False})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str, http: Request) -> JSONResponse:
+    async def model(http: Request) -> JSONResponse:
         await door.session(http)
-        return JSONResponse(await card(name))
+        return JSONResponse(await card(_name(http)))
 
-    @app.get(HEALTH_PATH)
-    async def health() -> JSONResponse:
+    async def health(_http: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_http: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    return [
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route(HEALTH_PATH, health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+    ]
 
 
 def error_answer(error: SluiceError, path: str) -> JSONResponse:
@@ -547,17 +576,14 @@ def error_answer(error: SluiceError, path: str) -> JSONResponse:
     return error_response(error, status=status, body=body)
 
 
-def _answer_errors(app: FastAPI) -> None:
-    @app.exception_handler(SluiceError)
-    async def ours(http: Request, error: SluiceError) -> JSONResponse:
+async def _refused(http: Request, error: Exception) -> Response:
+    """Answer a request with the error that ended it: ours, or Starlette's own in the form of the dialect."""
+    if isinstance(error, SluiceError):
         return error_answer(error, http.scope["path"])
-
-    @app.exception_handler(HTTPException)
-    async def of_http(http: Request, error: HTTPException) -> JSONResponse:
-        codes = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED", 413: "BODY_TOO_LARGE"}
-        refused = SluiceError(
-            grpc.StatusCode.INVALID_ARGUMENT, codes.get(error.status_code, "INVALID_REQUEST"), str(error.detail)
-        )
-        answer = error_answer(refused, http.scope["path"])
-        answer.status_code = error.status_code
-        return answer
+    if not isinstance(error, HTTPException):
+        raise error
+    reason = HTTP_REASONS.get(error.status_code, "INVALID_REQUEST")
+    answer = error_answer(SluiceError(grpc.StatusCode.INVALID_ARGUMENT, reason, str(error.detail)), http.scope["path"])
+    answer.status_code = error.status_code
+    answer.headers.update(error.headers or {})
+    return answer

@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import grpc
@@ -22,6 +22,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gateway_svc.canonical import conversation_keys, extended_key
 from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, TextDeltas, visible_message
 from gateway_svc.config import CaptureConfig
+from gateway_svc.exchange import Exchange
 from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
 from gateway_svc.shared import SharedSampling
 from sluice.backoff import Backoff
@@ -89,6 +90,7 @@ class RecordedSessions:
     ) -> None:
         self._episodes = episode_pb2_grpc.EpisodeServiceStub(channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
+        self._exchange = Exchange(self._sessions)
         self._engine, self._config, self._run = engine, config, run
         self._base_url, self._name = base_url.rstrip("/"), name
         self._running: dict[tuple[str, bytes], SharedSampling] = {}
@@ -101,6 +103,7 @@ class RecordedSessions:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._exchange.close()
 
     # The run.
 
@@ -360,7 +363,9 @@ class RecordedSessions:
     ) -> session_pb2.BeginGenerationResponse:
         """Claim a request, or get what was recorded for it; wait while it is sampled elsewhere."""
         while True:
-            begun = await self._call(self._sessions.BeginGeneration, request, who, patience_s=until - time.monotonic())
+            begun = await self._patiently(
+                lambda timeout_s: self._exchange.begin(request, who, timeout_s), until - time.monotonic()
+            )
             if not begun.running:
                 request.ClearField("joins")
                 return begun
@@ -378,8 +383,8 @@ class RecordedSessions:
         request = session_pb2.RecordGenerationRequest(
             episode_id=session.episode_id, gateway=self._name, generation=generation, undelivered=undelivered
         )
-        answer = await self._call(
-            self._sessions.RecordGeneration, request, session.principal, patience_s=until - time.monotonic()
+        answer = await self._patiently(
+            lambda timeout_s: self._exchange.record(request, session.principal, timeout_s), until - time.monotonic()
         )
         return answer.parent
 
@@ -400,10 +405,10 @@ class RecordedSessions:
         async def renew() -> None:
             while True:
                 try:
-                    await self._sessions.BeginGeneration(request, metadata=_for(who), timeout=CLAIM_S / 3)
-                except grpc.aio.AioRpcError as error:
+                    await self._exchange.begin(request, who, CLAIM_S / 3)
+                except SluiceError as error:
                     # What was sampled may still be recorded: the claim only keeps others from doing the same work.
-                    log.debug("a claim could not be renewed", request=request.request_id, error=error.details())
+                    log.debug("a claim could not be renewed", request=request.request_id, error=str(error))
                 await asyncio.sleep(CLAIM_S / 3)
 
         def begin() -> None:
@@ -439,32 +444,51 @@ class RecordedSessions:
         request: _Request,
         principal: str,
         *,
-        patience_s: float | None = None,
         answer_s: float = CALL_S,
     ) -> _Answer:
-        """Call the orchestrator for a principal, again and again while it is away.
+        """Call the orchestrator for a principal, again and again while it is away, for `capture.deadlines.orchestrator_s`.
 
         Args:
             method: What to call; it is idempotent.
             request: With what.
             principal: Whose call it is.
-            patience_s: Seconds to try for; None: `capture.deadlines.orchestrator_s`.
             answer_s: Seconds for one answer.
 
         Raises:
             SluiceError: what the orchestrator raised, or the last failure to reach it.
         """
-        limit = self._config.deadlines.orchestrator_s if patience_s is None else patience_s
-        until, backoff = time.monotonic() + limit, Backoff(first_s=0.1, longest_s=2.0)
+
+        async def attempt(timeout_s: float) -> _Answer:
+            try:
+                return await method(request, metadata=_for(principal), timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise SluiceError.from_rpc(error) from error
+
+        return await self._patiently(attempt, self._config.deadlines.orchestrator_s, answer_s)
+
+    async def _patiently(
+        self, attempt: Callable[[float], Awaitable[_Answer]], patience_s: float, answer_s: float = CALL_S
+    ) -> _Answer:
+        """Make a call again and again for so many seconds while the orchestrator is away.
+
+        Args:
+            attempt: Makes it once, with its deadline in seconds.
+            patience_s: Seconds to try for.
+            answer_s: Seconds for one answer.
+
+        Raises:
+            SluiceError: of the last attempt.
+        """
+        until, backoff = time.monotonic() + patience_s, Backoff(first_s=0.1, longest_s=2.0)
         while True:
             left = until - time.monotonic()
             try:
-                return await method(request, metadata=_for(principal), timeout=max(_LEAST_S, min(answer_s, left)))
-            except grpc.aio.AioRpcError as error:
-                again = error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+                return await attempt(max(_LEAST_S, min(answer_s, left)))
+            except SluiceError as error:
+                again = error.code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
                 pause_s = backoff.fail()
                 if not again or left <= pause_s:
-                    raise SluiceError.from_rpc(error) from error
+                    raise
                 await asyncio.sleep(pause_s)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
+import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc
@@ -37,15 +40,18 @@ from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.training import Training
 from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
+from sluice import host_files
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller, is_local_peer
 from sluice.sampling.lockstep import Lockstep
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
+from sluice.telemetry import StateMetrics
 from sluice.v1 import episode_pb2_grpc, journal_pb2, orchestrator_pb2_grpc, session_pb2_grpc
 from sluice.v1 import orchestrator_pb2 as pb
 
@@ -56,6 +62,9 @@ SESSIONS = "sluice.v1.SessionService"
 EPISODES = "sluice.v1.EpisodeService"
 
 _NAME_CHARACTERS = 255
+
+LOCK_FILE = ".orchestrator.lock"
+"""File in a run's directory that its orchestrator holds locked."""
 
 _LEAST_END_S = 1.0
 """Seconds that the run gets at least to write its last records, also if the calls in progress took the whole of
@@ -91,11 +100,14 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
             await server.start()
             ended = asyncio.Event()
             running = asyncio.create_task(
-                _to_the_end(run, status.events, config.deadlines.watchers_s, ended), name="run"
+                _to_the_end(run, status.events, config.deadlines.watchers_s, ended, stays=config.serve_after_end),
+                name="run",
             )
             left_s = 0.0
             try:
-                left_s = await server.serve_until_signal(ended)
+                with StateMetrics(status.scrape):
+                    async with missing_peers_reported({"trainer": common.peers.trainer}, common):
+                        left_s = await server.serve_until_signal(ended)
             except asyncio.CancelledError:
                 await server.stop(0)
                 raise
@@ -123,14 +135,19 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         raise FailedForGoodError(str(error)) from error
 
 
-async def _to_the_end(run: Run, events: EventLog, watchers_s: float, ended: asyncio.Event) -> None:
-    """Run, and let the watchers read the last event before the server stops."""
+async def _to_the_end(run: Run, events: EventLog, watchers_s: float, ended: asyncio.Event, *, stays: bool) -> None:
+    """Run, and let the watchers read the last event before the server stops. With `stays` it stops after a failure only."""
+    stop = True
     try:
         await run.run()
+        stop = not stays
     finally:
         events.end()
         await events.all_read(watchers_s)
-        ended.set()
+        if stop:
+            ended.set()
+        else:
+            log.info("the run has ended; its state is served until a signal", setting="orchestrator.serve_after_end")
 
 
 def _server(common: CommonConfig, config: OrchestratorConfig, servicers: _Servicers) -> RpcServer:
@@ -147,6 +164,28 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicers: _Servic
     server.add(session_pb2_grpc.add_SessionServiceServicer_to_server, servicers.sessions, SESSIONS)
     server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicers.episodes, EPISODES)
     return server
+
+
+@contextlib.contextmanager
+def _only_writer(directory: Path) -> Iterator[None]:
+    """Keep other orchestrators out of a run's directory while the block lasts: two would write one journal.
+
+    On a cluster one may still run on a machine that was given up, when another one starts elsewhere.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION if there is another one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = host_files.open_private(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR)
+    try:
+        if not host_files.lock_now(lock, fcntl.LOCK_EX):
+            raise SluiceError.failed_precondition(
+                "RUN_IN_USE",
+                f"another orchestrator writes the run in {directory}: stop it, or wait until its machine has ended it",
+            )
+        yield
+    finally:
+        host_files.close(lock)
 
 
 @contextlib.asynccontextmanager
@@ -179,6 +218,7 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
             pace.apply(fact, time.monotonic())
             waiting.follow(fact)
 
+        stack.enter_context(_only_writer(common.run_dir))
         # Of an old run it reads a million facts: signals, and the environments' processes, are served meanwhile.
         journal = await asyncio.to_thread(_journal, common, config, follow)
         settings = LiveSettings(common, config)

@@ -224,6 +224,11 @@ class DeadlinesConfig(Section):
     lost_s: float = Field(
         600.0, gt=0, description="Seconds that the trainer or all replicas may be away during the run."
     )
+    update_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds that the run may wait for a replica that has taken a version which is new enough; then it ends, and can be continued.",
+    )
     begin_epoch_s: float = Field(900.0, gt=0, description="Seconds for the trainer to restore and publish its weights.")
     submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to submit a batch.")
     step_s: float = Field(
@@ -291,7 +296,11 @@ class ExternalConfig(Section):
         ge=0,
         description="Size of the last generations that are kept in memory, in MiB; others are read from disk.",
     )
-    cacheable_s: float = Field(5.0, ge=0, description="Seconds that gateways keep what they know of a session.")
+    cacheable_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds that gateways keep what they know of a session: whose it is, and how it samples.",
+    )
     retry_s: float = Field(
         1.0,
         gt=0,
@@ -455,7 +464,7 @@ class OrchestratorConfig(EpisodeConfig):
     max_lost_epochs: int = Field(
         5,
         ge=1,
-        description="Times that the trainer may be lost, with no batch applied in between, before the run fails.",
+        description="Times that the trainer may be lost before the run fails, with no new batch in between that changed the weights.",
     )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation inside the run.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
@@ -467,6 +476,10 @@ class OrchestratorConfig(EpisodeConfig):
     external: ExternalConfig = Field(default_factory=ExternalConfig, description="Episodes of external agents.")
     existing_run: Literal["resume", "refuse"] = Field(
         "resume", description="What to do if the run's directory holds a journal: resume the run, or refuse to start."
+    )
+    serve_after_end: bool = Field(
+        False,
+        description="When the run has ended, keep answering questions about it (GetRun, metrics) until a signal; false: end too. For engines that start whatever ends again, such as a StatefulSet of Kubernetes.",
     )
     write_trajectories: bool = Field(True, description="Write trajectories, with text, to trajectories/step_*.jsonl.")
     load_report_s: float = Field(1.0, gt=0, description="Seconds between two reports of the load.")

@@ -71,6 +71,7 @@ class Dispatcher:
         self.paused = False
         self._failed_in_a_row = 0
         self._lost_since: float | None = None
+        self._behind_since: float | None = None
         self._counted: Counter[str] = Counter()
         self._counted_at = self._ledger.batches_made
         groups = sorted(self._ledger.groups.values(), key=lambda each: each.number)
@@ -219,18 +220,23 @@ class Dispatcher:
         self._status.dispatch_blocked.set(blocked, now)
         # At the bound, replicas may still be busy with earlier groups: then neither side waits for the other.
         self._status.rollout_idle.set(blocked and not self._ledger.count(Stage.RUNNING), now)
-        self._check_lost(lost=waits_for_version and all(each.why_not() for each in self._pool.replicas), now=now)
+        lost = waits_for_version and all(each.why_not() for each in self._pool.replicas)
+        self._check_waits(wanted if waits_for_version else None, lost=lost, now=now)
         return replica.version if replica is not None else None
 
-    def _check_lost(self, *, lost: bool, now: float) -> None:
-        if not lost:
-            self._lost_since = None
-            return
-        if self._lost_since is None:
-            self._lost_since = now
-        limit = self._config.deadlines.lost_s
-        if now - self._lost_since > limit:
-            raise self._pool.none_for(limit, "orchestrator.deadlines.lost_s")
+    def _check_waits(self, wanted: Version | None, *, lost: bool, now: float) -> None:
+        """End the run if it has waited too long for a replica of the version `wanted`: since all are lost, or take no new version.
+
+        Raises:
+            SluiceError: UNAVAILABLE with what each replica lacks.
+        """
+        limits = self._config.deadlines
+        self._lost_since = (self._lost_since or now) if lost else None
+        self._behind_since = (self._behind_since or now) if wanted is not None and not lost else None
+        if self._lost_since is not None and now - self._lost_since > limits.lost_s:
+            raise self._pool.none_for(limits.lost_s, "orchestrator.deadlines.lost_s")
+        if wanted is not None and self._behind_since is not None and now - self._behind_since > limits.update_s:
+            raise self._pool.none_at(wanted, limits.update_s, "orchestrator.deadlines.update_s")
 
     async def _run_group(self, group: Group) -> None:
         """Run one group to its end: accepted, or dropped and counted."""

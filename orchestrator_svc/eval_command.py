@@ -187,6 +187,10 @@ class EvalConfig(AttemptsConfig):
             raise ValueError("url needs model: the name of the model there")
         if self.url and (self.baseline or self.external_agents):
             raise ValueError("url is for episodes that the environment runs, without a baseline")
+        if self.url and self.workflow != "auto":
+            raise ValueError(
+                f"a model at a url is asked as the environment says, so workflow cannot be {self.workflow}: leave it out"
+            )
         if bool(self.environment) == bool(self.environments):
             raise ValueError("give either environment, or a table for each of several environments")
         if self.plot is not None and self.plot.suffix not in FORMATS:

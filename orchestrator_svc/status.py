@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from google.protobuf.timestamp_pb2 import Timestamp
+from prometheus_client import Metric
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
@@ -17,7 +18,7 @@ from orchestrator_svc.scheduler import Scheduler
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
-from sluice.telemetry import LoopLag
+from sluice.telemetry import LoopLag, counter, gauge
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
@@ -180,6 +181,69 @@ class RunStatus:
             groups_failed=dict(ledger.failed_groups),
             redraws_dropped=ledger.redraws_dropped,
         )
+
+    def scrape(self) -> Iterator[Metric]:
+        """Yield the run as Prometheus metrics."""
+        ledger, bound, now = self._ledger, self._scheduler.bound, time.monotonic()
+        states = orchestrator_pb2.RunState
+        named = {
+            name.removeprefix("RUN_STATE_").lower(): float(states.Value(name) == self.state)
+            for name in states.keys()[1:]
+        }
+        yield gauge("sluice_run_state", "1 for the state of the run, 0 for the others.", named, "state")
+        for name, text, value in (
+            ("policy_epoch", "Epoch of the trainer's version.", ledger.epoch),
+            (
+                "policy_number",
+                "Number of the trainer's version: batches that its weights have absorbed.",
+                ledger.applied,
+            ),
+            ("max_steps", "Batches after which the run ends.", self._config.max_steps),
+            ("live_groups", "Groups dispatched and neither applied nor dropped.", len(ledger.groups)),
+            ("max_live_groups", "Most groups that the bound on staleness allows.", bound.capacity),
+            ("running_episodes", "Episodes that are generated or scored.", self._curriculum.running_episodes()),
+            ("ready_groups", "Scored groups that wait for a batch.", ledger.count(Stage.READY)),
+            ("queued_batches", "Batches made that the trainer has not applied.", len(ledger.to_send)),
+            ("max_staleness", "Most versions that a token may lag behind.", bound.max_staleness),
+            (
+                "staleness_seen",
+                "Most versions that a trained token lagged behind since the start of this process.",
+                self.max_staleness_seen,
+            ),
+        ):
+            yield gauge(f"sluice_run_{name}", text, float(value))
+        for name, text, total in (
+            ("trainer_idle_seconds", "Seconds in which the trainer had no batch.", self.trainer_idle.seconds(now)),
+            ("dispatch_blocked_seconds", "Seconds in which no group could start.", self.dispatch_blocked.seconds(now)),
+            ("rollout_idle_seconds", "Those of them in which no group ran either.", self.rollout_idle.seconds(now)),
+            ("trajectories_accepted", "Trajectories accepted.", ledger.accepted),
+            ("trajectories_trained", "Trajectories trained.", ledger.trained),
+        ):
+            yield counter(f"sluice_run_{name}", text, float(total))
+        dropped = {reason: float(count) for reason, count in ledger.dropped.items()}
+        yield counter("sluice_run_trajectories_dropped", "Trajectories dropped, by reason.", dropped, "reason")
+        failed = {reason: float(count) for reason, count in ledger.failed_groups.items()}
+        yield counter("sluice_run_groups_failed", "Groups that failed, by reason.", failed, "reason")
+        happened = {name: float(count) for name, count in self._pool.counts.items()}
+        yield counter("sluice_run_sampling_events", "What happened to requests at replicas.", happened, "event")
+        yield gauge("sluice_run_step_metric", "Metrics of the last step, as in metrics.jsonl.", self.metrics, "name")
+        yield from self._scrape_replicas()
+
+    def _scrape_replicas(self) -> Iterator[Metric]:
+        replicas, ledger = self._pool.replicas, self._ledger
+        fit = sum(not each.why_not() for each in replicas)
+        counts = {"fit": float(fit), "unfit": float(len(replicas) - fit)}
+        yield gauge("sluice_run_replicas", "Replicas known, by whether they get work.", counts, "state")
+        # A replica of an older epoch has none of the versions of this one.
+        lags = {
+            each.name: float(
+                ledger.applied - each.version.number if each.version.epoch == ledger.epoch else ledger.applied
+            )
+            for each in replicas
+            if each.seen
+        }
+        lag_text = "Versions that a replica is behind the trainer."
+        yield gauge("sluice_run_replica_lag", lag_text, lags, "replica")
 
     def environments(self) -> list[orchestrator_pb2.RunEnvironment]:
         """Describe the environments of the run, with the first tasks in quarantine."""

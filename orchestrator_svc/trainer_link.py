@@ -61,7 +61,7 @@ class TrainerLink:
                 raise SluiceError.unavailable("STARTING", "the trainer is still loading its model")
             return state
 
-        return await self._persist(ask, deadline_s, "the trainer cannot be reached")
+        return await self._persist(ask, deadline_s, f"the trainer at {self.client.target} cannot be reached")
 
     async def last_batch_in(self, epoch: int, applied: int) -> int | None:
         """Return the last batch that the trainer accepted in an epoch, if it still trains that epoch.

@@ -85,6 +85,7 @@ class Training:
         self._submitting = False
         self._step_began: float | None = None  # when the trainer had to begin the step that is due; None if none is due
         self._reporting = False
+        self._learned = self._ledger.applied  # the last batch that changed the weights
         self._shown: Mapping[int, int] | None = None  # until the steps that are missing were shown
 
     async def check_trainer(self) -> None:
@@ -151,21 +152,21 @@ class Training:
         """
         lost, self._shown = 0, shown
         while True:
-            before = self._ledger.applied
+            learned = self._learned
             try:
                 epoch = await self._open_epoch(on_step)
-                before = self._ledger.applied
                 await self._train(epoch, on_step)
             except* EpochLostError as group:
                 reason = str(group.exceptions[0])
             else:
                 return
             self._scheduler.is_open = False
-            lost = lost + 1 if self._ledger.applied == before else 1
+            # Batches that the trainer trains again after its checkpoint, or skips since they are not finite, are no progress.
+            lost = lost + 1 if self._learned == learned else 1
             if lost > self._config.max_lost_epochs:
                 raise SluiceError.unavailable(
                     "TRAINER_LOST",
-                    f"the trainer was lost {lost} times without one batch in between"
+                    f"the trainer was lost {lost} times without one new batch in between"
                     f" (orchestrator.max_lost_epochs), at last because: {reason}. See the trainer's log; once it is"
                     " repaired start the run again: it continues",
                 )
@@ -530,6 +531,8 @@ class Training:
                 if not group.redrawn and any(each.trajectory_id in late for each in group.trajectories)
             )
         self._record(batch_applied=applied)
+        if not step.skipped:
+            self._learned = max(self._learned, step.sequence_no)
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
         # What is only shown is computed after the batch has made room for others; `_show_missing` makes up for a kill before its end.

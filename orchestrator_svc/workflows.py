@@ -164,7 +164,13 @@ def choose_workflow(config: EpisodeConfig, environment: EnvironmentProcesses) ->
             f'workflow {name} does not fit environment {environment.name}: set orchestrator.workflow = "auto"'
         )
     else:
-        workflow = load_attribute(name, "workflow")(environment, config)
+        make = load_attribute(name, "workflow")
+        try:
+            workflow = make(environment, config)
+        except TypeError as error:
+            raise ConfigError(
+                f"workflow {name} is constructed with the environment and the settings: {error}"
+            ) from error
     if not hasattr(workflow, "arun_episode"):
         raise ConfigError(f"workflow {name} has no method arun_episode(engine, data): add it, or name another class")
     return Scored(workflow, environment) if environment.single_turn else workflow

@@ -21,6 +21,7 @@ from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
 from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, Service
 from sluice.engines import ENGINES
+from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer
 from sluice.rpc.server import advertised_address
 from sluice.v1 import rollout_pb2_grpc
@@ -76,6 +77,7 @@ async def _serve(
     server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, "sluice.v1.RolloutAdminService")
     http = _http_server(common, config, requests, admin, server)
     try:
+        server.count_left(lambda: requests.samples)
         await server.start()
         if http is not None:
             await http.start()
@@ -104,8 +106,11 @@ async def _serve(
         if http is not None:
             await http.stop(HAND_OVER_S)
 
+    needed = {"weightsync": common.peers.weightsync} if config.follow_weights else {}
+    needed |= {"orchestrator": common.peers.orchestrator} if config.announce else {}
     try:
-        await server.serve_until_signal(ended, finish)
+        async with missing_peers_reported(needed, common):
+            await server.serve_until_signal(ended, finish)
     finally:
         for task in tasks:
             task.cancel()

@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
-import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from sluice.backoff import Backoff
-from sluice.config import SecurityConfig
-from sluice.environments.wire import plain_data
-from sluice.rpc import SluiceError, connect
+from sluice.plain_data import plain_data
+from sluice.rpc import ClientSecurity, SluiceError, connect
 from sluice.v1 import episode_pb2, episode_pb2_grpc, tokens_pb2
+
+if TYPE_CHECKING:  # an agent needs grpcio and protobuf alone
+    from sluice.rpc.client_security import Security
 
 RUN_ENDED = "RUN_ENDED"
 """Reason of a gateway whose run has no more episodes."""
@@ -54,7 +56,7 @@ _LEAST_PAUSE_S = 0.1
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +164,14 @@ class AgentClient:
     Args:
         target: Address of the gateway's gRPC port.
         run: Name of the run.
-        security: Token of a principal with the role `agent`, and TLS.
+        security: Token of a principal with the role `agent`, and TLS: a `sluice.rpc.ClientSecurity`, or the settings of a process.
         patience_s: Seconds that a lease is asked for again while no gateway answers; by default `PATIENCE_S`.
     """
 
     def __init__(
-        self, target: str, run: str, security: SecurityConfig | None = None, *, patience_s: float | None = None
+        self, target: str, run: str, security: Security | None = None, *, patience_s: float | None = None
     ) -> None:
-        self._channel = connect(target, security or SecurityConfig(), role="agent")
+        self._channel = connect(target, security or ClientSecurity(), role="agent")
         self._stub = episode_pb2_grpc.EpisodeServiceStub(self._channel)
         self._run, self._patience_s = run, patience_s
 
@@ -247,7 +249,7 @@ class AgentClient:
                 await self._give_back(episode)
             raise
         except Exception as error:  # noqa: BLE001 - the agent's own code may raise anything, and an episode may end while it is played
-            log.warning("an episode is given up", task=leased.task.task_id, error=repr(error))
+            log.warning("an episode of task %s is given up: %r", leased.task.task_id, error)
             if episode is not None:
                 with contextlib.suppress(SluiceError):
                     await episode.abandon(repr(error))

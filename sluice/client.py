@@ -10,14 +10,15 @@ stubs of `sluice.v1` on `sluice.rpc.connect`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar, cast
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import grpc
 
-from sluice.config import SecurityConfig
-from sluice.rpc import SluiceError, connect
-from sluice.rpc.principals import Role
+from sluice.rpc import ClientSecurity, SluiceError, connect
+from sluice.rpc.channel import TOO_OLD
 from sluice.v1 import (
     orchestrator_pb2,
     orchestrator_pb2_grpc,
@@ -30,6 +31,10 @@ from sluice.v1 import (
     weightsync_pb2_grpc,
 )
 from sluice.versions import Version
+
+if TYPE_CHECKING:  # a client needs grpcio and protobuf alone
+    from sluice.rpc.client_security import Security
+    from sluice.rpc.principals import Role
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | tokens_pb2.Conversation
 """Text, token ids, messages as ``{"role": ..., "content": ...}``, or a conversation with tools."""
@@ -49,7 +54,7 @@ async def _typed(call: Awaitable[_Answer]) -> _Answer:
         raise SluiceError.from_rpc(error) from error
 
 
-async def _stream(call: grpc.aio.UnaryStreamCall[_Request, _Answer]) -> AsyncIterator[_Answer]:
+async def _stream(call: grpc.aio.UnaryStreamCall[_Request, _Answer]) -> AsyncGenerator[_Answer, None]:
     """Yield a stream's messages; leaving the loop cancels the call."""
     try:
         async for message in call:
@@ -60,6 +65,35 @@ async def _stream(call: grpc.aio.UnaryStreamCall[_Request, _Answer]) -> AsyncIte
         call.cancel()
 
 
+async def _resumed(
+    watch: grpc.aio.UnaryStreamMultiCallable[_Request, _Answer],
+    request: _Request,
+    seen: Callable[[_Answer], None],
+    timeout_s: float | None,
+) -> AsyncIterator[_Answer]:
+    """Yield a watch's messages. If the server ends it for its age, watch again.
+
+    Args:
+        watch: The method.
+        request: What to watch.
+        seen: Moves the request on to what follows a message.
+        timeout_s: Seconds in all; None leaves them to the channel.
+    """
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left_s = None if end is None else max(0.0, end - time.monotonic())
+        try:
+            async with contextlib.aclosing(_stream(watch(request, timeout=left_s))) as answers:
+                async for answer in answers:
+                    seen(answer)
+                    yield answer
+        except SluiceError as error:
+            if error.reason != TOO_OLD:
+                raise
+        else:
+            return
+
+
 def _run_name(run: str) -> str:
     return run if not run or run.startswith("runs/") else f"runs/{run}"
 
@@ -67,8 +101,9 @@ def _run_name(run: str) -> str:
 class _Client:
     """Owns a channel."""
 
-    def __init__(self, target: str, security: SecurityConfig | None = None, *, role: Role = "admin") -> None:
-        self._channel = connect(target, security or SecurityConfig(), role=role)
+    def __init__(self, target: str, security: Security | None = None, *, role: Role = "admin") -> None:
+        self.target = target
+        self._channel = connect(target, security or ClientSecurity(), role=role)
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,7 +119,7 @@ class _Client:
 class RolloutClient(_Client):
     """Samples from a replica, or from all of them behind one DNS name; role ``agent`` is enough to generate."""
 
-    def __init__(self, target: str, security: SecurityConfig | None = None, *, role: Role = "admin") -> None:
+    def __init__(self, target: str, security: Security | None = None, *, role: Role = "admin") -> None:
         super().__init__(target, security, role=role)
         self._agent = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self._admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
@@ -105,7 +140,7 @@ class RolloutClient(_Client):
         Raises:
             SluiceError: as listed at RolloutService.Generate.
         """
-        request = _generate_request(prompt, sampling, n, run)
+        request = generate_request(prompt, sampling, n, run)
         request.adapter, request.return_text = adapter, return_text
         return await _typed(self._agent.Generate(request, timeout=timeout_s))
 
@@ -123,7 +158,7 @@ class RolloutClient(_Client):
         Each message has the new tokens of all samples in ``chunk.deltas``, or none if the request waits. The first has an
         ``opening``, too.
         """
-        request = rollout_pb2.GenerateStreamRequest(request=_generate_request(prompt, sampling, n, run))
+        request = rollout_pb2.GenerateStreamRequest(request=generate_request(prompt, sampling, n, run))
         return _stream(self._agent.GenerateStream(request, timeout=timeout_s))
 
     async def model(self) -> rollout_pb2.GetModelResponse:
@@ -188,7 +223,7 @@ class RolloutClient(_Client):
 class TrainerClient(_Client):
     """Hands batches to a trainer and reads its reports."""
 
-    def __init__(self, target: str, security: SecurityConfig | None = None) -> None:
+    def __init__(self, target: str, security: Security | None = None) -> None:
         super().__init__(target, security)
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
 
@@ -218,7 +253,11 @@ class TrainerClient(_Client):
     ) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
         """Yield the reports of applied batches, past ones first, for a day unless `timeout_s` says otherwise."""
         request = trainer_pb2.WatchStepsRequest(run=_run_name(run), from_number=from_number)
-        return _stream(self._stub.WatchSteps(request, timeout=timeout_s))
+
+        def seen(answer: trainer_pb2.WatchStepsResponse) -> None:
+            request.from_number = answer.step.policy_version.number + 1
+
+        return _resumed(self._stub.WatchSteps, request, seen, timeout_s)
 
     async def save_checkpoint(
         self, run: str, journal_position: int = 0, *, timeout_s: float = 600.0
@@ -247,7 +286,7 @@ class TrainerClient(_Client):
 class OrchestratorClient(_Client):
     """Watches and steers a run."""
 
-    def __init__(self, target: str, security: SecurityConfig | None = None) -> None:
+    def __init__(self, target: str, security: Security | None = None) -> None:
         super().__init__(target, security)
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
@@ -261,7 +300,11 @@ class OrchestratorClient(_Client):
     ) -> AsyncIterator[orchestrator_pb2.WatchRunResponse]:
         """Yield the events of the run, past ones first, until it ends, for a day unless `timeout_s` says otherwise."""
         request = orchestrator_pb2.WatchRunRequest(run=_run_name(run), from_sequence_no=from_sequence_no)
-        return _stream(self._stub.WatchRun(request, timeout=timeout_s))
+
+        def seen(answer: orchestrator_pb2.WatchRunResponse) -> None:
+            request.from_sequence_no = answer.event.sequence_no + 1
+
+        return _resumed(self._stub.WatchRun, request, seen, timeout_s)
 
     async def pause(self, run: str) -> orchestrator_pb2.Run:
         """Stop dispatching new episodes."""
@@ -305,7 +348,7 @@ class OrchestratorClient(_Client):
 class WeightSyncClient(_Client):
     """Reads and deletes weight versions of a run."""
 
-    def __init__(self, target: str, security: SecurityConfig | None = None) -> None:
+    def __init__(self, target: str, security: Security | None = None) -> None:
         super().__init__(target, security)
         self._stub = weightsync_pb2_grpc.WeightSyncServiceStub(self._channel)
 
@@ -326,9 +369,10 @@ class WeightSyncClient(_Client):
         await _typed(self._stub.DeleteVersion(request))
 
 
-def _generate_request(
+def generate_request(
     prompt: Prompt, sampling: tokens_pb2.SamplingParams | None, n: int, run: str
 ) -> rollout_pb2.GenerateRequest:
+    """Return the request for `n` samples of a prompt."""
     request = rollout_pb2.GenerateRequest(run=_run_name(run), sampling=sampling, n=n)
     if isinstance(prompt, str):
         request.text = prompt

@@ -10,12 +10,15 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Self, TextIO, TypeAlias
 
 import structlog
 from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from sluice.config.secrets import hide
@@ -130,6 +133,83 @@ class LoopLag:
         lags = sorted(self._lags)
         self._lags.clear()
         return lags[min(len(lags) - 1, int(len(lags) * 0.99))] if lags else 0.0
+
+
+class StateMetrics(Collector):
+    """Metrics that are read from the state of a service when somebody scrapes them. A context: they are served inside of it.
+
+    A scrape comes in a thread of its own. The state is read on the event loop that was running when this was made, so that
+    nothing changes it meanwhile. If that loop does not get to it within `READ_S`, these metrics are missing from the scrape.
+
+    Args:
+        read: Returns the metrics; does not wait.
+        registry: Where they are registered.
+    """
+
+    READ_S = 5.0
+
+    def __init__(self, read: Callable[[], Iterable[Metric]], registry: CollectorRegistry = REGISTRY) -> None:
+        self._read, self._registry = read, registry
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Self:
+        self._registry.register(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._registry.unregister(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Name no metrics in advance: the registry would have to read them to do that."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current values (prometheus_client's interface)."""
+        try:
+            on_the_loop = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            on_the_loop = False
+        if on_the_loop:
+            yield from self._read()
+            return
+        reading: Future[list[Metric]] = Future()
+
+        def read() -> None:
+            if reading.set_running_or_notify_cancel():
+                try:
+                    reading.set_result(list(self._read()))
+                except Exception as error:  # noqa: BLE001 - the scrape raises it
+                    reading.set_exception(error)
+
+        self._loop.call_soon_threadsafe(read)
+        try:
+            yield from reading.result(self.READ_S)
+        except TimeoutError:
+            reading.cancel()
+            log.warning("metrics are left out of a scrape: the event loop was busy", waited_s=self.READ_S)
+
+
+Values: TypeAlias = float | Mapping[str, float] | Mapping[tuple[str, str], float]
+"""One value, or one for each value of a label, or for each pair of values of two labels."""
+
+
+def gauge(name: str, text: str, values: Values, *labels: str) -> Metric:
+    """Return a gauge with values of now."""
+    return _with_values(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def counter(name: str, text: str, values: Values, *labels: str) -> Metric:
+    """Return a counter with values of now. Its samples have the suffix ``_total``."""
+    return _with_values(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _with_values(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    if isinstance(values, Mapping):
+        for key, each in values.items():
+            family.add_metric(key if isinstance(key, tuple) else (key,), each)
+    else:
+        family.add_metric((), values)
+    return family
 
 
 class MetricsWriter:

@@ -28,16 +28,24 @@ LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=5, first_pause_s=0.01)
 
 
 class Link:
-    """A TCP proxy that counts what comes back from its target.
+    """A TCP proxy that counts bytes, and can be cut, taken down, or made to stall.
 
     Attributes:
         address: Where it listens.
         received: Bytes that the target sent.
+        sent: Bytes that were sent to the target.
+        down: While set, connections are broken as soon as they are made.
+        stall_at: Bytes of either direction after which nothing passes until this is None again.
+        damage: Blocks that come back and get a wrong byte on the way, from the next large one on.
     """
 
     def __init__(self, target: str) -> None:
         self.address = ""
         self.received = 0
+        self.sent = 0
+        self.down = False
+        self.stall_at: int | None = None
+        self.damage = 0
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._server: asyncio.Server | None = None
@@ -46,6 +54,16 @@ class Link:
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    @property
+    def stalls(self) -> bool:
+        return self.stall_at is not None and max(self.received, self.sent) >= self.stall_at
+
+    def reset(self) -> tuple[int, int]:
+        """Return the bytes sent and received since the last call."""
+        counted = self.sent, self.received
+        self.sent = self.received = 0
+        return counted
 
     def cut(self) -> None:
         """Break every connection; new ones are taken."""
@@ -58,6 +76,9 @@ class Link:
         self.cut()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.down:
+            writer.transport.abort()
+            return
         try:
             there, back = await asyncio.open_connection(self._host, self._port)
         except OSError:
@@ -66,15 +87,23 @@ class Link:
         self._writers |= {writer, back}
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._copy(reader, back, count=False))
-                tasks.create_task(self._copy(there, writer, count=True))
+                tasks.create_task(self._copy(reader, back, comes_back=False))
+                tasks.create_task(self._copy(there, writer, comes_back=True))
         finally:
             self._writers -= {writer, back}
 
-    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, count: bool) -> None:
+    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, comes_back: bool) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 18):
-                self.received += len(data) if count else 0
+                while self.stalls and not target.is_closing():  # noqa: ASYNC110 - a test changes the bound
+                    await asyncio.sleep(0.01)
+                if comes_back and self.damage and len(data) >= 1 << 14:
+                    self.damage -= 1
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                if comes_back:
+                    self.received += len(data)
+                else:
+                    self.sent += len(data)
                 target.write(data)
                 await target.drain()
         target.close()

@@ -10,7 +10,10 @@ import grpc
 import structlog
 
 from sluice.config import CommonConfig, ConfigError, Service
+from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError, connect
+from sluice.rpc.server import serve_probes
+from sluice.telemetry import StateMetrics
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join
@@ -105,7 +108,9 @@ async def _lead(
     loading = asyncio.create_task(_load(trainer, server, failed))
     left_s = 0.0
     try:
-        left_s = await server.serve_until_signal(failed)
+        with StateMetrics(trainer.scrape):
+            async with missing_peers_reported({"weightsync": common.peers.weightsync}, common):
+                left_s = await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(max(left_s, LEAST_GRACE_S))
         if ended and ranks is not None:  # otherwise a thread still uses the link; the others end when this process does
@@ -133,9 +138,14 @@ async def _follow(
     channel = connect(common.peers.weightsync, common.security, role="trainer")
     publisher = PolicyPublisher(_weight_publisher(common, config, channel, link))
     learner = Learner(common, config, mesh)
+    probes = None
     try:
+        if os.environ.get("LOCAL_RANK") == "0":  # the first process of a further node answers for that node
+            probes = await serve_probes(config.server)
         await FollowingRank(learner, link, publisher).run(compute)
     finally:
+        if probes is not None:
+            await probes.stop(0)
         await publisher.close(0.0)
         await channel.close()
 

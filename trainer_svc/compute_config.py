@@ -141,6 +141,12 @@ class ParallelConfig(Section):
         gt=0,
         description="Seconds that a process waits for the others in one collective operation before it fails.",
     )
+    rendezvous_port: int = Field(
+        7112,
+        ge=1,
+        le=65535,
+        description="Port on the first machine where the machines of a trainer on several find each other.",
+    )
 
     @model_validator(mode="after")
     def _shards(self) -> Self:

@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from sluice.config import CommonConfig, ConfigError, Service
+from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.rpc.server import advertised_address
+from sluice.telemetry import StateMetrics
 from sluice.v1 import weightsync_pb2_grpc
-from weightsync.config import WeightSyncConfig
+from weightsync.config import WeightSyncConfig, is_store_url
 from weightsync.format.manifest import run_resource
+from weightsync.mirror.bucket import Bucket
+from weightsync.mirror.layout import PART_BYTES
+from weightsync.mirror.reader import MirrorReader
+from weightsync.mirror.writer import Mirror
 from weightsync.relay import Relay, RelayCycleError
-from weightsync.service.runs import Runs
+from weightsync.service.runs import Runs, Upstream
 from weightsync.service.servicer import WeightDeliveryServicer, WeightSyncServicer
 
 _M_TRIM_THRESHOLD = -1
@@ -33,7 +39,9 @@ _LARGEST_KEPT_BYTES = 32 << 20
 _UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT}
 
 
-def build_runs(common: CommonConfig, config: WeightSyncConfig, upstream: Relay | None = None) -> Runs:
+def build_runs(
+    common: CommonConfig, config: WeightSyncConfig, upstream: Upstream | None = None, mirror: Mirror | None = None
+) -> Runs:
     """Build the runs of a service as its settings describe them."""
 
     def directory_of(run: str) -> Path:
@@ -45,7 +53,7 @@ def build_runs(common: CommonConfig, config: WeightSyncConfig, upstream: Relay |
         # Another run's base model is not known here; its versions hold weights alone.
         return common.model if run == common.run else ""
 
-    return Runs(config, directory_of, model_of, upstream)
+    return Runs(config, directory_of, model_of, upstream, mirror=mirror)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +77,19 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
     """Serve until the block ends; raise ConfigError if the settings do not work, as of relays that feed each other."""
     async with AsyncExitStack() as stack:
         relay: Relay | None = None
-        if config.upstream is not None:
+        reader: MirrorReader | None = None
+        mirror: Mirror | None = None
+        if config.upstream is not None and is_store_url(config.upstream):
+            reader = MirrorReader(Bucket.open(config.upstream, config.mirror_deadline_s))
+        elif config.upstream is not None:
             relay = Relay(
                 await stack.enter_async_context(connect(config.upstream, common.security, role="trainer")),
                 config.upstream,
             )
-        runs = build_runs(common, config, relay)
+        if config.mirror is not None:
+            bucket = Bucket.open(config.mirror, config.mirror_deadline_s)
+            mirror = Mirror(bucket, lambda run: common.output_dir / run / "checkpoints", part_bytes=PART_BYTES)
+        runs = build_runs(common, config, relay or reader, mirror)
         stack.push_async_callback(runs.close)
         server = RpcServer(
             "weightsync", config.server, common.security, call_log=common.run_dir / "calls/weightsync.jsonl"
@@ -93,10 +108,14 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
         failed = asyncio.Event()
         await server.start()
         stack.push_async_callback(server.stop, 0)
+        stack.enter_context(StateMetrics(runs.scrape))
         await stack.enter_async_context(_background(runs.retain_forever(), failed))
         if relay is not None:
             address = advertised_address(config.advertise, server.target)
             await stack.enter_async_context(_background(relay.run_forever(address), failed))
+        for copying in (reader, mirror):
+            if copying is not None:
+                await stack.enter_async_context(_background(copying.run_forever(), failed))
         yield Serving(server, runs, relay, failed)
 
 
@@ -119,7 +138,8 @@ async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) ->
 async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
     _keep_freed_memory()
-    async with serving(common, config) as service:
+    upstream = {} if config.upstream is None else {"weightsync": config.upstream}
+    async with serving(common, config) as service, missing_peers_reported(upstream, common):
         await service.server.serve_until_signal(service.failed)
 
 

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from sluice.config import Section, ServerConfig
+
+_STORE_URL = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._=/-]*)?|file:///[^?#@]+")
+
+
+def is_store_url(text: str) -> bool:
+    """Return whether an address is the URL of an object store.
+
+    Raises:
+        ValueError: if it is one that cannot be used. The message does not repeat it, because it may hold a password.
+    """
+    if "://" not in text:
+        return False
+    if not _STORE_URL.fullmatch(text):
+        raise ValueError(
+            "the URL of an object store is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or"
+            " file:///DIRECTORY; credentials and endpoints come from the environment, never from the URL"
+        )
+    return True
 
 
 class WeightSyncConfig(Section):
@@ -46,7 +66,27 @@ class WeightSyncConfig(Section):
     upstream: str | None = Field(
         None,
         min_length=1,
-        description="Address of the weight service behind this one, which makes this one a relay. Unset: trainers push to this service.",
+        description="Address of the weight service behind this one, which makes this one a relay; or the URL of an object store that another site's service mirrors its versions to (`s3://`, `gs://`, `az://`, `file://`). Unset: trainers push to this service.",
+    )
+    mirror: str | None = Field(
+        None,
+        min_length=1,
+        description="URL of an object store (`s3://BUCKET/PREFIX`, `gs://`, `az://`, `file://`) to which each version is copied in the background after its commit, for services at other sites. Credentials come from the environment. Unset: no copy.",
+    )
+    mirror_keep: int = Field(
+        16,
+        ge=1,
+        description="Number of newest versions of a run to keep in the object store; what leads to them, and versions that a checkpoint names, are kept as well.",
+    )
+    mirror_poll_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds between two looks into the object store that `upstream` names; after a failure up to ten times as many.",
+    )
+    mirror_deadline_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that one request to an object store may take; it moves at most 16 MiB, so a slow link needs more.",
     )
     advertise: str | None = Field(
         None,
@@ -77,6 +117,26 @@ class WeightSyncConfig(Section):
         5.0, gt=0, le=10, description="Seconds between heartbeats on a WatchVersions stream without news."
     )
     io_threads: int = Field(8, ge=1, description="Threads for disk work and hashing.")
+
+    @field_validator("upstream")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            is_store_url(value)
+        return value
+
+    @field_validator("mirror")
+    @classmethod
+    def _is_a_store(cls, value: str | None) -> str | None:
+        if value is not None and not is_store_url(value):
+            raise ValueError("a mirror is an object store: give a URL such as s3://BUCKET/PREFIX")
+        return value
+
+    @model_validator(mode="after")
+    def _no_circle(self) -> Self:
+        if self.mirror is not None and self.mirror == self.upstream:
+            raise ValueError("mirror and upstream are the same object store: a service either writes it or reads it")
+        return self
 
 
 CONFIG = WeightSyncConfig

@@ -16,6 +16,19 @@ COMMITTED_BYTES = Counter("sluice_weights_committed_bytes", "Bytes of committed 
 HELD_BYTES = Gauge("sluice_weights_held_bytes", "Bytes of versions on disk, uploads included.", ("run",))
 RELAYED_BYTES = Counter("sluice_weights_relayed_bytes", "Bytes that a relay pulled from upstream.", ("run",))
 RELAY_LAG = Gauge("sluice_weights_relay_lag", "Versions that a relay is behind its upstream.", ("run",))
+MIRROR_BYTES = Counter(
+    "sluice_weights_mirror_bytes",
+    "Bytes of versions that were sent to an object store or received from it.",
+    ("run", "direction", "form"),
+)
+MIRROR_LAG = Gauge(
+    "sluice_weights_mirror_lag",
+    "Versions that an object store is behind the service that writes it, or ahead of the one that reads it.",
+    ("run", "direction"),
+)
+MIRROR_DAMAGED = Counter(
+    "sluice_weights_mirror_damaged", "Objects that came with other bytes than their digest says.", ("run",)
+)
 UPDATES = Counter("sluice_weights_updates", "Versions that a replica took or failed to take.", ("outcome",))
 FALLBACKS = Counter(
     "sluice_weights_fallbacks",

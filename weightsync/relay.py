@@ -66,6 +66,8 @@ class Relay:
         target: Its address, for messages.
     """
 
+    continues_files = False
+
     def __init__(self, channel: grpc.aio.Channel, target: str) -> None:
         self.target = target
         self._channel = channel
@@ -135,6 +137,9 @@ class Relay:
         """Return the seconds that the service behind grants; infinite before its first answer."""
         follower = self._followers.get(run.name)
         return math.inf if follower is None else follower.forwarder.lease_s
+
+    def describe(self, run: Run) -> None:
+        """Return nothing: what is behind is no object store."""
 
     def connected(self, run: str) -> bool:
         """Return whether the service behind answers for the run."""

@@ -37,9 +37,9 @@ from orchestrator_svc.journal.segments import JournalError
 from sluice.cli import fork_server
 from sluice.cli.rl import write_settings
 from sluice.config import SecurityConfig, load_run, whole_number
+from sluice.plan import Plan, make_plan
+from sluice.plan.local import HOSTS, child_specs, on_free_ports, this_machine
 from sluice.rpc import connect
-from sluice.rpc.server import LOOPBACK, free_ports
-from sluice.supervise.plan import Addresses, assign_devices, child_specs, replica_names, service_of
 from sluice.supervise.supervisor import ChildSpec, ChildState, LogLine, Outcome, Supervisor
 from sluice.tasks import discard_outcome
 from sluice.v1 import episode_pb2_grpc
@@ -75,12 +75,12 @@ class Kill:
 
     def __str__(self) -> str:
         """Return what is counted together."""
-        return f"{service_of(self.child)} {'between' if self.between else 'inside'} turns"
+        return f"{self.child.partition('-')[0]} {'between' if self.between else 'inside'} turns"
 
 
 def draw_kills(rounds: int, dice: random.Random) -> list[Kill]:
     """Return the kills of a run in order: each victim between turns and inside of turns, so many times."""
-    victims = [*GATEWAYS, *replica_names(REPLICAS), "orchestrator"]
+    victims = [*GATEWAYS, *(f"rollout-{number}" for number in range(REPLICAS)), "orchestrator"]
     kills = [Kill(victim, between) for victim in victims for between in (False, True)] * rounds
     dice.shuffle(kills)
     return kills
@@ -164,11 +164,11 @@ class Job:
         began = time.monotonic()
         shown, fleet, played = _Shown(), None, list[Played]()
         failures: list[str] = []
-        async with self._supervised(shown) as (ended, addresses):
+        async with self._supervised(shown) as (ended, plan):
             try:
                 await self._serving(shown, ended)
-                async with self._fleet(addresses) as fleet:
-                    await self._play(fleet, addresses, shown, ended, played)
+                async with self._fleet(plan) as fleet:
+                    await self._play(fleet, plan, shown, ended, played)
             except (TimeoutError, RefusedError, RuntimeError) as error:
                 failures.append(f"{type(error).__name__}: {error}")
         seconds = time.monotonic() - began
@@ -178,7 +178,7 @@ class Job:
 
     # The processes.
 
-    def _specs(self) -> tuple[list[ChildSpec], Addresses]:
+    def _specs(self) -> tuple[list[ChildSpec], Plan]:
         options, seen = self.options, self.directory / f"{self.name}-sampled"
         seen.mkdir()
         settings = {
@@ -186,6 +186,8 @@ class Job:
             "output-dir": self.directory,
             "model": self.model,
             "seed": options.seed,
+            "gateway.server.port": 0,
+            "gateway.server.http-port": 0,
             "orchestrator.max-steps": 1_000_000,
             "orchestrator.batch-size": BATCH_GROUPS,
             "orchestrator.group-size": GROUP_SIZE,
@@ -208,28 +210,23 @@ class Job:
         }
         words = [f"--{key}={value}" for key, value in settings.items()]
         config = load_run(words)
-        names = [*replica_names(REPLICAS), "trainer", "orchestrator", "weightsync", *GATEWAYS]
-        ports = free_ports(len(names) + REPLICAS + len(GATEWAYS))
-        grpc = dict(zip(names, ports, strict=False))
-        http = dict(zip([*replica_names(REPLICAS), *GATEWAYS], ports[len(names) :], strict=True))
-        addresses = Addresses(grpc, http)
-        config = config.model_copy(update={"peers": addresses.peers()})
+        extra = {"gateway": len(GATEWAYS)}
+        plan = make_plan(config, this_machine(()), replicas=REPLICAS, extra=extra, threads=1)
+        plan = on_free_ports(plan, config)
+        config = config.model_copy(update={"peers": plan.peers(HOSTS)})
         config.run_dir.mkdir(parents=True)
-        places = assign_devices(config, replica_names(REPLICAS), [])
-        specs = child_specs(
-            config, addresses, write_settings(config), config.run_dir / "logs", threads=1, places=places
-        )
-        return [_witnessed(each, seen) if service_of(each.name) == "rollout" else each for each in specs], addresses
+        specs = child_specs(plan, config, write_settings(config), config.run_dir / "logs", own_threads=True)
+        return [_witnessed(each, seen) if each.name.startswith("rollout") else each for each in specs], plan
 
     @contextlib.asynccontextmanager
-    async def _supervised(self, shown: _Shown) -> AsyncIterator[tuple[asyncio.Task[Outcome], Addresses]]:
-        specs, addresses = self._specs()
+    async def _supervised(self, shown: _Shown) -> AsyncIterator[tuple[asyncio.Task[Outcome], Plan]]:
+        specs, plan = self._specs()
         supervisor, stop = Supervisor(specs, shown, max_restarts=100_000), asyncio.Event()
         ended = asyncio.create_task(supervisor.run(stop))
         keeping = asyncio.create_task(self._keep_segments())
         discard_outcome(ended, keeping)
         try:
-            yield ended, addresses
+            yield ended, plan
         finally:
             stop.set()
             await ended
@@ -262,15 +259,15 @@ class Job:
             raise RuntimeError(f"the run ended: {outcome.child} {outcome.reason}\n{tail}")
 
     @contextlib.asynccontextmanager
-    async def _fleet(self, addresses: Addresses) -> AsyncIterator[Fleet]:
+    async def _fleet(self, plan: Plan) -> AsyncIterator[Fleet]:
         async with contextlib.AsyncExitStack() as stack:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             http = await stack.enter_async_context(httpx.AsyncClient(timeout=60, limits=limits))
             channels = [
-                await stack.enter_async_context(connect(f"{LOOPBACK}:{addresses.grpc[each]}", SecurityConfig()))
-                for each in GATEWAYS
+                await stack.enter_async_context(connect(each, SecurityConfig()))
+                for each in plan.addresses("gateway", HOSTS)
             ]
-            urls = [f"http://{LOOPBACK}:{addresses.http[each]}" for each in GATEWAYS]
+            urls = [f"http://{each}" for each in plan.addresses("gateway", HOSTS, "http")]
             fleet = Fleet(urls, [episode_pb2_grpc.EpisodeServiceStub(each) for each in channels], http, self.name)
             fleet.open.set()
             yield fleet
@@ -278,7 +275,7 @@ class Job:
     # The episodes.
 
     async def _play(
-        self, fleet: Fleet, addresses: Addresses, shown: _Shown, ended: asyncio.Task[Outcome], played: list[Played]
+        self, fleet: Fleet, plan: Plan, shown: _Shown, ended: asyncio.Task[Outcome], played: list[Played]
     ) -> None:
         """Play until each kind has its episodes, while children are killed at even distances of progress."""
         from transformers import AutoTokenizer  # noqa: PLC0415 - seconds
@@ -314,14 +311,14 @@ class Job:
                     while len(played) < due and not any(worker.done() for worker in workers):
                         self._check(ended)
                         await asyncio.sleep(_LOOK_S)
-                    await self._kill(each, fleet, addresses, dice)
+                    await self._kill(each, fleet, plan, dice)
                 await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _kill(self, kill: Kill, fleet: Fleet, addresses: Addresses, dice: random.Random) -> None:
+    async def _kill(self, kill: Kill, fleet: Fleet, plan: Plan, dice: random.Random) -> None:
         """Kill a child: once no request is under way, or at a moment at which some are."""
         async with asyncio.timeout(QUIET_S):
             if kill.between:
@@ -331,7 +328,7 @@ class Job:
         if not kill.between:
             await asyncio.sleep(dice.uniform(0, 0.1))
         busy = len(fleet.busy)
-        process = _process(addresses.grpc[kill.child])
+        process = _process(plan.place(kill.child).port())
         if process is not None:
             process.kill()
             self.kills[str(kill)] += 1

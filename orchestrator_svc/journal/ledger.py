@@ -351,7 +351,12 @@ class Ledger:
         kind = fact.WhichOneof("kind")
         if kind is None:
             raise LedgerError(f"fact {seq} is of a kind that this release does not know: use the one that wrote it")
-        self._kinds[kind](getattr(fact, kind))
+        try:
+            self._kinds[kind](getattr(fact, kind))
+        except LookupError as error:
+            raise LedgerError(
+                f"fact {seq} ({kind}) is about {error}, which no fact before it has named: the journal is damaged"
+            ) from error
         self.last_seq = seq
 
     def _process_started(self, fact: pb.ProcessStarted) -> None:

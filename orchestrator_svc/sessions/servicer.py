@@ -18,6 +18,7 @@ from orchestrator_svc.announcements import watch_replicas
 from orchestrator_svc.journal.external import EndedSession, Lease, Session, parse_session_name
 from orchestrator_svc.sessions.claims import Claimed, Recorded, Running
 from orchestrator_svc.sessions.desk import OFFERS, Desk
+from orchestrator_svc.sessions.exchange import answer_exchange
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller, is_local_peer, require_role
 from sluice.sampling.pool import ReplicaPool
@@ -96,9 +97,15 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.BeginGenerationRequest, context: Context
     ) -> session_pb2.BeginGenerationResponse:
         """Say what a request continues, and claim it, or return what was recorded for it."""
-        principal, desk = principal_of(context), self._desk
         left = context.time_remaining()
-        until = desk.clock() + (_LONGEST_JOIN_S if left is None else left / 2)
+        return await self._begin(principal_of(context), request, _LONGEST_JOIN_S if left is None else left / 2)
+
+    async def _begin(
+        self, principal: str, request: session_pb2.BeginGenerationRequest, most_s: float
+    ) -> session_pb2.BeginGenerationResponse:
+        """Claim a request; wait so many seconds at most while it is sampled elsewhere."""
+        desk = self._desk
+        until = desk.clock() + most_s
         joined = request.joins
         while True:
             now = desk.clock()
@@ -135,13 +142,23 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.RecordGenerationRequest, context: Context
     ) -> session_pb2.RecordGenerationResponse:
         """Record what was sampled for a claimed request, and end the claim."""
-        principal, desk = principal_of(context), self._desk
+        return await self._record(principal_of(context), request)
+
+    async def _record(
+        self, principal: str, request: session_pb2.RecordGenerationRequest
+    ) -> session_pb2.RecordGenerationResponse:
+        desk = self._desk
         generation_ids, parent = desk.claims.record(principal, request, desk.clock())
         session = desk.lending.find(request.episode_id)
         await desk.journal.durable()
         if isinstance(session, Session):
             desk.remember(session, request.generation)
         return session_pb2.RecordGenerationResponse(generation_ids=generation_ids, parent=parent)
+
+    async def Exchange(self, requests: AsyncIterator[session_pb2.ExchangeRequest], context: Context) -> None:  # type: ignore[override]  # writes to the context itself
+        """Answer calls of `BeginGeneration` and `RecordGeneration` that come on one stream."""
+        require_role("gateway")
+        await answer_exchange(requests, context.write, self._begin, self._record)
 
     async def GetGeneration(
         self, request: session_pb2.GetGenerationRequest, context: Context
@@ -201,7 +218,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
                 "NO_EXTERNAL_EPISODES",
                 'the run has no external episodes: set orchestrator.workflow = "external", for one environment at least',
             )
-        wait_s = request.wait.ToTimedelta().total_seconds()
+        wait_s = request.wait.ToNanoseconds() / 1e9  # a timedelta would overflow
         if not 0 <= wait_s <= _LONGEST_WAIT_S:
             raise SluiceError.invalid_argument("wait", f"is {wait_s:g} s; give 0 to {_LONGEST_WAIT_S:g} s")
         until = desk.clock() + wait_s

@@ -8,7 +8,6 @@ import io
 import shlex
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from sluice import host_files
@@ -152,7 +151,7 @@ def check(text: str, source: str) -> str:
                 f"{source} has values that Sluice refuses; change them, and convert again:\n{_plain(error, file)}"
             ) from error
         try:
-            load_run(["@", str(file)], check=partial(check_run, None))
+            load_run(["@", str(file)], check=check_run)
         except ConfigError as error:
             return _plain(error, file)
     return ""

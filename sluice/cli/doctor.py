@@ -74,7 +74,7 @@ def _findings(words: list[str], start: list[str], *, peers: bool) -> Iterator[Fi
 def _run_starts(config: RunConfig) -> Finding:
     """Make the checks with which `sluice rl` begins."""
     try:
-        check_run(None, config)
+        check_run(config)
     except ConfigError as error:
         return wrong("run", str(error), "`sluice rl ... --dry-run` makes the same checks")
     return ok("run", f"`sluice rl` would begin run {config.run}")

@@ -1,4 +1,4 @@
-"""`sluice drain HOST:PORT`: let a replica finish its requests and end, and show how much is left until it is gone."""
+"""`sluice drain HOST:PORT`: let a service finish the calls in progress and end, and show how much is left until it is gone."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ import sys
 
 import grpc
 
-from sluice.client import RolloutClient
 from sluice.config import Options, SecurityConfig, load_run
-from sluice.rpc import SluiceError
-from sluice.v1 import rollout_pb2
+from sluice.rpc import SluiceError, connect
+from sluice.v1 import common_pb2, common_pb2_grpc
 
 POLL_S = 0.5
-"""Seconds between two looks at the replica."""
+"""Seconds between two looks at the service."""
+
+CALL_S = 5.0
+"""Deadline of one look in seconds."""
 
 END_S = 30.0
-"""Seconds after the grace for the process to end: it stops its engine."""
+"""Seconds after the grace for the process to end: a replica stops its engine, a trainer its step."""
+
+LONGEST_S = 3600.0
+"""Seconds that a drain may take where the grace is the service's own."""
 
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 def run(argv: list[str]) -> int:
-    """Drain a replica; return 0 when it is gone, 1 if it cannot be reached or does not end."""
+    """Drain a service; return 0 when it is gone, 1 if it cannot be reached or does not end."""
     parser = Options(
         prog="sluice drain",
-        description=f"{__doc__} What is left at the end of the grace ends with the tokens so far, which another replica continues."
-        " Further words are settings (`@ file.toml`, `--security.tls-ca ca.pem`).",
+        description=f"{__doc__} What is left of a replica at the end of the grace ends with the tokens so far, which another replica"
+        " continues; other calls are made again by their callers. Further words are settings (`@ file.toml`, `--security.tls-ca ca.pem`).",
     )
-    parser.add_argument("target", help="host:port of the replica")
+    parser.add_argument("target", help="host:port of the service")
     parser.add_argument(
         "--grace",
         type=_grace,
-        help="time for the requests under way, such as 30s; 0s hands them over at once (default: its server.drain_s)",
+        help="time for the calls in progress, such as 30s; 0s ends them at once (default: its server.drain_s)",
     )
     arguments, settings = parser.parse_known_args(argv)
     try:
@@ -55,34 +60,35 @@ def _grace(text: str) -> float:
 
 
 async def _drain(target: str, security: SecurityConfig, grace_s: float | None) -> int:
-    async with RolloutClient(target, security) as replica:
-        begun = await replica.drain(grace_s)
-        grace_left_s = begun.grace_left.ToNanoseconds() / 1e9
-        print(f"{target}: draining, {begun.samples_left} samples left, at most {grace_left_s:.0f} s", flush=True)
-        last = ""
+    """Ask the server to drain, show what is left, and wait until it is gone."""
+    async with connect(
+        target, security, stream_deadline_s=LONGEST_S if grace_s is None else grace_s + END_S
+    ) as channel:
+        request = common_pb2.DrainServerRequest()
+        if grace_s is not None:
+            request.grace.FromNanoseconds(int(grace_s * 1e9))
+        left_s = grace_s or 0.0
         try:
-            async with asyncio.timeout(grace_left_s + END_S):
-                while (status := await _status(replica)) is not None:
-                    line = f"{status.running} running, {status.queued} queued"
-                    if line != last:
-                        left_s = status.drain_left.ToNanoseconds() / 1e9
-                        print(f"{target}: {line}, {left_s:.0f} s left", flush=True)
-                    last = line
+            async for left in common_pb2_grpc.ServerAdminServiceStub(channel).DrainServer(request):
+                left_s = left.grace_left.ToNanoseconds() / 1e9
+                print(f"{target}: draining, {left.left} left, at most {left_s:.0f} s", flush=True)
+        except grpc.aio.AioRpcError as error:
+            failed = SluiceError.from_rpc(error)
+            if failed.code not in _GONE or not left_s:
+                raise failed from error
+        info = common_pb2_grpc.ServerInfoServiceStub(channel)
+        try:
+            async with asyncio.timeout(left_s + END_S):
+                while True:
+                    await info.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=CALL_S)
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             print(
                 f"{target}: still there {END_S:.0f} s after its grace; its log says what it waits for", file=sys.stderr
             )
             return 1
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _GONE:
+                raise SluiceError.from_rpc(error) from error
     print(f"{target}: gone")
     return 0
-
-
-async def _status(replica: RolloutClient) -> rollout_pb2.GetStatusResponse | None:
-    """Return the status of a replica; None if it is gone."""
-    try:
-        return await replica.status()
-    except SluiceError as error:
-        if error.code in _GONE:
-            return None
-        raise

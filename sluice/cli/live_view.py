@@ -54,7 +54,7 @@ _PACE_STEPS = 20
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
-_STATES = {
+STATES = {
     orchestrator_pb2.RUN_STATE_STARTING: "starting",
     orchestrator_pb2.RUN_STATE_RUNNING: "running",
     orchestrator_pb2.RUN_STATE_PAUSED: "paused",
@@ -62,6 +62,7 @@ _STATES = {
     orchestrator_pb2.RUN_STATE_SUCCEEDED: "succeeded",
     orchestrator_pb2.RUN_STATE_FAILED: "failed",
 }
+"""The states of a run, for people."""
 
 _WAITS = {"rollout": "trainer waits for rollout", "trainer": "rollout waits for trainer"}
 
@@ -245,7 +246,7 @@ class RunProgress:
         """Take over what GetRun answers."""
         self.max_steps, self.max_staleness = run.max_steps, run.max_staleness
         self.applied = max(self.applied, run.step)
-        self.state = _STATES.get(run.state, self.state)
+        self.state = STATES.get(run.state, self.state)
         self.replicas = {each.address: each for each in run.replicas}
 
     def apply(self, event: orchestrator_pb2.RunEvent) -> bool:
@@ -256,7 +257,7 @@ class RunProgress:
         """
         match event.WhichOneof("kind"):
             case "state_changed":
-                self.state = _STATES.get(event.state_changed.state, self.state)
+                self.state = STATES.get(event.state_changed.state, self.state)
             case "step_finished":
                 return self._finish_step(event)
             case "replica_changed":
@@ -283,7 +284,7 @@ class RunProgress:
     @property
     def succeeded(self) -> bool:
         """Whether the run has done its last step. A failed one may continue: its orchestrator is started again."""
-        return self.state == _STATES[orchestrator_pb2.RUN_STATE_SUCCEEDED]
+        return self.state == STATES[orchestrator_pb2.RUN_STATE_SUCCEEDED]
 
     def metric(self, name: str) -> float | None:
         """Return a metric of the last step by its short name; None if it is missing."""

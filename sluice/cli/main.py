@@ -41,19 +41,34 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "rl": "run reinforcement learning: all services as child processes, one live view",
+    "training-api": "serve training loops of yours: weight service, replicas and tuner as child processes",
+    "plan": "show what a run would start on which machines, as a table or for an engine",
+    "ranks": "start the processes of a trainer on this machine, and join those of other machines",
+    "ray": "run reinforcement learning on a Ray cluster: `sluice ray rl`",
+    "slurm": "run reinforcement learning as a Slurm job",
     "quickstart": "train a small model by RL from nothing, in minutes",
+    "examples": "copy the examples of this version into a directory",
+    "proto": "copy the contracts (.proto files) of this version into a directory",
     "init-model": "make a small model from scratch with a tokenizer and a chat template",
     "fetch-model": "download a small pretrained model and check its digests",
     "env": "list environments, show what one needs, play one of its episodes",
     "report": "summarise a finished run",
+    "status": "show the state of a run while it lives",
+    "pause": "stop drawing tasks of a run",
+    "resume": "draw tasks of a paused run again",
+    "stop": "end a run after the batches that are made",
     "set": "change settings of a run while it lives",
     "token": "make a token for a principal, or list the principals of a file",
-    "drain": "let a replica finish its requests and end",
+    "certs": "make certificates for mutual TLS, renew them, show when they expire",
+    "drain": "let a service finish its calls and end",
     "doctor": "look at this machine, a run's settings and its services, and say what is wrong and what to do",
     "health": "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1",
     "config": "convert settings of TRL, verl, PRIME-RL or AReaL; write the reference of all settings",
 }
-"""Help line of each built-in command. `health` is here; each other one is the `run` of its module."""
+"""Help line of each built-in command. `health` is here, those of `STEER` are in one module; each other one is the `run` of its module."""
+
+STEER = ("status", "pause", "resume", "stop", "set")
+"""Commands for a run that lives."""
 
 ADDED_HELP = {
     "sft": "fine-tune a model on demonstrations",
@@ -81,6 +96,7 @@ SERVICE_HELP = {
     "orchestrator": "serve the run: tasks, rewards, advantages, batches",
     "rollout": "serve generation from the policy",
     "trainer": "serve the optimizer",
+    "tuner": "train adapters of one model for loops of callers",
     "weightsync": "serve weight versions from the trainer to the replicas",
 }
 
@@ -128,6 +144,8 @@ def _dispatch(words: list[str]) -> int:
         print(f"sluice {version('sluice')}")
         return 0
     name, *arguments = words
+    if name in STEER:
+        return int(importlib.import_module("sluice.cli.steer").run(name, arguments))
     if name in BUILT_IN:
         own: dict[str, Callable[[list[str]], int]] = {"health": _health}
         run = own.get(name) or importlib.import_module(f"sluice.cli.{name.replace('-', '_')}").run

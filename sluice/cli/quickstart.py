@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,11 +25,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.cli import rl
+from sluice.cli.examples import FOLDER, copy_examples
 from sluice.cli.report import PLOT_FILE, plot_run, read_steps
 from sluice.config import ConfigError, Options, whole_number
 from sluice.engines import ENGINES
 from sluice.host_files import write_whole
-from sluice.supervise.plan import shared_cores
+from sluice.plan.local import shared_cores
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Supervisor, run_until_signal
 
 ENVIRONMENT_FILE = "env.py"
@@ -343,14 +345,22 @@ def show_report(console: Console, job: Quickstart) -> None:
         "logs": run_dir / "logs",
     }
     commands = (
-        f".venv/bin/tensorboard --logdir {run_dir / 'tensorboard'}",
-        f".venv/bin/sluice report {run_dir}",
-        f".venv/bin/sluice eval @ {example / 'eval.toml'} --model {model}",
-        f".venv/bin/sluice rl @ {example / 'rl.toml'} --model {model} --run my-run",
+        f"{_program('tensorboard')} --logdir {run_dir / 'tensorboard'}",
+        f"{_program('sluice')} report {run_dir}",
+        f"{_program('sluice')} eval @ {example / 'eval.toml'} --model {model}",
+        f"{_program('sluice')} rl @ {example / 'rl.toml'} --model {model} --run my-run",
     )
     lines = [facts, "", *(f"{label:<21} {place}" for label, place in places.items()), "", "What you can do next:"]
     lines += [f"  {command}" for command in commands]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _program(name: str) -> str:
+    """Return how to call a program of this environment from here."""
+    path = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(path):
+        return name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def show_conversations(console: Console, before: Path, after: Path, count: int) -> None:
@@ -381,13 +391,15 @@ def _answer(row: Mapping[str, Any]) -> Text:
 
 
 def _job(options: argparse.Namespace) -> Quickstart:
-    task, example = TASKS[options.task], options.example or Path("examples") / options.task
+    task, example = TASKS[options.task], options.example or FOLDER / options.task
+    if options.example is None and not FOLDER.exists():
+        copy_examples(FOLDER)
     parts = _PARTS if task.pretrained else (*_PARTS, *_WARM_UP_PARTS)
     missing = [part for part in parts if not (example / part).is_file()]
     if missing:
         raise ConfigError(
-            f"{example} has no {', '.join(missing)}: run `sluice quickstart` in the root of the repository, "
-            "or name the example with --example DIRECTORY"
+            f"{example} has no {', '.join(missing)}: run `sluice quickstart` in the root of the repository or in an empty"
+            " directory, or name the example with --example DIRECTORY"
         )
     return Quickstart(
         task=task,

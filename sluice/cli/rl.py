@@ -12,8 +12,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +24,6 @@ from sluice.config import (
     ConfigError,
     Options,
     RunConfig,
-    ServerConfig,
     check_tables_fit,
     dump_toml,
     find_command,
@@ -36,23 +34,14 @@ from sluice.config import (
 )
 from sluice.config.decide import visible_devices
 from sluice.models import check_hub, check_model
-from sluice.rpc.access import Access, server_credentials
+from sluice.plan import Machines, Plan, Purpose, make_plan
+from sluice.plan.local import child_specs, known_host, local_peers, on_free_ports, this_machine
+from sluice.plan.plan import COMPUTES
+from sluice.rpc.access import Access
 from sluice.rpc.principals import new_token, replace_private
-from sluice.rpc.server import LOOPBACK
-from sluice.supervise.plan import (
-    Place,
-    agent_names,
-    assign_devices,
-    child_specs,
-    choose_addresses,
-    has_external_agents,
-    replica_names,
-    replicas_of,
-)
-from sluice.supervise.supervisor import MAX_RESTARTS, Ending, Outcome, Supervisor, run_until_signal
-
-NEEDED = ("orchestrator", "rollout", "trainer", "weightsync")
-"""The services of a run."""
+from sluice.rpc.tls import pem_files
+from sluice.supervise.restart_policy import MOST_RESTARTS, START_S
+from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
@@ -60,7 +49,8 @@ JOURNAL_FILE = "journal.sqlite"
 """Written by the orchestrator. A run without it never began, for example because its settings were wrong."""
 
 EXIT_INTERRUPTED = 130
-_EXIT_CODES = {Ending.SUCCEEDED: 0, Ending.STOPPED: EXIT_INTERRUPTED, Ending.FAILED: 1}
+EXIT_CODES = {Ending.SUCCEEDED: 0, Ending.STOPPED: EXIT_INTERRUPTED, Ending.FAILED: 1}
+"""Exit code of the command by the end of the run."""
 
 
 def run(argv: list[str]) -> int:
@@ -76,61 +66,77 @@ def run(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(parser.format_help())
     options, settings = parser.parse_known_args(argv)
-    config = load_run(settings, check=partial(check_run, options.replicas))
+    config = load_run(settings, check=lambda config: check_run(config, _plan(config, options)))
     for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
         check_hub(model, setting)  # once, before every service tries to load it
-    replicas = replicas_of(options.replicas, config)
-    addresses, places = choose_addresses(config, replicas), _places(config, replicas)
-    config = config.model_copy(update={"peers": addresses.peers()})
+    plan = on_free_ports(_plan(config, options), config)
+    config = config.model_copy(update={"peers": local_peers(plan, config)})
     if options.resume_from:
         fork(config, options.resume_from, resume=options.resume)
     resume = options.resume or bool(options.resume_from)
-    with claim(config, resume=resume) as directory, _private_settings(config) as private:
+    with claim(config, resume=resume) as directory, private_settings(config) as private:
         public = write_settings(config)
         file, logs = private or public, directory / "logs"
-        specs = child_specs(config, addresses, file, logs, threads=options.threads, places=places)
+        devices, own_threads = visible_devices(os.environ), options.threads is not None
+        specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
         console = Console()
         view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
-        supervisor = Supervisor(specs, view, max_restarts=options.max_restarts, start_deadline_s=options.start_deadline)
+        supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
         if resume:
             view.say(describe_resume(directory))
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
-        if "gateway" in addresses.http:
-            host, http, grpc = LOOPBACK, addresses.http["gateway"], addresses.grpc["gateway"]
-            view.say(f"agents open sessions at http://{host}:{http} (POST /rl/sessions) or by gRPC at {host}:{grpc}")
-        _warn_of_crowding(view, places)
+        if plan.has("gateway"):
+            host, ports = known_host(config, "gateway"), plan.place("gateway")
+            http, grpc = f"{host}:{ports.port('http')}", f"{host}:{ports.port()}"
+            view.say(f"agents open sessions at http://{http} (POST /rl/sessions) or by gRPC at {grpc}")
+        _warn_of_crowding(view, plan)
         began = time.monotonic()
-        outcome = asyncio.run(_supervise(supervisor, view, config))
-    _report_outcome(view, outcome, config, time.monotonic() - began)
-    return _EXIT_CODES[outcome.ending]
+        outcome = asyncio.run(supervise(supervisor, view, config))
+    report_outcome(view, outcome, config, time.monotonic() - began)
+    return EXIT_CODES[outcome.ending]
 
 
-def check_run(replicas_flag: int | None, config: RunConfig) -> list[str]:
-    """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run."""
-    needed = [
-        *NEEDED,
-        *(["gateway"] if has_external_agents(config) else []),
-        *(["agents"] if agent_names(config) else []),
-    ]
+def _plan(config: RunConfig, options: argparse.Namespace) -> Plan:
+    return plan_with(options, config, this_machine(visible_devices(os.environ)))
+
+
+def plan_with(
+    options: argparse.Namespace, config: RunConfig, machines: Machines, purpose: Purpose = Purpose.RUN
+) -> Plan:
+    """Make the plan that the options of `add_plan_options` ask for."""
+    return make_plan(
+        config,
+        machines,
+        purpose=purpose,
+        replicas=options.replicas,
+        threads=options.threads,
+        start_s=options.start_deadline,
+        most_restarts=options.max_restarts,
+    )
+
+
+def check_run(config: RunConfig, plan: Plan | None = None) -> list[str]:
+    """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run.
+
+    Without a `plan` it is the one that `sluice rl` makes without flags.
+    """
+    plan = plan or make_plan(config, this_machine(visible_devices(os.environ)))
+    needed = sorted({each.service for each in plan.parts})
     missing = [name for name in needed if name not in service_names()]
     if missing:
         raise ConfigError(
             f"`sluice rl` needs the services {', '.join(missing)}, which are not installed: install their packages"
         )
     check_model(config.model)
-    replicas = replicas_of(replicas_flag, config)
-    if config.deterministic and replicas > 1:
-        raise ConfigError(f"deterministic = true needs one replica, but --replicas is {replicas}: leave it out")
+    if config.deterministic and plan.part("rollout").count > 1:
+        raise ConfigError(
+            f"deterministic = true needs one replica, but --replicas is {plan.part('rollout').count}: leave it out"
+        )
     notes = [line for name in needed for line in config.section(name).check_start(config) or ()]
     check_tables_fit(config)
     Access(config.security)
-    server_credentials(ServerConfig(), config.security)
-    _places(config, replicas)
+    pem_files(config.security)
     return notes
-
-
-def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
-    return assign_devices(config, replica_names(replicas), visible_devices(os.environ))
 
 
 def fork(run: RunConfig, checkpoint: str, *, resume: bool) -> None:
@@ -205,7 +211,7 @@ def write_settings(run: RunConfig) -> Path:
 
 
 @contextlib.contextmanager
-def _private_settings(config: RunConfig) -> Iterator[Path | None]:
+def private_settings(config: RunConfig) -> Iterator[Path | None]:
     """Write a settings file with the secrets, which only this user can read; None if there are no secrets.
 
     If the services have principals, one secret is made here: the token with which the orchestrator calls the replicas.
@@ -243,16 +249,17 @@ def describe_resume(directory: Path) -> str:
     return f"resuming from {checkpoint} of {directory}"
 
 
-def _warn_of_crowding(view: RunView, places: Mapping[str, Place]) -> None:
-    processes, cores = sum(each.processes for each in places.values()), os.cpu_count() or 1
-    if processes > cores and not any(each.devices for each in places.values()):
+def _warn_of_crowding(view: RunView, plan: Plan) -> None:
+    computing = [plan.part(each.part) for each in plan.places if each.part in COMPUTES]
+    processes, cores = sum(each.processes for each in computing), os.cpu_count() or 1
+    if processes > cores and not any(each.devices for each in computing):
         view.say(
             f"{processes} computing processes share {cores} cores: use fewer (--replicas, trainer.parallel), or expect a slow run",
             "yellow",
         )
 
 
-async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -> Outcome:
+async def supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -> Outcome:
     """Run the children, and show them."""
     following = view.follow(config.peers.orchestrator, config.security)
     beside = [asyncio.create_task(view.keep_drawing()), asyncio.create_task(following)]
@@ -266,7 +273,7 @@ async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -
                 view.say(f"the live view failed, the run was not affected: {ended!r}", style="red")
 
 
-def _report_outcome(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) -> None:
+def report_outcome(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) -> None:
     """Print how the run ended."""
     done = f"{view.progress.applied} steps in {seconds:.1f} s"
     match outcome.ending:
@@ -279,10 +286,37 @@ def _report_outcome(view: RunView, outcome: Outcome, config: RunConfig, seconds:
                 resume = f"--resume continues from {checkpoint}"
             view.say(f"run {config.run} stopped after {done}; {resume}", style="yellow")
         case Ending.FAILED:
-            view.say(f"run {config.run} failed after {done}: {outcome.child} {outcome.reason}", style="bold red")
-            for line in outcome.tail:
-                view.say(f"{outcome.child:>12} | {line}", style="red")
-            view.say(f"full log: {config.run_dir / 'logs' / outcome.child}.log", style="red")
+            report_failure(view, outcome, f"run {config.run} failed after {done}", config.run_dir / "logs")
+
+
+def report_failure(view: RunView, outcome: Outcome, what: str, logs: Path) -> None:
+    """Print which child failed and why, with its last lines and its log."""
+    view.say(f"{what}: {outcome.child} {outcome.reason}", style="bold red")
+    for line in outcome.tail:
+        view.say(f"{outcome.child:>12} | {line}", style="red")
+    view.say(f"full log: {logs / outcome.child}.log", style="red")
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every command that starts a plan and shows it."""
+    add = parser.add_argument
+    add("--replicas", type=whole_number(1), help="rollout replicas (default: as many as the settings say)")
+    add("--threads", type=whole_number(1), help="threads of each process that computes (default: the cores, divided)")
+    add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
+    add(
+        "--max-restarts",
+        type=whole_number(0),
+        default=MOST_RESTARTS,
+        metavar="N",
+        help=f"most restarts of a part within ten minutes (default: {MOST_RESTARTS})",
+    )
+    add(
+        "--start-deadline",
+        type=seconds,
+        default=START_S,
+        metavar="S",
+        help=f"seconds until a part must serve (default: {START_S:g})",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -294,28 +328,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--replicas", type=whole_number(1), help="rollout processes (default: as many as peers.rollout names)")
-    add("--threads", type=whole_number(1), help="threads per trainer and rollout process (default: the cores, divided)")
+    add_plan_options(parser)
     add("--resume", action="store_true", help="resume the run if it exists; otherwise start a new one")
     add(
         "--resume-from",
         metavar="RUN/step_N",
         help="begin this run (--run NAME) from a checkpoint of another one; with --resume, continue if that was done before",
     )
-    add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     add("--plain", action="store_true", help="one line per step instead of the live view")
-    add(
-        "--max-restarts",
-        type=whole_number(0),
-        default=MAX_RESTARTS,
-        metavar="N",
-        help="most restarts of a service within ten minutes (default: 3)",
-    )
-    add(
-        "--start-deadline",
-        type=seconds,
-        default=600.0,
-        metavar="S",
-        help="seconds until a service must serve (default: 600)",
-    )
     return parser

@@ -306,10 +306,8 @@ def load_run(
     """
 
     def complete(config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
-        own_token = config.security.service_token_files.get(service or "")
-        if own_token is not None:
-            security = config.security.model_copy(update={"token_file": own_token, "admin_token_file": None})
-            config = config.model_copy(update={"security": security})
+        if service is not None:
+            config = config.model_copy(update={"security": config.security.of_service(service)})
         config, plays = played(allocated(config))
         config, decisions = decided(repeatable(config), cuda=bool(visible_devices(os.environ)))
         decisions, notes = (*plays, *decisions), check(config) or ()

@@ -214,6 +214,14 @@ class Section(BaseModel):
         return {}
 
 
+OPERATOR = "operator"
+"""Name of the certificate that commands show, as the services show one with their own name."""
+
+
+def _certificate_files(directory: Path, name: str) -> dict[str, Path]:
+    return {"tls_cert": directory / f"{name}.pem", "tls_key": directory / f"{name}.key", "tls_ca": directory / "ca.pem"}
+
+
 class SecurityConfig(Section):
     """Who may call a service: tokens and TLS."""
 
@@ -241,17 +249,53 @@ class SecurityConfig(Section):
         16, ge=1, description="Size at which the log of calls that change something begins a new file, in MiB."
     )
     call_log_files: int = Field(4, ge=0, description="Older files of that log to keep.")
+    certs_dir: Path | None = Field(
+        None,
+        description="Folder that `sluice certs init` made, or one with ca.pem, and certificate and key of the processes that use it. It stands for mutual TLS with `tls_ca` = ca.pem, and `tls_cert` and `tls_key` of the service, or `operator` in a command. Unless other principals are set, `principals_file` = principals.toml.",
+    )
     tls_cert: Path | None = Field(None, description="PEM certificate chain that this process presents.")
     tls_key: Path | None = Field(None, description="PEM private key of `tls_cert`.")
     tls_ca: Path | None = Field(
         None, description="PEM authorities that the other side's certificate is checked against."
     )
+    tls_address_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name that the certificate of a server must have which this process calls by an IP address: a replica or a relay that a name service or a list gave. Unset: the address itself must be in the certificate.",
+    )
     require_client_cert: bool = Field(
         False, description="Mutual TLS: refuse clients without a certificate of `tls_ca`."
+    )
+    connection_age_s: float = Field(
+        600.0,
+        ge=0.1,
+        description="Seconds after which a server with TLS or principals ends a connection, so that its client connects again and shows a certificate and token that are valid now. Calls in progress end on the old connection.",
     )
     insecure: bool = Field(
         False, description="Allow a bind address other than loopback without TLS and a token (flag `--insecure`)."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_folder(cls, data: Value) -> Value:
+        """Fill in what `certs_dir` stands for."""
+        if not isinstance(data, Mapping) or data.get("certs_dir") is None:
+            return data
+        directory = Path(data["certs_dir"])
+        for name in ("tls_cert", "tls_key", "tls_ca"):
+            if data.get(name) is not None and Path(data[name]).parent != directory:
+                raise ValueError(f"certs_dir stands for {name}: set only one of the two")
+        own_principals = {} if data.get("admin_token_file") else {"principals_file": directory / "principals.toml"}
+        return {**own_principals, **data, **_certificate_files(directory, OPERATOR), "require_client_cert": True}
+
+    def of_service(self, name: str) -> SecurityConfig:
+        """Return the settings in the process of a service: with its own token and its own certificate."""
+        changes: dict[str, object] = {}
+        if name in self.service_token_files:
+            changes |= {"token_file": self.service_token_files[name], "admin_token_file": None}
+        if self.certs_dir is not None:
+            changes |= _certificate_files(self.certs_dir, name)
+        return self.model_copy(update=changes)
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -310,6 +354,11 @@ class CommonConfig(Section):
     )
     security: SecurityConfig = Field(default_factory=SecurityConfig, description="Tokens and TLS.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="Addresses of the services.")
+    peers_start_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a service waits at its start for another one that it needs, until it logs which one is missing, where and why. It continues to wait, and logs again after the same time.",
+    )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         "info", description="Least severe log level that is written."
     )
@@ -341,6 +390,12 @@ class ServerConfig(Section):
     metrics_host: str = Field(
         "127.0.0.1",
         description="Address to bind for the metrics, by HTTPS if there is a certificate; any principal may read them, everyone if there are none.",
+    )
+    probe_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port, at `host`, that answers health checks (grpc.health.v1) and nothing else, without TLS and for everyone: for probes that know neither certificates nor tokens, as those of Kubernetes. Unset: health checks are answered at `port` alone.",
     )
     max_concurrent_rpcs: int = Field(
         1024,

@@ -27,7 +27,11 @@ _SHOWN_CHARACTERS = 400
 OPEN_FILES = 4096
 """Fewer than this are used up by a gateway with a thousand agents."""
 
+MOST_OPEN_FILES = 65_536
+"""More are of no use here."""
+
 GIB = 1 << 30
+_MIB = 1 << 20
 
 _TORCH = """
 import json, torch
@@ -80,6 +84,12 @@ def check_packages(requirements: Sequence[str]) -> Iterator[Finding]:
         else:
             has = f"{each.name} {found} is installed" if found else f"{each.name} is not installed"
             yield wrong("packages", has, f'{sys.executable} -m pip install "{each.name}{each.specifier}"')
+    if list(metadata.distributions(name="sluice-client")):
+        both = "sluice and sluice-client are both installed, and hold the same files"
+        pip = f"{sys.executable} -m pip"
+        yield wrong(
+            "packages", both, f"{pip} uninstall sluice-client, then {pip} install --force-reinstall --no-deps sluice"
+        )
     yield ok("packages", f"sluice {metadata.version('sluice')}, and {fine} packages in the versions that it needs")
 
 
@@ -135,6 +145,10 @@ def check_engine(library: str, extra: str) -> Finding:
     said, problem = _import(f"import {library}; print(getattr({library}, '__version__', ''))")
     if problem:
         return wrong("engine", f"{library} cannot be imported: {problem}", f"{extra}, or choose another rollout.engine")
+    if not said:
+        return wrong(
+            "engine", f"{library} has no version: what is imported is not the whole package", f"{extra}, again"
+        )
     return ok("engine", f"{library} {said.splitlines()[-1]}")
 
 
@@ -161,12 +175,17 @@ def check_open_files() -> Finding:
     """Look at the limit of open files and sockets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < OPEN_FILES:
-        return warning(
-            "open files",
-            f"a process may have {soft}",
-            f"a service with many agents needs more: `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` before it starts",
-        )
+        found, most = f"a process may have {soft}", hard if hard > 0 else MOST_OPEN_FILES
+        remedy = f"`ulimit -n {min(most, MOST_OPEN_FILES)}` before it starts"
+        if most < OPEN_FILES:
+            remedy = "let an administrator raise the hard limit (`LimitNOFILE=65536` of systemd, `--ulimit nofile=65536` of Docker, limits.conf)"
+        return warning("open files", found, f"a service with many agents needs more: {remedy}")
     return ok("open files", f"a process may have {soft}")
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / _MIB:.1f} MiB"
 
 
 def _import(program: str) -> tuple[str, str]:

@@ -13,10 +13,11 @@ from importlib import metadata
 import grpc
 from grpc_health.v1 import health_pb2
 
+from sluice.certificates import now_utc, read_leaf
 from sluice.config import ConfigError, RunConfig, SecurityConfig
 from sluice.doctor.finding import Finding, ok, warning, wrong
 from sluice.rpc import SluiceError, connect
-from sluice.rpc.channel import UNIX, health_status
+from sluice.rpc.channel import DNS, UNIX, health_status
 from sluice.rpc.server import CONTRACT_VERSION
 from sluice.v1 import common_pb2, common_pb2_grpc
 
@@ -25,8 +26,6 @@ ANSWER_S = 5.0
 
 APART_S = 2.0
 """Seconds by which clocks may differ: journals, certificates and logs are compared by them."""
-
-_DNS = "dns:///"
 
 
 def peers_of(run: RunConfig) -> Mapping[str, str]:
@@ -72,7 +71,7 @@ async def _unreachable(what: str, name: str, target: str, security: SecurityConf
     """Return why no connection can be made; None if one can."""
     if target.startswith(UNIX):
         return None
-    host, _, port = target.removeprefix(_DNS).rpartition(":")
+    host, _, port = target.removeprefix(DNS).rpartition(":")
     service = name.partition(" ")[0]
     setting = f"peers.{service}"
     if not port.isdigit():
@@ -92,9 +91,7 @@ async def _unreachable(what: str, name: str, target: str, security: SecurityConf
         return wrong(what, f"{target}: {_why(error)}", remedy)
     if security.tls_ca is None and security.tls_cert is None:
         return None
-    problem = await _tls_problem(host, int(port), security)
-    remedy = "its certificate must be valid now, name this host, and be issued by an authority in security.tls_ca"
-    return wrong(what, f"{target}: TLS fails: {problem}", remedy) if problem else None
+    return await _tls_problem(what, target, (host, int(port)), security)
 
 
 def _why(error: OSError) -> str:
@@ -105,23 +102,55 @@ def _why(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-async def _tls_problem(host: str, port: int, security: SecurityConfig) -> str:
-    """Return what is wrong with the server's certificate. gRPC says UNAVAILABLE for all of it."""
+async def _tls_problem(what: str, target: str, address: tuple[str, int], security: SecurityConfig) -> Finding | None:
+    """Return what is wrong with a certificate, the server's or ours. gRPC says UNAVAILABLE for all of it."""
+    remedy = "its certificate must be valid now, name this host, and be issued by an authority in security.tls_ca"
     try:
         context = ssl.create_default_context(cafile=security.tls_ca)
         context.set_alpn_protocols(["h2"])
         if security.tls_cert is not None:
             context.load_cert_chain(security.tls_cert, security.tls_key)
         async with asyncio.timeout(ANSWER_S):
-            _, writer = await asyncio.open_connection(host, port, ssl=context)
+            reader, writer = await asyncio.open_connection(*address, ssl=context)
+            # A server checks the client's certificate after the client's part of the handshake, and says nothing but good-bye.
+            refused = not await reader.read(1)
         writer.close()
     except ssl.SSLCertVerificationError as error:
-        return error.verify_message
+        return wrong(what, f"{target}: TLS fails: {error.verify_message}", remedy)
     except TimeoutError:
-        return "no answer to the handshake"
+        return wrong(what, f"{target}: TLS fails: no answer to the handshake", remedy)
+    except ConnectionError:
+        refused = True
     except OSError as error:  # SSLError among them
-        return f"{getattr(error, 'reason', None) or error.strerror or error}: does the server have TLS at all?"
-    return ""
+        problem = f"{getattr(error, 'reason', None) or error.strerror or error}: does the server have TLS at all?"
+        return wrong(what, f"{target}: TLS fails: {problem}", remedy)
+    return _refused_certificate(what, target, security) if refused else None
+
+
+def _refused_certificate(what: str, target: str, security: SecurityConfig) -> Finding:
+    """Return why a server may refuse our certificate, which it does not say."""
+    if security.tls_cert is None:
+        return wrong(
+            what,
+            f"{target} wants a client certificate, and these settings have none",
+            "set security.tls_cert and tls_key, or security.certs_dir; `sluice certs` issues a client certificate",
+        )
+    leaf = read_leaf(security.tls_cert)
+    now = now_utc()
+    if not leaf.begins <= now < leaf.expires:
+        state = f"expired at {leaf.expires:%Y-%m-%d %H:%M} UTC"
+        if now < leaf.begins:
+            state = f"is not valid before {leaf.begins:%Y-%m-%d %H:%M} UTC"
+        return wrong(
+            what,
+            f"{target} refuses the client certificate {security.tls_cert}: it {state}",
+            "issue it again (`sluice certs renew` where the authority is), and see that the clocks are right",
+        )
+    return wrong(
+        what,
+        f"{target} refuses the client certificate {security.tls_cert} of the authority {leaf.issuer!r}",
+        "that server must have this authority in its security.tls_ca; or have the certificate issued by an authority that is there",
+    )
 
 
 def _refused(what: str, target: str, error: SluiceError) -> Finding:

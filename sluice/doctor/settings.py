@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 
+from sluice.certificates import now_utc, read_leaf
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig
 from sluice.doctor.finding import Finding, ok, warning, wrong
-from sluice.doctor.machine import GIB
+from sluice.doctor.machine import GIB, size_text
 from sluice.rpc.access import Access
 
 VERSIONS_IN_MEMORY = 2
@@ -63,12 +64,12 @@ def check_disk(directory: Path, model_bytes: int) -> Finding:
             "choose another --output-dir, or change its rights",
         )
     free, needed = shutil.disk_usage(existing).free, max(COPIES_ON_DISK * model_bytes, GIB // 4)
-    text = f"{directory}: {free / GIB:.1f} GiB free"
+    text = f"{directory}: {size_text(free)} free"
     if free < needed:
         return wrong(
             "disk",
             text,
-            f"this run needs {needed / GIB:.1f} GiB for checkpoints and weights: make room, or choose another --output-dir",
+            f"this run needs {size_text(needed)} for checkpoints and weights: make room, or choose another --output-dir",
         )
     return ok("disk", text)
 
@@ -82,12 +83,12 @@ def check_stage(directory: Path, model_bytes: int) -> Finding:
             "set rollout.stage_dir to a directory in memory, or on a fast disk",
         )
     free, needed = shutil.disk_usage(directory).free, VERSIONS_IN_MEMORY * model_bytes
-    text = f"{directory}: {free / GIB:.2f} GiB free"
+    text = f"{directory}: {size_text(free)} free"
     if free < needed:
         return wrong(
             "shared memory",
             text,
-            f"two versions of this model take {needed / GIB:.2f} GiB: give the container more (--shm-size), or set rollout.stage_dir to a disk",
+            f"two versions of this model take {size_text(needed)}: give the container more (--shm-size), or set rollout.stage_dir to a disk",
         )
     return ok("shared memory", text)
 
@@ -135,18 +136,34 @@ def check_certificates(security: SecurityConfig) -> Iterator[Finding]:
     """Let this process's certificate be checked against its own authorities, as a peer with the same authorities does."""
     if security.tls_cert is None or security.tls_key is None:
         return
-    if security.tls_ca is None:
-        yield ok("certificate", f"{security.tls_cert}; there are no authorities (security.tls_ca) to check it against")
+    problem = ""
+    if security.tls_ca is not None:
+        problem = handshake_problem(security.tls_cert, security.tls_key, security.tls_ca)
+    try:
+        leaf = read_leaf(security.tls_cert)
+    except ConfigError as error:
+        yield wrong("certificate", str(error), "correct security.tls_cert")
         return
-    problem = handshake_problem(security.tls_cert, security.tls_key, security.tls_ca)
+    until = f"{security.tls_cert} expires at {leaf.expires:%Y-%m-%d %H:%M} UTC"
     if problem:
         yield wrong(
             "certificate",
             f"{security.tls_cert}: {problem}",
-            "issue it again by the authority in security.tls_ca, and see that key, certificate and authority belong together",
+            "issue it again by the authority in security.tls_ca (`sluice certs renew`), and see that key, certificate and authority"
+            " belong together",
         )
+    elif leaf.is_due(now_utc()):
+        yield warning(
+            "certificate", until, "renew it: `sluice certs renew`, daily; running services take the new one up"
+        )
+    elif security.tls_ca is None:
+        yield ok("certificate", f"{until}; there are no authorities (security.tls_ca) to check it against")
     else:
-        yield ok("certificate", f"{security.tls_cert} is valid for the authorities in {security.tls_ca}")
+        yield ok("certificate", f"{until}, and is valid for the authorities in {security.tls_ca}")
+    if security.tls_key.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        yield warning(
+            "certificate", f"others can read the private key {security.tls_key}", f"chmod 600 {security.tls_key}"
+        )
 
 
 def handshake_problem(certificate: Path, key: Path, authorities: Path) -> str:

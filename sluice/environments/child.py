@@ -127,7 +127,7 @@ class Server:
         return {"tasks": page, "count": len(tasks)}
 
     async def _messages(self, task: Answer) -> list[Any]:
-        return list(await self._call(self._environment.messages, Task(**task)))
+        return _conversation(await self._call(self._environment.messages, Task(**task)), "messages(task)")
 
     async def _score(self, task: Answer, completions: list[str]) -> list[Any]:
         """Return rewards; in place of one that cannot be had, what the call raised."""
@@ -152,7 +152,10 @@ class Server:
 
     async def _reset(self, episode: str, task: Answer, seed: int) -> Answer:
         opened = await self._call(self._environment.reset, Task(**task), seed)
-        opening = {"messages": list(opened.messages), "tools": list(getattr(opened, "tools", None) or ())}
+        opening = {
+            "messages": _conversation(opened.messages, "messages of reset"),
+            "tools": list(getattr(opened, "tools", None) or ()),
+        }
         self._episodes[episode] = opened
         return opening
 
@@ -163,7 +166,7 @@ class Server:
         if turn.done:
             await self._close(episode)
         return {
-            "messages": list(turn.messages),
+            "messages": _conversation(turn.messages, "messages of a turn"),
             "reward": None if turn.reward is None else _finite(turn.reward, "the reward of a turn"),
             "done": bool(turn.done),
             "truncated": bool(turn.truncated),
@@ -184,6 +187,17 @@ def _task_fields(task: Task) -> Answer:
     if not isinstance(task.task_id, str) or not isinstance(task.data, Mapping):
         raise TypeError(f"a task needs a task_id of type str and data that is a mapping; this one is {task!r:.200}")
     return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}
+
+
+def _conversation(messages: Any, what: str) -> list[Any]:  # noqa: ANN401 - whatever was returned
+    """Check what an environment gives as messages, and return it as a list."""
+    found = [] if isinstance(messages, str | Mapping) else list(messages)
+    fits = all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
+    if not fits or isinstance(messages, str | Mapping):
+        raise TypeError(
+            f'{what}: give a list of messages such as {{"role": "user", "content": "..."}}, not {messages!r:.200}'
+        )
+    return found
 
 
 def _given(score: float | Score | None) -> Answer:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict, ParseDict
-from google.protobuf.message import Message as ProtoMessage
+from google.protobuf.json_format import ParseDict
 
 from sluice.environments.base import Message, Task
+from sluice.plain_data import plain_data
 from sluice.v1 import environment_pb2, tokens_pb2
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
@@ -111,20 +111,3 @@ def task_of(message: environment_pb2.EnvironmentTask) -> Task:
     """Return a task of its wire form."""
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
     return Task(message.task_id, plain_data(message.data), max_tokens)
-
-
-def plain_data(message: ProtoMessage) -> Any:  # noqa: ANN401 - anything that JSON has
-    """Return the data of a Struct. Whole numbers are ints, although they travel as floats."""
-    return _with_ints(MessageToDict(message))
-
-
-def _with_ints(value: Any) -> Any:  # noqa: ANN401 - anything that JSON has
-    match value:
-        case float() if value.is_integer():
-            return int(value)
-        case dict():
-            return {name: _with_ints(each) for name, each in value.items()}
-        case list():
-            return [_with_ints(each) for each in value]
-        case _:
-            return value

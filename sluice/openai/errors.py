@@ -31,6 +31,14 @@ STATUSES: Mapping[grpc.StatusCode, tuple[int, str]] = {
 }
 """HTTP status and error type for each gRPC code of the contracts; any other code is 500."""
 
+HTTP_REASONS: Mapping[int, str] = {
+    404: "UNKNOWN_PATH",
+    405: "METHOD_NOT_ALLOWED",
+    408: "REQUEST_DEADLINE",
+    413: "BODY_TOO_LARGE",
+}
+"""Reasons of errors that are HTTP's own, by status; any other is INVALID_REQUEST."""
+
 PARAMETERS = {
     "conversation": "messages",
     "conversation.template_arguments": "chat_template_kwargs",
@@ -80,6 +88,12 @@ def too_large(most: int) -> HTTPException:
     return HTTPException(413, f"the body is larger than {most} bytes: send fewer prompts at a time")
 
 
+def too_slow(seconds: float) -> HTTPException:
+    """Return the error for a body that took more than `seconds`."""
+    message = f"the body did not arrive within {seconds:g} s: send it with the request"
+    return HTTPException(408, message, {"connection": "close"})
+
+
 def answer_errors(app: FastAPI) -> None:
     """Make an app return every error in OpenAI's form."""
 
@@ -101,8 +115,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:
-        known = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED", 413: "BODY_TOO_LARGE"}
-        code = known.get(error.status_code, "INVALID_REQUEST")
+        code = HTTP_REASONS.get(error.status_code, "INVALID_REQUEST")
         return JSONResponse(_body(str(error.detail), BAD_REQUEST, None, code), error.status_code, error.headers)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import math
 import socket
 import ssl
 import time
@@ -21,17 +22,20 @@ import grpc
 import structlog
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
-from sluice.openai.errors import error_response, too_large
+from sluice.openai.errors import error_response, too_large, too_slow
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
-from sluice.rpc.access import Access, check_exposure, is_local, roles_for
+from sluice.rpc.access import Access, check_exposure, is_local, name_request, roles_for
 from sluice.rpc.channel import UNIX
 from sluice.rpc.quota import Usage
 from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
+from sluice.rpc.tls import certificate_names, server_context
 
 STEP_S = 0.05
 """Seconds between two checks whether uvicorn has started; it has no event for that."""
@@ -43,6 +47,19 @@ MARGIN_S = 2.0
 
 SEND_DEADLINE_S = 60.0
 """Seconds for a client to read an event of a stream before it is disconnected."""
+
+HEAD_S = 15.0
+"""Seconds for the head of a request to arrive, once its connection is open or its first byte is there."""
+
+BODY_S = 60.0
+"""Seconds for the body to arrive, once it is read."""
+
+MAX_HEAD_BYTES = 64 << 10
+
+MAX_UNREAD_BYTES = 16 << 20
+"""Bytes of a body that a client may send after its request was answered."""
+
+HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 REQUEST_ID = "x-request-id"
 HEALTH_PATH = "/health"
@@ -57,6 +74,9 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 CERTIFICATE = "client_certificate"
 """Key of the names in the client's certificate, in the state of a scope."""
 
+CONNECTED_S = "connected_s"
+"""Key of the monotonic time at which a connection with a client's certificate was made, beside that one."""
+
 GENERATING = roles_for("sluice.v1.RolloutService", "Generate") or frozenset()
 
 JSON = "application/json"
@@ -69,15 +89,81 @@ Result = TypeVar("Result")
 log = structlog.get_logger()
 
 
-class _CertificateProtocol(H11Protocol):
-    """HTTP over mutual TLS: `scope["state"]` has the names of the client's certificate."""
+class _OpenTransport(asyncio.Transport):
+    """A transport whose methods do nothing once it is closed. uvloop raises then, and uvicorn does not tell each request of it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport = transport
+
+    def __getattribute__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of a transport
+        transport: asyncio.Transport = object.__getattribute__(self, "_transport")
+        if name in _FAIL_ON_CLOSED and transport.is_closing():
+            return _do_nothing
+        return getattr(transport, name)
+
+
+_FAIL_ON_CLOSED = frozenset({"write", "writelines", "pause_reading", "resume_reading"})
+
+
+def _do_nothing(*_arguments: object) -> None:
+    """Take the place of a method of a closed transport."""
+
+
+class _BoundedProtocol(asyncio.Protocol):
+    """Closes connections of clients that do not send the head of a request in time, or send a large one: uvicorn bounds neither."""
+
+    transport: asyncio.Transport
+    cycle: Any  # the last request whose head is complete; None at first
+    _timer: asyncio.TimerHandle | None = None
+    _received = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        super().connection_made(_OpenTransport(transport))
+        self._await_head()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._head_is_complete()
+        super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            self._head_is_complete()
+            return
+        self._await_head()
+        self._received += len(data)
+        # A client that sends a body while it is refused reads the answer only if the body is read, too.
+        if cycle is not None and cycle.more_body:
+            if self._received > MAX_UNREAD_BYTES:
+                self.transport.close()
+        elif self._received > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(HEAD_TOO_LARGE)
+            self.transport.close()
+
+    def _await_head(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(HEAD_S, self.transport.close)
+
+    def _head_is_complete(self) -> None:
+        self._received = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _HttpProtocol(_BoundedProtocol, AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # one of two classes of uvicorn
+    """HTTP."""
+
+
+class _CertificateProtocol(_BoundedProtocol, H11Protocol):
+    """HTTP over mutual TLS: `scope["state"]` has the names of the client's certificate, and when it was shown."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
-        certificate = transport.get_extra_info("peercert") or {}
-        subject = [value for pairs in certificate.get("subject", ()) for key, value in pairs if key == "commonName"]
-        uris = [value for key, value in certificate.get("subjectAltName", ()) if key == "URI"]
-        self.app_state = {**self.app_state, CERTIFICATE: frozenset([*subject, *uris])}
+        names = certificate_names(transport.get_extra_info("peercert") or {})
+        self.app_state = {**self.app_state, CERTIFICATE: names, CONNECTED_S: time.monotonic()}
 
 
 class _Server(uvicorn.Server):
@@ -98,27 +184,26 @@ class HttpServer:
         security: TLS, and whether an unprotected address is allowed.
 
     Raises:
-        ConfigError: if the address is reachable from the network and nothing protects it.
+        ConfigError: if the address is reachable from the network and nothing protects it, or the certificate cannot be used.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, security: SecurityConfig) -> None:
         self._host = LOOPBACK if host.startswith(UNIX) else host.strip("[]")
         check_exposure(ServerConfig(host=self._host, port=port), security)
         self._port, self._security = port, security
+        context = server_context(security, ssl.CERT_REQUIRED)
         self._uvicorn = _Server(
             uvicorn.Config(
-                app,
+                _ending_old_connections(app, security.connection_age_s) if security.require_client_cert else app,
                 lifespan="off",
                 ws="none",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                http=_CertificateProtocol if security.require_client_cert else "auto",
-                ssl_certfile=security.tls_cert,
-                ssl_keyfile=security.tls_key,
-                ssl_ca_certs=str(security.tls_ca) if security.require_client_cert else None,
-                ssl_cert_reqs=ssl.CERT_REQUIRED if security.require_client_cert else ssl.CERT_NONE,
+                proxy_headers=False,  # nothing here asks for the address of a client
+                http=_CertificateProtocol if security.require_client_cert else _HttpProtocol,
+                ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
         )
         self._serving: asyncio.Task[None] | None = None
@@ -130,15 +215,10 @@ class HttpServer:
             The bound port.
 
         Raises:
-            ConfigError: if the address cannot be bound or the certificate cannot be read.
+            ConfigError: if the address cannot be bound.
         """
         listener = self._bind()
         port = int(listener.getsockname()[1])
-        try:
-            self._uvicorn.config.load()
-        except (OSError, ssl.SSLError) as error:
-            listener.close()
-            raise ConfigError(f"cannot use security.tls_cert and security.tls_key: {error}") from error
         self._serving = asyncio.create_task(self._uvicorn.serve([listener]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._uvicorn.started and not self._serving.done():
@@ -167,6 +247,11 @@ class HttpServer:
             await asyncio.wait(set(self._uvicorn.server_state.tasks), timeout=MARGIN_S)
 
     @property
+    def in_progress(self) -> int:
+        """The number of requests in progress."""
+        return len(self._uvicorn.server_state.tasks)
+
+    @property
     def _scheme(self) -> str:
         return "https" if self._security.tls_cert is not None else "http"
 
@@ -183,6 +268,22 @@ class HttpServer:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_DEADLINE_S * 1000))
         return listener
+
+
+def _ending_old_connections(app: ASGIApp, oldest_s: float) -> ASGIApp:
+    """Return the app, whose responses ask a client to connect again after some time, and so to show a certificate that is valid then."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        connected_s = scope.get("state", {}).get(CONNECTED_S, math.inf)
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start" and time.monotonic() - connected_s > oldest_s:
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return serve
 
 
 class RequestGuard:
@@ -228,7 +329,7 @@ class RequestGuard:
         call = _Call(scope, receive, send, self._most_bytes)
         usage = None
         path = scope["path"] if scope["path"] in self._paths else "other"
-        structlog.contextvars.bind_contextvars(request_id=call.request_id)
+        name_request(call.request_id)
         self._in_flight += 1
         RPC_IN_FLIGHT.labels(SERVICE, path).inc()
         try:
@@ -236,6 +337,8 @@ class RequestGuard:
             await self._app(scope, call.receive, call.send)
         except SluiceError as error:
             await self._respond(error, scope["path"])(scope, receive, call.send)
+        except ClientDisconnect:
+            log.debug("the client disconnected before its request was whole", path=path)
         except asyncio.CancelledError:
             # Nobody but the server cancels a request: it stops, and the client is still there. What has begun is cut.
             if not call.status:
@@ -315,12 +418,21 @@ class _Call:
         self._receive, self._send = receive, send
         self._begun = time.perf_counter()
         self._bytes = 0
+        self._whole = False
+        self._body_due = asyncio.get_running_loop().time() + BODY_S
 
     async def receive(self) -> Message:
-        """Receive a part of the body. Raise if the body is too large."""
+        """Receive a part of the body, or what follows it. Raise if the body is too large, or takes too long."""
         if int(self._declared_length()) > self._most_bytes:
             raise too_large(self._most_bytes)
-        message = await self._receive()
+        if self._whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._body_due):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise too_slow(BODY_S) from error
+        self._whole = not message.get("more_body", False)
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._most_bytes:
             raise too_large(self._most_bytes)

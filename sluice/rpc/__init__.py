@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from sluice.rpc.channel import MAX_MESSAGE_BYTES, MAX_SAMPLES, connect
-from sluice.rpc.errors import SluiceError
-from sluice.rpc.server import RpcServer
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["MAX_MESSAGE_BYTES", "MAX_SAMPLES", "RpcServer", "SluiceError", "connect"]
+from sluice.rpc.channel import MAX_MESSAGE_BYTES, MAX_SAMPLES, connect
+from sluice.rpc.client_security import ClientSecurity
+from sluice.rpc.errors import SluiceError
+
+if TYPE_CHECKING:
+    from sluice.rpc.server import RpcServer
+
+__all__ = ["MAX_MESSAGE_BYTES", "MAX_SAMPLES", "ClientSecurity", "RpcServer", "SluiceError", "connect"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - the type is that of RpcServer
+    """Import the server when a service asks for it: clients need grpcio and protobuf alone."""
+    if name == "RpcServer":
+        from sluice.rpc.server import RpcServer  # noqa: PLC0415
+
+        return RpcServer
+    raise AttributeError(f"module 'sluice.rpc' has no attribute {name!r}")

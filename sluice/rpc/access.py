@@ -17,17 +17,20 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
-from sluice.rpc.channel import UNIX, read_pem
+from sluice.rpc.channel import REQUEST_ID, UNIX
 from sluice.rpc.errors import SluiceError
-from sluice.rpc.principals import ANYONE, ROLES, Principal, Principals, Role, now_utc
+from sluice.rpc.from_files import FromFiles
+from sluice.rpc.principals import ANYONE, ROLES, Principal, Principals, Role, files_of, now_utc
 from sluice.rpc.quota import Usage
 
 INFO_SERVICE = "sluice.v1.ServerInfoService"
+ADMIN_SERVICE = "sluice.v1.ServerAdminService"
 
 _EVERY_ROLE = frozenset(ROLES)
 
 ACCESS: Mapping[str, frozenset[Role]] = {
     INFO_SERVICE: _EVERY_ROLE,
+    ADMIN_SERVICE: frozenset(),
     reflection.SERVICE_NAME: _EVERY_ROLE,
     "sluice.v1.RolloutService": frozenset({"agent", "gateway", "dispatcher"}),
     "sluice.v1.EpisodeService": frozenset({"agent", "gateway"}),
@@ -37,8 +40,11 @@ ACCESS: Mapping[str, frozenset[Role]] = {
     "sluice.v1.RolloutAdminService/SetWeightPolicy": frozenset({"dispatcher"}),
     "sluice.v1.RolloutAdminService/Pause": frozenset({"dispatcher"}),
     "sluice.v1.RolloutAdminService/Resume": frozenset({"dispatcher"}),
-    "sluice.v1.RolloutAdminService/GetStatus": frozenset({"dispatcher"}),
+    "sluice.v1.RolloutAdminService/GetStatus": frozenset({"dispatcher", "gateway"}),
+    "sluice.v1.RolloutAdminService/LoadAdapter": frozenset({"dispatcher"}),
+    "sluice.v1.RolloutAdminService/UnloadAdapter": frozenset({"dispatcher"}),
     "sluice.v1.TrainerService": frozenset(),
+    "sluice.v1.TrainingService": frozenset({"tenant"}),
     "sluice.v1.OrchestratorService": frozenset(),
     "sluice.v1.OrchestratorService/RegisterReplica": frozenset({"replica"}),
     "sluice.v1.OrchestratorService/Heartbeat": frozenset({"replica"}),
@@ -69,6 +75,12 @@ def roles_for(service: str, method: str) -> frozenset[Role] | None:
         return None
     listed = ACCESS.get(f"{service}/{method}", ACCESS.get(service, frozenset()))
     return listed | {"admin"}
+
+
+def name_request(request_id: str) -> None:
+    """Give the call that is being served its id: its log lines and the calls that it makes have it."""
+    REQUEST_ID.set(request_id)
+    structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
 def caller() -> Principal:
@@ -106,7 +118,12 @@ class Access:
     """
 
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._principals = Principals.of(security)
+        first = Principals.of(security)
+        self._principals = None
+        if first is not None:
+            self._principals = FromFiles(
+                "the list of principals", files_of(security), lambda before: Principals.of(security, before) or first
+            )
         self._clock = clock
         self._usage: dict[str, Usage] = {}
 
@@ -118,7 +135,27 @@ class Access:
     @property
     def knows_certificates(self) -> bool:
         """Whether callers may be known by a certificate."""
-        return self._principals is not None and self._principals.know_certificates
+        return self._principals is not None and self._principals.current().know_certificates
+
+    def identify(self, authorization: str | bytes | None, certificate: Collection[str]) -> Principal:
+        """Return who makes a call; `ANYONE` if no principals are configured.
+
+        Args:
+            authorization: The call's `authorization` metadata or header.
+            certificate: Common name and URIs of the verified client certificate.
+
+        Raises:
+            SluiceError: UNAUTHENTICATED.
+        """
+        if self._principals is None:
+            return ANYONE
+        try:
+            return self._principals.current().identify(authorization, certificate, now_utc())
+        except SluiceError:
+            # The caller may have read a new token that was written less than a second ago.
+            if not self._principals.look():
+                raise
+        return self._principals.current().identify(authorization, certificate, now_utc())
 
     def admit(
         self, authorization: str | bytes | None, certificate: Collection[str], roles: frozenset[Role]
@@ -140,12 +177,14 @@ class Access:
         """
         if self._principals is None:
             return None
-        principal = self._principals.identify(authorization, certificate, now_utc())
+        principal = self.identify(authorization, certificate)
         _caller.set(principal)
         structlog.contextvars.bind_contextvars(principal=principal.name)
         usage = self._usage.get(principal.name)
         now = self._clock()
-        if usage is None:  # as many as there are principals, at most
+        if usage is None or usage.principal != principal:  # its quota may have changed
+            names = self._principals.current().names  # as many as there are principals, at most
+            self._usage = {name: each for name, each in self._usage.items() if name in names}
             usage = self._usage[principal.name] = Usage(principal, now)
         usage.begin(now)
         try:
@@ -195,15 +234,3 @@ def check_exposure(server: ServerConfig, security: SecurityConfig) -> None:
             f"refusing to listen on {server.host} without {' and '.join(missing)}:"
             " set them, bind 127.0.0.1, or say --insecure if the network is trusted"
         )
-
-
-def server_credentials(server: ServerConfig, security: SecurityConfig) -> grpc.ServerCredentials | None:
-    """Return the server's TLS credentials, mutual if configured; None on a unix socket or without a certificate."""
-    if server.host.startswith(UNIX) or security.tls_cert is None or security.tls_key is None:
-        return None
-    authorities = read_pem(security.tls_ca) if security.tls_ca is not None else None
-    return grpc.ssl_server_credentials(
-        [(read_pem(security.tls_key), read_pem(security.tls_cert))],
-        root_certificates=authorities if security.require_client_cert else None,
-        require_client_auth=security.require_client_cert,
-    )

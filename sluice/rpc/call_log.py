@@ -23,6 +23,7 @@ from prometheus_client import Counter
 
 from sluice.config import SecurityConfig
 from sluice.rpc.access import caller
+from sluice.rpc.channel import REQUEST_ID
 from sluice.rpc.errors import SluiceError
 from sluice.threads import SerialThread
 
@@ -30,6 +31,7 @@ Request: TypeAlias = Any
 """A request message of a logged call."""
 
 LOGGED: Mapping[str, tuple[str, ...]] = {
+    "sluice.v1.ServerAdminService/DrainServer": ("grace",),
     "sluice.v1.OrchestratorService/PauseRun": ("run",),
     "sluice.v1.OrchestratorService/ResumeRun": ("run",),
     "sluice.v1.OrchestratorService/StopRun": ("run", "reason"),
@@ -84,12 +86,12 @@ class CallLog:
         self._lost = 0
         self._broken = False
 
-    def record(self, method: str, request: Request, peer: str, code: str) -> None:
+    def record(self, method: str, request: Request | None, peer: str, code: str) -> None:
         """Write the line of a call that has ended; its principal is the `caller` of this context.
 
         Args:
             method: A key of `LOGGED`.
-            request: Its request.
+            request: Its request; None if there is none that was read.
             peer: Address of the client.
             code: Name of the status code that it ended with.
         """
@@ -100,9 +102,9 @@ class CallLog:
             "role": principal.role,
             "peer": peer,
             "method": method.removeprefix("sluice.v1."),
-            "request": _fields(request, LOGGED[method]),
+            "request": {} if request is None else _fields(request, LOGGED[method]),
             "code": code,
-            "request_id": structlog.contextvars.get_contextvars().get("request_id", ""),
+            "request_id": REQUEST_ID.get(),
         }
         if len(self._writing) >= _MOST_WAITING:
             self._lose(f"{_MOST_WAITING} lines wait for the disk")

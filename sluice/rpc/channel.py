@@ -1,5 +1,8 @@
 """Channels: every call has a deadline, a request id and a token, and only idempotent calls are retried.
 
+Tokens and certificates follow their files. gRPC cannot change the certificate of a channel, so calls begin on a new one then, and the
+old one is closed when the calls in progress on it have ended.
+
 This wraps the channel's callables and acts once per call. gRPC's own client interceptors would put another generator around every
 message of a stream.
 """
@@ -8,24 +11,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import uuid
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
-import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sluice.config import ConfigError, SecurityConfig
-from sluice.rpc.principals import Role, read_token
+from sluice.errors import ConfigError
+from sluice.rpc.client_security import read_token
+from sluice.rpc.from_files import FromFiles
+from sluice.rpc.tls import Pem, pem_files
+
+if TYPE_CHECKING:  # a client needs grpcio and protobuf alone
+    from sluice.rpc.client_security import Security
+    from sluice.rpc.principals import Role
 
 UNIX = "unix:"
 """Prefix of the address of a unix socket."""
 
+DNS = "dns:///"
+"""Prefix of a name that stands for all addresses which it resolves to."""
+
 REQUEST_ID_KEY = "x-request-id"
 """Metadata with the id of a call, for the logs of both sides."""
+
+TOO_OLD = "CONNECTION_TOO_OLD"
+"""Reason with which a server ends a watch so that its client connects again."""
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the call that is being served, which the calls that it makes carry too."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest message of the contracts; larger things stream."""
@@ -153,9 +171,13 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
+_IDLE_OPTION = ("grpc.client_idle_timeout_ms", 60_000)
+"""Without calls, a channel gives its connection up, rather than open it again and again with a certificate that was replaced."""
+
+
 def connect(
     target: str,
-    security: SecurityConfig,
+    security: Security,
     *,
     role: Role = "admin",
     default_deadline_s: float = 30.0,
@@ -173,17 +195,14 @@ def connect(
     Raises:
         ConfigError: if a token, key or certificate file cannot be read.
     """
-    credentials = _credentials(target, security)
-    if credentials is None:
-        channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-    else:
-        channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
     path = token_file(security, role)
-    fixed = () if path is None else (("authorization", f"Bearer {read_token(path)}"),)
-    return _BoundedChannel(channel, fixed, default_deadline_s, stream_deadline_s)
+    tokens = None if path is None else FromFiles("the token", [path], lambda _: read_token(path))
+    pem = None if target.startswith(UNIX) else pem_files(security)
+    named = security.tls_address_name if _names_an_address(target) else None
+    return _BoundedChannel(target, pem, tokens, default_deadline_s, stream_deadline_s, server_name=named)
 
 
-def token_file(security: SecurityConfig, role: Role) -> Path | None:
+def token_file(security: Security, role: Role) -> Path | None:
     """Return the file of the token that calls send which need a role; None if they send none.
 
     Of two tokens, that of the admin is sent unless an agent's is enough. A dispatcher never sends either: orchestrator and gateways
@@ -205,81 +224,132 @@ def token_file(security: SecurityConfig, role: Role) -> Path | None:
     return (agent or admin) if role == "agent" else (admin or agent)
 
 
-def _credentials(target: str, security: SecurityConfig) -> grpc.ChannelCredentials | None:
-    if target.startswith(UNIX) or (security.tls_ca is None and security.tls_cert is None):
-        return None
-    return grpc.ssl_channel_credentials(
-        root_certificates=None if security.tls_ca is None else read_pem(security.tls_ca),
-        private_key=None if security.tls_key is None else read_pem(security.tls_key),
-        certificate_chain=None if security.tls_cert is None else read_pem(security.tls_cert),
-    )
-
-
-def read_pem(path: Path) -> bytes:
-    """Return the bytes of a key or certificate file.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
+def _names_an_address(target: str) -> bool:
+    """Return whether a target is an IP address with a port, not a name."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the key or certificate {path}: {error.strerror}; correct security.tls_cert, tls_key or tls_ca"
-        ) from error
+        ipaddress.ip_address(target.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class _Connection:
+    """One channel of gRPC, and how many calls are in progress on it.
+
+    Args:
+        target: As for `connect`.
+        pem: What to show and to trust; None for no TLS.
+        server_name: Name that the server's certificate must have; None: that of the target.
+    """
+
+    def __init__(self, target: str, pem: Pem | None, server_name: str | None = None) -> None:
+        self.pem = pem
+        if pem is None:
+            self.channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        else:
+            credentials = grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.certificate)
+            options: tuple[tuple[str, int | str], ...] = (*_CHANNEL_OPTIONS, _IDLE_OPTION)
+            if server_name is not None:
+                options = (*options, ("grpc.ssl_target_name_override", server_name))
+            self.channel = grpc.aio.secure_channel(target, credentials, options=options)
+        self._calls = 0
+        self._unused: Callable[[], None] | None = None
+
+    def began(self, call: Anything) -> None:
+        """Count a call until it ends."""
+        self._calls += 1
+        call.add_done_callback(self._ended)
+
+    def _ended(self, _call: Anything) -> None:
+        self._calls -= 1
+        if self._unused is not None and not self._calls:
+            self._unused()
+
+    def when_unused(self, do: Callable[[], None]) -> None:
+        """Do something once no call is in progress; no further one may begin."""
+        self._unused = do
+        if not self._calls:
+            do()
 
 
 class _BoundedChannel(grpc.aio.Channel):
-    """A channel whose calls get a deadline, a request id and the bearer token."""
+    """A channel whose calls get a deadline, a request id, the bearer token, and a connection with the newest certificate."""
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
-        metadata: tuple[tuple[str, str], ...],
+        target: str,
+        pem: FromFiles[Pem] | None,
+        tokens: FromFiles[str] | None,
         deadline_s: float,
         stream_deadline_s: float,
+        *,
+        server_name: str | None = None,
     ) -> None:
-        self._channel = channel
-        self._metadata = metadata
+        self._target, self._pem, self._tokens, self._server_name = target, pem, tokens, server_name
         self._deadline_s = deadline_s
         self._stream_deadline_s = stream_deadline_s
+        self._connection = _Connection(target, None if pem is None else pem.current(), server_name)
+        self._old: set[_Connection] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> _BoundedChannel:
-        await self._channel.__aenter__()
+        await self._connection.channel.__aenter__()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self._channel.close()
+        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
         """Close the connection; calls in progress get `grace` seconds."""
-        await self._channel.close(grace)
+        connections = (self._connection, *self._old)
+        await asyncio.gather(*(each.channel.close(grace) for each in connections), *self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
+        return self._newest().channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Return when the connectivity differs; the caller sets the deadline."""
-        await self._channel.wait_for_state_change(last_observed_state)
+        await self._connection.channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
         """Return when connected; the caller sets the deadline."""
-        await self._channel.channel_ready()
+        await self._newest().channel.channel_ready()
 
     def unary_unary(self, *args: Anything, **kwargs: Anything) -> Anything:
-        return self._bounded(self._channel.unary_unary(*args, **kwargs), self._deadline_s)
+        return self._bounded("unary_unary", args, kwargs, self._deadline_s)
 
     def stream_unary(self, *args: Anything, **kwargs: Anything) -> Anything:
-        return self._bounded(self._channel.stream_unary(*args, **kwargs), self._deadline_s)
+        return self._bounded("stream_unary", args, kwargs, self._deadline_s)
 
     def unary_stream(self, *args: Anything, **kwargs: Anything) -> Anything:
-        return self._bounded(self._channel.unary_stream(*args, **kwargs), self._stream_deadline_s)
+        return self._bounded("unary_stream", args, kwargs, self._stream_deadline_s)
 
     def stream_stream(self, *args: Anything, **kwargs: Anything) -> Anything:
-        return self._bounded(self._channel.stream_stream(*args, **kwargs), self._stream_deadline_s)
+        return self._bounded("stream_stream", args, kwargs, self._stream_deadline_s)
 
-    def _bounded(self, call: Callable[..., Anything], deadline_s: float) -> Callable[..., Anything]:
-        fixed = self._metadata
+    def _newest(self) -> _Connection:
+        """Return the connection for the next call: a new one if the certificate has changed."""
+        if self._pem is None:
+            return self._connection
+        pem = self._pem.current()
+        if pem is not self._connection.pem:
+            old, self._connection = self._connection, _Connection(self._target, pem, self._server_name)
+            self._old.add(old)
+            old.when_unused(lambda: self._close_old(old))
+        return self._connection
+
+    def _close_old(self, old: _Connection) -> None:
+        self._old.discard(old)
+        task = asyncio.ensure_future(old.channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _bounded(
+        self, kind: str, args: tuple[Anything, ...], kwargs: dict[str, Anything], deadline_s: float
+    ) -> Callable[..., Anything]:
+        connection = self._connection
+        call: Callable[..., Anything] = getattr(connection.channel, kind)(*args, **kwargs)
+        counted, tokens = self._pem is not None, self._tokens
 
         def begin(
             request: Anything = None,
@@ -288,23 +358,29 @@ class _BoundedChannel(grpc.aio.Channel):
             metadata: Iterable[tuple[str, str | bytes]] | None = None,
             **options: Anything,
         ) -> Anything:
+            nonlocal connection, call
             given = tuple(metadata or ())
             if all(key != REQUEST_ID_KEY for key, _ in given):
                 given = (*given, (REQUEST_ID_KEY, _request_id()))
-            return call(
-                request, timeout=deadline_s if timeout is None else timeout, metadata=(*fixed, *given), **options
-            )
+            if tokens is not None:
+                given = (("authorization", f"Bearer {tokens.current()}"), *given)
+            if counted and self._newest() is not connection:
+                connection = self._connection
+                call = getattr(connection.channel, kind)(*args, **kwargs)
+            began = call(request, timeout=deadline_s if timeout is None else timeout, metadata=given, **options)
+            if counted:
+                connection.began(began)
+            return began
 
         return begin
 
 
 def _request_id() -> str:
     """Return the id of the call that is being served, so that a request keeps its id across services; else a new id."""
-    current = structlog.contextvars.get_contextvars().get("request_id")
-    return current if isinstance(current, str) else uuid.uuid4().hex
+    return REQUEST_ID.get() or uuid.uuid4().hex
 
 
-async def health_status(target: str, security: SecurityConfig, service: str = "", timeout_s: float = _ANSWER_S) -> int:
+async def health_status(target: str, security: Security, service: str = "", timeout_s: float = _ANSWER_S) -> int:
     """Return a server's `HealthCheckResponse.ServingStatus`.
 
     Args:
@@ -316,28 +392,36 @@ async def health_status(target: str, security: SecurityConfig, service: str = ""
     Raises:
         grpc.aio.AioRpcError: if the server does not answer.
     """
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415 - agents do not ask
+
     async with connect(target, security, role="agent") as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)  # type: ignore[attr-defined]  # the stubs leave it out
         return int(answer.status)
 
 
-async def wait_until_serving(target: str, security: SecurityConfig) -> None:
+async def wait_until_serving(target: str, security: Security) -> None:
     """Return once a server answers SERVING. There is no deadline: the caller sets one.
 
     Args:
-        target: ``host:port``.
+        target: ``host:port``, ``dns:///name:port`` or ``unix:/path``.
         security: Tokens and TLS.
+
+    Raises:
+        ConfigError: if a token, key or certificate file cannot be read.
     """
-    host, _, port = target.rpartition(":")
+    from grpc_health.v1 import health_pb2  # noqa: PLC0415 - agents do not wait
+
+    host, _, port = target.removeprefix(DNS).rpartition(":")
     while True:
         # An attempt to connect costs nothing, and avoids gRPC's back-off between its own attempts.
-        try:
-            _, writer = await asyncio.open_connection(host, int(port))
-        except OSError:
-            await asyncio.sleep(_POLL_S)
-            continue
-        writer.close()
+        if not target.startswith(UNIX):
+            try:
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            except OSError:
+                await asyncio.sleep(_POLL_S)
+                continue
+            writer.close()
         with contextlib.suppress(grpc.aio.AioRpcError):
             if await health_status(target, security) == health_pb2.HealthCheckResponse.SERVING:
                 return

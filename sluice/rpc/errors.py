@@ -17,11 +17,14 @@ DOMAIN = "sluice"
 DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata in which gRPC carries a serialised google.rpc.Status."""
 
-_MESSAGE_CHARACTERS = 4096
-"""Longest message on the wire: it travels twice in one header block, beside the details."""
+_MESSAGE_BYTES = 4096
+"""Longest message on the wire: it travels twice in one header block, once with up to three characters a byte, beside the details."""
+
+_DETAIL_BYTES = 512
+"""Longest description of a field, and longest fact for programs, for the same reason. They may repeat what a client sent."""
 
 _VIOLATIONS = 32
-"""Most field violations on the wire, for the same reason."""
+"""Most field violations on the wire."""
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 """Status codes by their number on the wire."""
@@ -62,15 +65,16 @@ class SluiceError(Exception):
 
     def to_status(self) -> Status:
         """Return the wire form: google.rpc.Status with ErrorInfo, and with RetryInfo and BadRequest if they apply."""
-        status = Status(code=self.code.value[0], message=self.message[:_MESSAGE_CHARACTERS])
-        status.details.add().Pack(ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata))
+        status = Status(code=self.code.value[0], message=_cut(self.message, _MESSAGE_BYTES))
+        facts = {name: _cut(fact, _DETAIL_BYTES) for name, fact in self.metadata.items()}
+        status.details.add().Pack(ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=facts))
         if self.retry_after_s is not None:
             delay = Duration()
             delay.FromNanoseconds(int(self.retry_after_s * 1e9))
             status.details.add().Pack(RetryInfo(retry_delay=delay))
         if self.violations:
             fields = [
-                BadRequest.FieldViolation(field=name, description=description)
+                BadRequest.FieldViolation(field=_cut(name, _DETAIL_BYTES), description=_cut(description, _DETAIL_BYTES))
                 for name, description in list(self.violations.items())[:_VIOLATIONS]
             ]
             status.details.add().Pack(BadRequest(field_violations=fields))
@@ -84,7 +88,16 @@ class SluiceError(Exception):
             status.ParseFromString(_details(error))
         except DecodeError:
             status.Clear()
-        code = CODES.get(status.code, error.code()) if status.details else error.code()
+        missing = error.details() or "no details; is the address right and the service up?"
+        return cls.from_status(status, error.code(), missing)
+
+    @classmethod
+    def from_status(
+        cls, status: Status, code: grpc.StatusCode = grpc.StatusCode.UNKNOWN, message: str = "no details"
+    ) -> Self:
+        """Rebuild an error from its wire form; `code` and `message` count where that has none."""
+        if status.details:
+            code = CODES.get(status.code, code)
         info, retry, request = ErrorInfo(), RetryInfo(), BadRequest()
         found_retry = False
         for detail in status.details:
@@ -93,8 +106,8 @@ class SluiceError(Exception):
             detail.Unpack(request)
         return cls(
             code,
-            info.reason or error.code().name,
-            status.message or error.details() or "no details; is the address right and the service up?",
+            info.reason or code.name,
+            status.message or message,
             retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if found_retry else None,
             violations={each.field: each.description for each in request.field_violations},
             metadata=dict(info.metadata),
@@ -146,6 +159,11 @@ class SluiceError(Exception):
     def aborted(cls, reason: str, message: str) -> Self:
         """Lost a race; read the state again and retry."""
         return cls(grpc.StatusCode.ABORTED, reason, message)
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    """Return the beginning of a text that UTF-8 encodes in so many bytes."""
+    return text if 4 * len(text) <= most_bytes else text.encode(errors="replace")[:most_bytes].decode(errors="ignore")
 
 
 def _details(error: grpc.aio.AioRpcError) -> bytes:

@@ -15,11 +15,15 @@ from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from sluice.config import SecurityConfig, ServerConfig
-from sluice.rpc.access import check_exposure
+from sluice.rpc.access import Access, check_exposure
 from sluice.rpc.errors import SluiceError
-from sluice.rpc.principals import Principals, now_utc
+from sluice.rpc.tls import certificate_names, server_context
 
 log = structlog.get_logger(__name__)
+
+
+CERTIFICATE = "sluice.certificate"
+"""Key of the names in the client's certificate, in the environment of a request."""
 
 
 class _Server(ThreadingWSGIServer):
@@ -35,6 +39,11 @@ class _Quiet(WSGIRequestHandler):
 
     timeout = 10.0
 
+    def get_environ(self) -> dict[str, Any]:
+        """Return what an application gets, with the names of the client's certificate."""
+        shown = self.connection.getpeercert() if isinstance(self.connection, ssl.SSLSocket) else None
+        return {**super().get_environ(), CERTIFICATE: certificate_names(shown or {})}
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, ANN401 - as in the base class
         """Write nothing."""
 
@@ -45,31 +54,29 @@ def start_metrics_server(port: int, host: str, security: SecurityConfig) -> WSGI
     Args:
         port: TCP port; 0 picks a free one.
         host: Address to bind.
-        security: Any principal may read the metrics, by its token; without principals everyone may. With a certificate, by TLS.
+        security: Any principal may read the metrics, by its token or certificate; without principals everyone may. With a certificate, by
+            TLS.
 
     Raises:
-        OSError: if the address cannot be bound, or the certificate cannot be read.
-        ConfigError: if the principals cannot be read, or the address needs TLS and principals that are not configured.
+        OSError: if the address cannot be bound.
+        ConfigError: if the principals or the certificate cannot be read, or the address needs TLS and principals that are not configured.
     """
     check_exposure(ServerConfig(host=host), security)
-    principals = Principals.of(security)
+    access, context = Access(security), server_context(security, ssl.CERT_OPTIONAL)
     metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
 
     def guarded(environment: dict[str, Any], respond: Callable[..., Any]) -> Iterable[bytes]:
-        if principals is not None:
-            try:
-                principals.identify(environment.get("HTTP_AUTHORIZATION"), (), now_utc())
-            except SluiceError as error:
-                respond("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
-                return [f"{error.message}\n".encode()]
+        try:
+            access.identify(environment.get("HTTP_AUTHORIZATION"), environment[CERTIFICATE])
+        except SluiceError as error:
+            respond("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+            return [f"{error.message}\n".encode()]
         return metrics(environment, respond)
 
     kind = _Server6 if _is_ipv6(host) else _Server
     server = make_server(host, port, guarded, kind, handler_class=_Quiet)
     scheme = "http"
-    if security.tls_cert is not None and security.tls_key is not None:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(security.tls_cert, security.tls_key)
+    if context is not None:
         # The handshake is left to the thread of the connection.
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         scheme = "https"

@@ -25,9 +25,9 @@ import re
 import secrets
 import tempfile
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal, Self, get_args
 
@@ -36,9 +36,10 @@ import tomli_w
 from pydantic import AwareDatetime, Field, ValidationError, model_validator
 
 from sluice.config import ConfigError, Section, SecurityConfig
+from sluice.rpc.client_security import read_token
 from sluice.rpc.errors import SluiceError
 
-Role = Literal["admin", "agent", "dispatcher", "gateway", "replica", "trainer"]
+Role = Literal["admin", "agent", "dispatcher", "gateway", "replica", "tenant", "trainer"]
 """What a principal is for; `sluice.rpc.access.ACCESS` says what each role may call. `admin` may call everything."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -52,6 +53,9 @@ _MOST_PRINCIPALS = 10_000
 
 _PROBLEMS = 5
 """Mistakes in a file that one error lists."""
+
+OVERLAP_S = 60.0
+"""Seconds for which a server admits the old token of a token file that has changed: callers on its machine read the file too."""
 
 _BEARER = re.compile(rb"bearer ([\x21-\x7e]+)", re.IGNORECASE)
 
@@ -199,36 +203,16 @@ def _read(path: Path) -> str:
         raise ConfigError(f"the principals file {path} is not UTF-8 text, at byte {error.start}") from error
 
 
-def read_token(path: Path) -> str:
-    """Return the token in a file.
-
-    Raises:
-        ConfigError: if it cannot be read, or holds anything but one token.
-    """
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the token file {path}: {error.strerror}; correct security.token_file, admin_token_file or"
-            " dispatcher_token_file"
-        ) from error
-    except UnicodeDecodeError:
-        token = ""
-    if not token or not token.isascii() or any(character.isspace() for character in token):
-        raise ConfigError(
-            f"token file {path} must hold one line of ASCII without blanks, such as `openssl rand -hex 32` prints"
-        )
-    return token
-
-
 class Principals:
     """The principals that a server knows.
 
     Args:
         entries: The tables of a principals file.
+        shared: Those whose tokens are in files that callers read as well.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], shared: Sequence[Entry] = ()) -> None:
+        self.shared = tuple(shared)
         self._by_digest = {entry.token_sha256: entry for entry in entries if entry.token_sha256 is not None}
         self._by_certificate = {
             entry.certificate: entry
@@ -244,36 +228,35 @@ class Principals:
         return self._principals.keys()
 
     @classmethod
-    def of(cls, security: SecurityConfig) -> Self | None:
+    def of(cls, security: SecurityConfig, before: Principals | None = None) -> Self | None:
         """Return the principals that a server with these settings admits; None if it admits everyone.
 
         Without a principals file, the token files are the tokens of the principals `agent` and `admin`. In both cases
         `security.dispatcher_token_file` adds the principal `dispatcher`.
 
+        Args:
+            security: The settings.
+            before: The principals so far. A token of theirs that was in a token file is admitted for `OVERLAP_S` more, since callers
+                read the same file a moment later than this server.
+
         Raises:
             ConfigError: if a file cannot be used, or if the settings leave a call that nobody could make.
         """
         if security.principals_file is not None:
-            principals = cls(_with_dispatcher(read_principals(security.principals_file), security))
-            if principals.know_certificates and not security.require_client_cert:
-                raise ConfigError(
-                    f"{security.principals_file} names certificates, which clients show only if"
-                    " security.require_client_cert is set, with tls_cert, tls_key and tls_ca"
-                )
-            return principals
-        if security.admin_token_file is None:
-            if security.token_file is not None:
-                raise ConfigError(
-                    "security.token_file without security.admin_token_file would leave the admin RPCs unusable;"
-                    " set both (they may name the same file), or security.principals_file"
-                )
-            return None
-        admin = Entry(name="admin", role="admin", token_sha256=digest_of(read_token(security.admin_token_file)))
-        if security.token_file is None:
-            return cls(_with_dispatcher([admin], security))
-        agent = Entry(name="agent", role="agent", token_sha256=digest_of(read_token(security.token_file)))
-        # The later one wins where both files hold one token.
-        return cls(_with_dispatcher([agent, admin], security))
+            entries, shared = read_principals(security.principals_file), []
+        else:
+            entries = shared = _of_token_files(security)
+            if not entries:
+                return None
+        shared = [*shared, *_dispatcher(entries, security)]
+        shared += _leaving(shared, before)
+        principals = cls([*(entry for entry in shared if entry not in entries), *entries], shared)
+        if principals.know_certificates and not security.require_client_cert:
+            raise ConfigError(
+                f"{security.principals_file} names certificates, which clients show only if"
+                " security.require_client_cert is set, with tls_cert, tls_key and tls_ca"
+            )
+        return principals
 
     def identify(self, authorization: str | bytes | None, certificate: Collection[str], now: datetime) -> Principal:
         """Return who makes a call.
@@ -331,15 +314,41 @@ class Principals:
         return next((self._by_certificate[name] for name in names if name in self._by_certificate), None)
 
 
-def _with_dispatcher(entries: list[Entry], security: SecurityConfig) -> list[Entry]:
-    """Return the entries and the principal `dispatcher`, if its token file is set and no entry has that token.
+def files_of(security: SecurityConfig) -> list[Path]:
+    """Return the files that `Principals.of` reads."""
+    tokens = (security.token_file, security.admin_token_file) if security.principals_file is None else ()
+    paths = (security.principals_file, *tokens, security.dispatcher_token_file)
+    return [path for path in paths if path is not None]
+
+
+def _of_token_files(security: SecurityConfig) -> list[Entry]:
+    """Return the principals `agent` and `admin`, of whom the later one wins where both files hold one token.
+
+    Raises:
+        ConfigError: if a file cannot be used, or there is no admin.
+    """
+    if security.admin_token_file is None:
+        if security.token_file is not None:
+            raise ConfigError(
+                "security.token_file without security.admin_token_file would leave the admin RPCs unusable;"
+                " set both (they may name the same file), or security.principals_file"
+            )
+        return []
+    admin = Entry(name="admin", role="admin", token_sha256=digest_of(read_token(security.admin_token_file)))
+    if security.token_file is None:
+        return [admin]
+    return [Entry(name="agent", role="agent", token_sha256=digest_of(read_token(security.token_file))), admin]
+
+
+def _dispatcher(entries: list[Entry], security: SecurityConfig) -> list[Entry]:
+    """Return the principal `dispatcher`, if its token file is set and no entry has that token.
 
     Raises:
         ConfigError: if the token is that of a principal with another role, or another principal has the name.
     """
     path = security.dispatcher_token_file
     if path is None:
-        return entries
+        return []
     own = Entry(name="dispatcher", role="dispatcher", token_sha256=digest_of(read_token(path)))
     for entry in entries:
         if entry.token_sha256 == own.token_sha256 and entry.role != own.role:
@@ -348,13 +357,27 @@ def _with_dispatcher(entries: list[Entry], security: SecurityConfig) -> list[Ent
                 f" {entry.role}, which replicas must not get: give the role dispatcher a token of its own"
             )
     if any(entry.token_sha256 == own.token_sha256 for entry in entries):
-        return entries
+        return []
     if any(entry.name == own.name for entry in entries):
         raise ConfigError(
             f"{security.principals_file} has a principal 'dispatcher' with another token than"
             f" security.dispatcher_token_file {path}: rename that principal, or correct the file"
         )
-    return [*entries, own]
+    return [own]
+
+
+def _leaving(shared: list[Entry], before: Principals | None) -> list[Entry]:
+    """Return the tokens that were in a token file until now, which expire soon."""
+    if before is None:
+        return []
+    now = now_utc()
+    until = now + timedelta(seconds=OVERLAP_S)
+    known = {entry.token_sha256 for entry in shared}
+    return [
+        entry if entry.expires is not None else entry.model_copy(update={"expires": until})
+        for entry in before.shared
+        if entry.token_sha256 not in known and (entry.expires is None or entry.expires > now)
+    ]
 
 
 def now_utc() -> datetime:
@@ -380,7 +403,7 @@ def add_token(path: Path, name: str, role: Role, expires: datetime | None = None
     table: dict[str, object] = {"name": name, "role": role, "token_sha256": digest_of(token)}
     if expires is not None:
         table["expires"] = expires
-    with _locked(path.parent):
+    with locked_folder(path.parent):
         if path.is_symlink():
             raise ConfigError(f"{path} is a symbolic link: name the file that it points to")
         before = _read(path) if path.exists() else ""
@@ -398,26 +421,42 @@ def add_token(path: Path, name: str, role: Role, expires: datetime | None = None
 
 def replace_private(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, in one step: a reader sees the old content or the new."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    replace_files({path: (content, 0o600)})
+
+
+def replace_files(contents: Mapping[Path, tuple[bytes, int]]) -> None:
+    """Write files of one folder with their modes, each in one step, and all within a moment.
+
+    Raises:
+        OSError: if one cannot be written; then none is replaced, unless the disk fails between two renames.
+    """
+    written: dict[Path, Path] = {}
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).rename(path)
+        for path, (content, mode) in contents.items():
+            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+            written[path] = Path(name)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+        for path, new in written.items():
+            new.rename(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        for new in written.values():
+            new.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    for folder in {path.parent for path in contents}:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep others that change a principals file in this folder out, so that no table is lost."""
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Keep out others that change files of this folder, so that no change is lost."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

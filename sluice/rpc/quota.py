@@ -17,9 +17,13 @@ class Usage:
     Args:
         principal: The principal, with its quota.
         now: A monotonic time in seconds, as in `begin`.
+
+    Attributes:
+        principal: The principal.
     """
 
     def __init__(self, principal: Principal, now: float) -> None:
+        self.principal = principal
         quota = principal.quota
         self._name = principal.name
         self._rate = quota.requests_per_s

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import random
 import signal
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,16 +22,18 @@ from typing import Any, TypeAlias
 import grpc
 import structlog
 from google.protobuf import descriptor_pool
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
-from sluice.rpc.access import INFO_SERVICE, Access, check_exposure, roles_for, server_credentials
+from sluice.rpc.access import ADMIN_SERVICE, INFO_SERVICE, Access, check_exposure, name_request, roles_for
 from sluice.rpc.call_log import LOGGED, CallLog
-from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TRANSPORT_OPTIONS, UNIX
+from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
 from sluice.rpc.quota import Usage
+from sluice.rpc.tls import server_credentials
 from sluice.v1 import common_pb2, common_pb2_grpc
 
 LOOPBACK = "127.0.0.1"
@@ -64,8 +67,27 @@ RPC_IN_FLIGHT = Gauge("sluice_rpc_in_flight", "Calls in progress.", ("service", 
 FLUSH_S = 0.5
 """Seconds after `finish` for the last responses to leave."""
 
-WAITING_CALLS = frozenset({"sluice.v1.EpisodeService/LeaseTasks", "sluice.v1.SessionService/BeginGeneration"})
-"""Calls, idempotent ones, that do no work while they wait for somebody else. A server that drains ends them as it ends watches."""
+LAST_CALLS_S = 3600.0
+"""Seconds for the calls in progress on a connection that is ended for its age: as long as the longest call of ours may take."""
+
+REQUEST_S = 30.0
+"""Seconds for the one message of a call to arrive, once the call has begun."""
+
+WAITING_CALLS = frozenset(
+    {
+        "sluice.v1.EpisodeService/LeaseTasks",
+        "sluice.v1.SessionService/BeginGeneration",
+        "sluice.v1.SessionService/Exchange",
+    }
+)
+"""Calls, idempotent ones, that wait for somebody else most of the time. A server ends them where it ends watches: when it drains, and
+when they are as old as a connection may become."""
+
+_MOST_PROBES = 64
+"""Health checks in progress at the port of probes, watches included: everybody may call it."""
+
+_LOOK_S = 0.1
+"""Seconds between two looks at what is left of a drain."""
 
 _REQUEST_ID_CHARACTERS = 128
 
@@ -89,8 +111,8 @@ _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DA
 log = structlog.get_logger(__name__)
 
 
-def free_ports(count: int) -> list[int]:
-    """Return TCP ports on loopback that were free a moment ago, all different.
+def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
+    """Return TCP ports of an address of this machine that were free a moment ago, all different.
 
     They lie outside the range that the kernel takes ports of outgoing connections from: a service that is started again finds its
     port free.
@@ -103,13 +125,24 @@ def free_ports(count: int) -> list[int]:
             each = socket.socket()
             sockets.append(each)
             try:
-                each.bind((LOOPBACK, candidates.pop() if candidates else 0))
+                each.bind((host, candidates.pop() if candidates else 0))
             except OSError:
                 sockets.pop().close()
         return [int(each.getsockname()[1]) for each in sockets]
     finally:
         for each in sockets:
             each.close()
+
+
+def is_free(port: int, host: str) -> bool:
+    """Return whether a server could bind a TCP port of an address of this machine a moment ago."""
+    with socket.socket() as each:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: closed connections do not count
+        try:
+            each.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def _lasting_ports() -> range:
@@ -174,7 +207,11 @@ class RpcServer:
         self._health = health.aio.HealthServicer()
         self._serving = True
         self._server: grpc.aio.Server | None = None
+        self._probes: grpc.aio.Server | None = None
         self._calls: CallInterceptor | None = None
+        self._asked, self._shortened = asyncio.Event(), asyncio.Event()
+        self._drain_end = math.inf
+        self._count_left: Callable[[], int] | None = None
 
     def add(self, add_fn: Callable[[Servicer, Any], None], servicer: Servicer, service_name: str) -> None:
         """Register a servicer before `start`; `sluice.rpc.access` says who may call it.
@@ -188,6 +225,36 @@ class RpcServer:
         self._services.append(service_name)
         self._unimplemented.update(_missing_methods(service_name, servicer))
 
+    def count_left(self, count: Callable[[], int]) -> None:
+        """Say how much is left while the service drains, where that is something else than its gRPC calls."""
+        self._count_left = count
+
+    @property
+    def drain_s(self) -> float:
+        """Return the seconds of a drain for which nobody names others."""
+        return self._config.drain_s
+
+    def begin_drain(self, grace_s: float) -> None:
+        """Drain and end, as a signal does, within so many seconds. Again: shorten the grace."""
+        self._drain_end = min(self._drain_end, asyncio.get_running_loop().time() + grace_s)
+        self._asked.set()
+        self._shortened.set()
+
+    @property
+    def calls_left(self) -> int:
+        """Return the gRPC calls in progress, but for those of `DrainServer`."""
+        return 0 if self._calls is None else self._calls.in_flight - self._calls.drains
+
+    @property
+    def left(self) -> int:
+        """Return how much a drain still has to wait for."""
+        return self.calls_left if self._count_left is None else self._count_left()
+
+    @property
+    def grace_left_s(self) -> float:
+        """Return the seconds that the calls in progress have left; infinite as long as nothing asks the server to end."""
+        return max(0.0, self._drain_end - asyncio.get_running_loop().time())
+
     async def start(self) -> int:
         """Bind and serve.
 
@@ -197,13 +264,16 @@ class RpcServer:
         Raises:
             ConfigError: if the address cannot be bound or a key file cannot be read.
         """
+        oldest_s = self._oldest_s()
+        unimplemented = {*self._unimplemented, *_missing_methods(health.SERVICE_NAME, self._health)}
         self._calls = CallInterceptor(
-            self.access, self._config.max_concurrent_rpcs, frozenset(self._unimplemented), self.call_log
+            self.access, self._config.max_concurrent_rpcs, frozenset(unimplemented), self.call_log, watch_s=oldest_s
         )
-        self._server = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
+        options = [*SERVER_OPTIONS, *(() if oldest_s is None else _age_options(oldest_s))]
+        self._server = grpc.aio.server(interceptors=[self._calls], options=options)
         for add_fn, servicer in self._registrations:
             add_fn(servicer, self._server)
-        names = sorted([*self._services, INFO_SERVICE])
+        names = sorted([*self._services, INFO_SERVICE, ADMIN_SERVICE])
         info = _ServerInfo(
             common_pb2.GetServerInfoResponse(
                 service=self.name,
@@ -218,31 +288,36 @@ class RpcServer:
             )
         )
         common_pb2_grpc.add_ServerInfoServiceServicer_to_server(info, self._server)
+        common_pb2_grpc.add_ServerAdminServiceServicer_to_server(_ServerAdmin(self, self._calls), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         await self._publish_health()
         port = self._bind(self._server)
         await self._server.start()
+        self._probes = await serve_probes(self._config, self._health)
         log.info(
             "listening", target=self.target, services=sorted(self._services), tls=self._security.tls_cert is not None
         )
         return port
+
+    def _oldest_s(self) -> float | None:
+        """Return the seconds after which a client has to connect again; None if it shows neither certificate nor token."""
+        return None if self.access.open and self._security.tls_cert is None else self._security.connection_age_s
 
     def _bind(self, server: grpc.aio.Server) -> int:
         wanted = host = self._config.host
         if not host.startswith(UNIX):
             wanted = f"[{host}]" if ":" in host and not host.startswith("[") else host
             wanted += f":{self._config.port}"
-        credentials = server_credentials(self._config, self._security)
+        credentials = None if host.startswith(UNIX) else server_credentials(self._security)
         try:
             port = (
                 server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
             )
         except RuntimeError as error:
-            doubt = "is the port taken? port 0 picks a free one"
-            if credentials is not None:
-                doubt += "; or does security.tls_key not belong to security.tls_cert?"
-            raise ConfigError(f"cannot listen on {wanted}: {error}; {doubt}") from error
+            raise ConfigError(
+                f"cannot listen on {wanted}: {error}; is the port taken? port 0 picks a free one"
+            ) from error
         if wanted.startswith(UNIX):
             self.target = wanted
             return 0
@@ -263,8 +338,10 @@ class RpcServer:
     async def _publish_health(self) -> None:
         statuses = health_pb2.HealthCheckResponse
         status = statuses.SERVING if self._serving else statuses.NOT_SERVING
-        for name in ("", INFO_SERVICE, *self._services):
+        for name in ("", *self._services):
             await self._health.set(name, status)
+        # Answered as long as the process lives, also while a model loads: what a liveness probe asks for.
+        await self._health.set(INFO_SERVICE, statuses.SERVING)
 
     async def serve_until_signal(
         self, until: asyncio.Event | None = None, finish: Callable[[float], Awaitable[None]] | None = None
@@ -282,7 +359,7 @@ class RpcServer:
             Seconds of the drain that are left for the rest of the service; 0 after a second signal.
         """
         loop = asyncio.get_running_loop()
-        asked, again = asyncio.Event(), asyncio.Event()
+        asked, again = self._asked, asyncio.Event()
 
         def on_signal() -> None:
             (again if asked.is_set() else asked).set()
@@ -295,25 +372,36 @@ class RpcServer:
         finally:
             for wait in waits:
                 wait.cancel()
-        asked.set()
-        end = loop.time() + self._config.drain_s
+        if math.isinf(self._drain_end):
+            self.begin_drain(self._config.drain_s)
         hurry = asyncio.create_task(again.wait())
         if finish is not None:
             await self._health.enter_graceful_shutdown()
-            finishing = asyncio.ensure_future(finish(self._config.drain_s))
-            await asyncio.wait({finishing, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            finishing = asyncio.ensure_future(finish(self.grace_left_s))
+            await self._within_grace(finishing, hurry)
             finishing.cancel()
             await asyncio.wait({finishing})
-            end = max(end, loop.time() + FLUSH_S)
-        draining = asyncio.create_task(self.stop(max(0.0, end - loop.time())))
-        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            self._drain_end = max(self._drain_end, loop.time() + FLUSH_S)
+        draining = asyncio.create_task(self.stop(self.grace_left_s))
+        await self._within_grace(draining, hurry)
         if not draining.done():
             await self.stop(0)
         hurry.cancel()
         await draining
         if finish is not None and not finishing.cancelled():
             finishing.result()
-        return 0.0 if again.is_set() else max(0.0, end - loop.time())
+        return 0.0 if again.is_set() else self.grace_left_s
+
+    async def _within_grace(self, work: asyncio.Future[None], hurry: asyncio.Future[Any]) -> None:
+        """Wait until some work is done, a second signal comes, or a grace that was shortened meanwhile is over."""
+        while not work.done() and not hurry.done():
+            self._shortened.clear()
+            shortened = asyncio.create_task(self._shortened.wait())
+            await asyncio.wait({work, hurry, shortened}, return_when=asyncio.FIRST_COMPLETED)
+            if shortened.done():
+                await asyncio.wait({work, hurry}, timeout=self.grace_left_s, return_when=asyncio.FIRST_COMPLETED)
+                return
+            shortened.cancel()
 
     async def stop(self, grace: float) -> None:
         """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them.
@@ -328,9 +416,52 @@ class RpcServer:
         self._calls.end_watches()
         await server.stop(grace)
         self._server = None
+        if self._probes is not None:
+            await self._probes.stop(0)
+            self._probes = None
         if self.call_log is not None:
             await self.call_log.close()
         log.info("stopped")
+
+
+def _age_options(oldest_s: float) -> Iterator[tuple[str, int]]:
+    """Yield what makes gRPC end connections of that age, after the calls in progress on them."""
+    yield "grpc.max_connection_age_ms", round(oldest_s * 1000)
+    yield "grpc.max_connection_age_grace_ms", round(LAST_CALLS_S * 1000)
+
+
+async def serve_probes(
+    server: ServerConfig, servicer: health_pb2_grpc.HealthServicer | None = None
+) -> grpc.aio.Server | None:
+    """Serve health checks alone at `server.probe_port`; return the server, None if there is no such port.
+
+    Args:
+        server: Where to listen.
+        servicer: Answers them; None: a process that has no other port, and lives.
+
+    Raises:
+        ConfigError: if the address cannot be bound.
+    """
+    if server.probe_port is None:
+        return None
+    if servicer is None:
+        alive = health.aio.HealthServicer()
+        for name in ("", INFO_SERVICE):
+            await alive.set(name, health_pb2.HealthCheckResponse.SERVING)
+        servicer = alive
+    host = LOOPBACK if server.host.startswith(UNIX) else server.host
+    address = f"{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{server.probe_port}"
+    probes = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MOST_PROBES)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, probes)
+    try:
+        port = probes.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen for probes on {address} (server.probe_port): {error}; is the port taken?"
+        ) from error
+    await probes.start()
+    log.info("answering probes", target=f"{address.rpartition(':')[0]}:{port}")
+    return probes
 
 
 class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
@@ -346,6 +477,39 @@ class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
         answer.CopyFrom(self._answer)
         answer.time.GetCurrentTime()
         return answer
+
+
+class _ServerAdmin(common_pb2_grpc.ServerAdminServiceServicer):
+    """What operators may ask of every server."""
+
+    def __init__(self, server: RpcServer, calls: CallInterceptor) -> None:
+        self._server, self._calls = server, calls
+
+    async def DrainServer(  # noqa: N802
+        self, request: common_pb2.DrainServerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.DrainServerResponse]:
+        """Drain the server, and say how much is left until nothing is."""
+        del context
+        grace_s = self._server.drain_s
+        if request.HasField("grace"):
+            grace_s = request.grace.ToNanoseconds() / 1e9
+        if grace_s < 0:
+            raise SluiceError.invalid_argument("grace", f"is {grace_s:g} s; give 0 s or more")
+        self._calls.drains += 1
+        try:
+            self._server.begin_drain(grace_s)
+            said = None
+            while said != 0:
+                left = max(0, self._server.left)
+                if left != said:
+                    response = common_pb2.DrainServerResponse(left=left)
+                    response.grace_left.FromNanoseconds(int(self._server.grace_left_s * 1e9))
+                    yield response
+                    said = left
+                else:
+                    await asyncio.sleep(_LOOK_S)
+        finally:
+            self._calls.drains -= 1
 
 
 def _missing_methods(service_name: str, servicer: object) -> Iterator[str]:
@@ -365,17 +529,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         max_concurrent_rpcs: Calls in progress at once; as many again of those that need no principal, such as health checks.
         unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
         call_log: Takes the calls that change something.
+        watch_s: Seconds after which a watch is ended, so that its client is looked at again; None for never.
     """
 
     def __init__(
-        self, access: Access, max_concurrent_rpcs: int, unimplemented: frozenset[str], call_log: CallLog | None
+        self,
+        access: Access,
+        max_concurrent_rpcs: int,
+        unimplemented: frozenset[str],
+        call_log: CallLog | None,
+        *,
+        watch_s: float | None = None,
     ) -> None:
         self.access, self.call_log = access, call_log
+        self._watch_s = watch_s
         self.max_concurrent_rpcs = max_concurrent_rpcs
-        self.in_flight = self.open_in_flight = 0
+        self.in_flight = self.open_in_flight = self.drains = 0
         self._unimplemented = unimplemented
-        self.watchers: set[asyncio.Task[Any]] = set()
-        self.ended: set[asyncio.Task[Any]] = set()
+        self._watches: set[asyncio.Task[Any]] = set()
+        self._ended: dict[asyncio.Task[Any], SluiceError] = {}
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     async def intercept_service(
@@ -393,12 +565,34 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             wrapped = self._wrapped[method] = self._wrap(method.lstrip("/"), handler)
         return wrapped
 
+    def begin_watch(self, task: asyncio.Task[Any]) -> None:
+        """Account for a call that waits for others, or until its client leaves. It is ended at its age."""
+        self._watches.add(task)
+        task.add_done_callback(self._forget)
+        if self._watch_s is not None:
+            # Not all of a fleet at once: their watches began together.
+            oldest_s = self._watch_s * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
+            timer = asyncio.get_running_loop().call_later(oldest_s, self._end, task, _too_old())
+            task.add_done_callback(lambda _: timer.cancel())
+
     def end_watches(self) -> None:
         """End the calls that wait for others or until their client leaves, so that a drain waits for work only."""
-        fresh = self.watchers - self.ended
-        self.ended |= fresh
-        for task in fresh:
+        message = "the server is shutting down; make the same call again, elsewhere if there is another server"
+        for task in self._watches:
+            self._end(task, SluiceError.unavailable("DRAINING", message))
+
+    def why_ended(self, task: asyncio.Task[Any] | None) -> SluiceError | None:
+        """Return what the client of a watch is told that this server ended; None if it did not."""
+        return None if task is None else self._ended.get(task)
+
+    def _end(self, task: asyncio.Task[Any], why: SluiceError) -> None:
+        if task not in self._ended and not task.done():
+            self._ended[task] = why
             task.cancel()
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._watches.discard(task)
+        self._ended.pop(task, None)
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         service, _, name = method.partition("/")
@@ -406,18 +600,57 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         body = _streaming(inner) if handler.response_streaming else _unary(inner)
         if method in self._unimplemented:
             body = _unimplemented(method)
-        observed = _ObservedMethod(self, service, name, body)
+        observed = _ObservedMethod(self, service, name, body, takes_one=not handler.request_streaming)
         observed.is_watch = method in WAITING_CALLS or (handler.response_streaming and name.startswith("Watch"))
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-            observed.handle, handler.request_deserializer, handler.response_serializer
+        # gRPC reads the one message of a method without a stream before it calls the handler: an unknown caller could make it wait,
+        # and parse. So the server has streams only, and reads that message itself, once the caller is known.
+        make: Any = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
         )
+        parse = _parser(method, handler.request_deserializer)
+        wrapped: grpc.RpcMethodHandler[Any, Any] = make(observed.handle, parse, handler.response_serializer)
         return wrapped
+
+
+def _too_old() -> SluiceError:
+    return SluiceError.unavailable(
+        TOO_OLD,
+        "this call is as old as a connection may become (security.connection_age_s): make it again from where it is, and show a"
+        " certificate and token that are valid now",
+    )
+
+
+class MethodMetrics:
+    """What is counted and logged of the calls of one method."""
+
+    def __init__(self, service: str, name: str) -> None:
+        self._service, self._name = service, name
+        self._seconds = RPC_SECONDS.labels(service, name)
+        self._in_flight = RPC_IN_FLIGHT.labels(service, name)
+        self._totals: dict[grpc.StatusCode, Counter] = {}
+
+    def begin(self) -> None:
+        """Account for a call that begins; `end` must follow."""
+        self._in_flight.inc()
+
+    def end(self, code: grpc.StatusCode, seconds: float) -> None:
+        """Account for its end with this code after so many seconds."""
+        self._in_flight.dec()
+        total = self._totals.get(code)
+        if total is None:
+            total = self._totals[code] = RPC_TOTAL.labels(self._service, self._name, code.name)
+        total.inc()
+        self._seconds.observe(seconds)
+        write = log.debug if code is grpc.StatusCode.OK else log.warning if code in _FAULTS else log.info
+        write("rpc", rpc=f"{self._service}/{self._name}", code=code.name, seconds=round(seconds, 6))
+
+
+def unexpected_failure(error: Exception, request_id: str) -> SluiceError:
+    """Return what a caller is told of an exception that no code foresaw; log that with its traceback."""
+    message = f"the server failed unexpectedly ({type(error).__name__}); its log has the traceback under request id {request_id}"
+    return SluiceError(grpc.StatusCode.INTERNAL, "UNEXPECTED", message, metadata={"request_id": request_id})
 
 
 class _ObservedMethod:
@@ -429,39 +662,44 @@ class _ObservedMethod:
 
     is_watch = False
 
-    def __init__(self, calls: CallInterceptor, service: str, name: str, body: Body) -> None:
+    def __init__(self, calls: CallInterceptor, service: str, name: str, body: Body, *, takes_one: bool) -> None:
         self._calls = calls
-        self._service, self._name, self._body = service, name, body
+        self._rpc, self._body, self._takes_one = f"{service}/{name}", body, takes_one
         self._roles = roles_for(service, name)
-        self._call_log = calls.call_log if f"{service}/{name}" in LOGGED else None
-        self._seconds = RPC_SECONDS.labels(service, name)
-        self._in_flight = RPC_IN_FLIGHT.labels(service, name)
-        self._totals: dict[grpc.StatusCode, Counter] = {}
+        self._call_log = calls.call_log if self._rpc in LOGGED else None
+        self._metrics = MethodMetrics(service, name)
 
-    async def handle(self, request: Message, context: Context) -> Message:
-        """Serve one call and account for it."""
+    async def handle(self, requests: Message, context: Context) -> Message:
+        """Serve one call and account for it.
+
+        Args:
+            requests: Iterates over the messages of the client; not used if the method takes only one.
+            context: Of the call.
+        """
         started = time.perf_counter()
         task = asyncio.current_task()
         if self.is_watch and task is not None:
-            self._calls.watchers.add(task)
-            task.add_done_callback(self._calls.watchers.discard)
+            self._calls.begin_watch(task)
         request_id, authorization = _identify(context)
-        structlog.contextvars.bind_contextvars(request_id=request_id)
+        name_request(request_id)
         code = grpc.StatusCode.OK
         usage, known = None, self._roles is None
+        message: Message = None if self._takes_one else requests
         self._calls.in_flight += self._roles is not None
         self._calls.open_in_flight += self._roles is None
-        self._in_flight.inc()
+        self._metrics.begin()
         try:
             usage, known = self._admit(authorization, context), True
-            response = await self._body(request, context)
+            if self._takes_one:
+                message = await _only_message(context, self._rpc)
+            response = await self._body(message, context)
             code = _code_of(context)
         except asyncio.CancelledError:
-            if task in self._calls.ended and not context.done():  # the server drains; the client is still there
-                code = grpc.StatusCode.UNAVAILABLE
+            why = self._calls.why_ended(task)
+            if task is not None and why is not None and not context.done():  # the client is still there
+                code = why.code
                 task.uncancel()
-                message = "the server is shutting down; make the same call again, elsewhere if there is another server"
-                await _abort(context, SluiceError.unavailable("DRAINING", message))
+                await _abort(context, why)
             remaining = context.time_remaining()
             late = remaining is not None and remaining <= 0
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
@@ -474,19 +712,17 @@ class _ObservedMethod:
             await _abort(context, error)
         except Exception as error:
             code = grpc.StatusCode.INTERNAL
-            log.exception("rpc failed unexpectedly", rpc=f"{self._service}/{self._name}")
-            message = f"the server failed unexpectedly ({type(error).__name__}); its log has the traceback under request id {request_id}"
-            await _abort(context, SluiceError(code, "UNEXPECTED", message, metadata={"request_id": request_id}))
+            log.exception("rpc failed unexpectedly", rpc=self._rpc)
+            await _abort(context, unexpected_failure(error, request_id))
         finally:
             if usage is not None:
                 usage.end()
             self._calls.in_flight -= self._roles is not None
             self._calls.open_in_flight -= self._roles is None
-            self._in_flight.dec()
             # A call that was refused before anyone knew whose it was must not push others out of the log.
             if self._call_log is not None and (known or code is grpc.StatusCode.PERMISSION_DENIED):
-                self._call_log.record(f"{self._service}/{self._name}", request, context.peer(), code.name)
-            self._account(code, time.perf_counter() - started)
+                self._call_log.record(self._rpc, message, context.peer(), code.name)
+            self._metrics.end(code, time.perf_counter() - started)
         return response
 
     def _admit(self, authorization: str | bytes | None, context: Context) -> Usage | None:
@@ -505,15 +741,6 @@ class _ObservedMethod:
         access = self._calls.access
         certificate = _certificate_of(context) if access.knows_certificates else frozenset()
         return access.admit(authorization, certificate, self._roles)
-
-    def _account(self, code: grpc.StatusCode, seconds: float) -> None:
-        total = self._totals.get(code)
-        if total is None:
-            total = self._totals[code] = RPC_TOTAL.labels(self._service, self._name, code.name)
-        total.inc()
-        self._seconds.observe(seconds)
-        write = log.debug if code is grpc.StatusCode.OK else log.warning if code in _FAULTS else log.info
-        write("rpc", rpc=f"{self._service}/{self._name}", code=code.name, seconds=round(seconds, 6))
 
 
 def _identify(context: Context) -> tuple[str, str | bytes | None]:
@@ -544,6 +771,35 @@ def _code_of(context: Context) -> grpc.StatusCode:
 async def _abort(context: Context, error: SluiceError) -> None:
     status = error.to_status()
     await context.abort(error.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+
+
+def _parser(method: str, deserialize: Callable[[bytes], Message] | None) -> Callable[[bytes], Message] | None:
+    """Return what parses a request of a method. gRPC would answer malformed bytes with UNKNOWN, and log a traceback."""
+    if deserialize is None:  # the handler takes bytes
+        return None
+
+    def parse(data: bytes) -> Message:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            message = f"the request of {method} is malformed ({error}): send a message of its type in sluice.v1"
+            raise SluiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", message) from error
+
+    return parse
+
+
+async def _only_message(context: Context, method: str) -> Message:
+    """Return the message of a call of a method that takes one."""
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            message = await context.read()
+    except TimeoutError as error:
+        text = f"no request came within {REQUEST_S:g} s of the call; send it with the call"
+        raise SluiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_DEADLINE", text) from error
+    if message is grpc.aio.EOF:
+        text = f"the call has no request: send one message to {method}"
+        raise SluiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", text)
+    return message
 
 
 def _unary(inner: Any) -> Body:  # noqa: ANN401 - a handler of any arity

@@ -10,8 +10,12 @@ import structlog
 
 from sluice.backoff import Backoff
 from sluice.rpc import SluiceError
+from sluice.rpc.channel import TOO_OLD
 from sluice.sampling.pool import ReplicaPool
 from sluice.v1 import session_pb2, session_pb2_grpc
+
+_REPLACED_S = 0.5
+"""Seconds that an orchestrator which shuts down gets to be replaced, before its absence is a warning; less than the second after which it takes a gateway for dead."""
 
 log = structlog.get_logger(__name__)
 
@@ -59,8 +63,17 @@ async def follow_list(pool: ReplicaPool, sessions: session_pb2_grpc.SessionServi
             async for listed in sessions.WatchReplicas(session_pb2.WatchReplicasRequest(gateway=gateway)):
                 backoff.succeed()
                 pool.use(replicas.take(listed, time.monotonic()))
-        except grpc.aio.AioRpcError as error:
-            problem = str(SluiceError.from_rpc(error))
+        except grpc.aio.AioRpcError as failure:
+            error = SluiceError.from_rpc(failure)
+            if error.reason == TOO_OLD:
+                continue
+            if (
+                error.reason == "DRAINING"
+            ):  # the run has ended, or the orchestrator is replaced: only what follows is a problem
+                log.info("the orchestrator is shutting down")
+                await asyncio.sleep(_REPLACED_S)
+                continue
+            problem = str(error)
         if not backoff.failures:
             log.warning(
                 "the orchestrator lists no replicas, so those that are known stay in use; trying again", error=problem

@@ -98,6 +98,11 @@ class ReplicaPool:
         return list(self._replicas.values())
 
     @property
+    def waiting(self) -> int:
+        """Requests that wait in line for a replica."""
+        return len(self._line)
+
+    @property
     def calls(self) -> int:
         """Calls that this process has under way at all replicas."""
         return sum(len(each.works) for each in self._replicas.values())
@@ -379,6 +384,15 @@ class ReplicaPool:
             "NO_REPLICA",
             f"no rollout replica for {waited_s:g} s ({setting}): {reasons}; start one at an address of peers.rollout, then try"
             " again: the run continues",
+        )
+
+    def none_at(self, wanted: Version, waited_s: float, setting: str) -> SluiceError:
+        """Return the error after `waited_s` seconds without a replica of a version that is new enough; `setting` is the name of that limit."""
+        serve = "; ".join(f"{each.name} {each.why_not(wanted) or 'is busy'}" for each in self.replicas)
+        return SluiceError.unavailable(
+            "NO_REPLICA",
+            f"no rollout replica has taken version {wanted} or a newer one for {waited_s:g} s ({setting}): {serve}. See `version not"
+            " taken` in their logs: they may not reach weightsync, or have no room in rollout.stage_dir. Then try again: the run continues",
         )
 
     def tokenizer_digest(self) -> str:

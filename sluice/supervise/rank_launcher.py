@@ -1,7 +1,7 @@
-"""The ranks of one service on this machine: `python -m sluice.supervise.rank_launcher 4 6 trainer @ rl.toml` starts four of them.
+"""The ranks of a trainer on this machine, and how they join those of other machines; `sluice ranks` starts them.
 
-The launcher is torchrun's, with two differences. It ends as its first failed rank ended, so that the supervisor learns why. And it
-does not restart ranks: the supervisor restarts the whole service.
+The launcher is torchrun's, with three differences. It ends as its first failed rank ended, so that the supervisor learns why. It does
+not restart ranks: the supervisor restarts the whole service. And its nodes find each other as `node_rendezvous` says.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
+from typing import TYPE_CHECKING
 
-LOOPBACK = "127.0.0.1"
+if TYPE_CHECKING:
+    from sluice.supervise.node_rendezvous import Nodes
 
 LAUNCHER = "SLUICE_INTERNAL_LAUNCHER"
 """Variable in which the launcher passes its process id to its ranks."""
@@ -27,32 +28,48 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
 
-def main(processes: int, grace_s: float, words: list[str]) -> int:
+def launch(processes: int, grace_s: float, nodes: Nodes, words: list[str]) -> int:
     """Run a `sluice` command in several processes until all have ended.
 
     A signal ends them; after `grace_s` seconds they are killed.
 
+    Args:
+        processes: Processes on this node.
+        grace_s: Seconds for them to end.
+        nodes: The nodes on which such processes run.
+        words: The command.
+
     Returns:
         0 if all ended well or after a signal to this process, otherwise the exit code of the rank that failed first.
+
+    Raises:
+        NodesMissingError: if a node did not join, or is gone.
     """
     # Loads PyTorch, which the rest of the command line does without.
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
+    from sluice.supervise.node_rendezvous import BACKEND, NodeRendezvous  # noqa: PLC0415
+
+    rendezvous_handler_registry.register(BACKEND, lambda given: NodeRendezvous(nodes, given.run_id))
     os.environ[LAUNCHER] = str(os.getpid())
+    if nodes.count > 1 and (interface := nodes.interface()):
+        # gloo takes the interface of the host's name otherwise, which need not be the one that reaches the other nodes.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     try:
         # Ranks leave the reason of a failure here. Without a directory of our own PyTorch leaves one behind at every start.
         with tempfile.TemporaryDirectory(prefix="sluice-ranks-") as scratch:
             config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
+                min_nodes=nodes.count,
+                max_nodes=nodes.count,
                 nproc_per_node=processes,
                 logs_specs=DefaultLogsSpecs(log_dir=scratch),
-                run_id=uuid.uuid4().hex,
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
-                local_addr=LOOPBACK,
+                run_id="ranks",
+                rdzv_backend=BACKEND,
+                rdzv_endpoint=str(nodes),
+                local_addr=nodes.host,
                 max_restarts=0,
                 shutdown_timeout=math.ceil(grace_s),
             )
@@ -95,7 +112,3 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

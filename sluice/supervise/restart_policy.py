@@ -12,6 +12,12 @@ wrong that may pass, such as a port that another program took while the child wa
 EXIT_FOR_GOOD = 3
 """Exit code of a child that gave up: a restart would fail the same way."""
 
+START_S = 600.0
+"""Seconds until a child must serve, unless a flag says otherwise."""
+
+MOST_RESTARTS = 3
+"""Restarts of one child within the window, unless a flag says otherwise."""
+
 WINDOW_S = 600.0
 """Seconds after which a restart no longer counts: a child that dies once a day may go on."""
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from sluice.supervise.fork_server import Forked, ForkServer
-from sluice.supervise.restart_policy import SETTLED_S, GiveUp, after_exit
+from sluice.supervise.restart_policy import MOST_RESTARTS, SETTLED_S, START_S, GiveUp, after_exit
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome
 
@@ -32,9 +32,6 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 TAIL_LINES = 30
 """Lines of a dead child's log that are shown: a traceback and a few lines before it."""
-
-MAX_RESTARTS = 3
-"""Restarts of one child within ten minutes, unless a flag says otherwise."""
 
 STOP_MARGIN_S = 2.0
 """Seconds that a child gets beyond its drain to put away what it holds, before it is killed."""
@@ -71,6 +68,8 @@ class ChildSpec:
         environment: Variables that are added to the supervisor's own.
         fork_server: Program that forks the child at each start, see `sluice.cli.fork_server`; empty: each start executes `argv`.
         ends_run: Whether the run succeeds when this child ends with exit code 0.
+        address: Where it serves, for people.
+        start_s: Seconds until it must serve.
         may_leave: Why the others go on without this child when it ends with exit code 0, as a drained replica does, for people.
             Empty: its end is a failure.
         drain_s: Seconds that it takes to drain after SIGTERM, at most.
@@ -84,6 +83,8 @@ class ChildSpec:
     fork_server: tuple[str, ...] = ()
     ends_run: bool = False
     may_leave: str = ""
+    address: str = ""
+    start_s: float = START_S
     drain_s: float = 5.0
 
 
@@ -156,6 +157,8 @@ class Supervisor:
         max_restarts: Most restarts of each child within the window of `restart_policy`.
         stop_margin_s: Seconds between the end of a child's drain and SIGKILL. Children end side by side, so the longest drain
             and this bound the whole stop.
+        orphan_grace_s: Seconds between SIGTERM and SIGKILL of the children if this process is killed. None: the longest drain and
+            the margin.
     """
 
     def __init__(
@@ -163,12 +166,12 @@ class Supervisor:
         specs: Sequence[ChildSpec],
         listener: Listener,
         *,
-        max_restarts: int = MAX_RESTARTS,
-        start_deadline_s: float = 600.0,
+        max_restarts: int = MOST_RESTARTS,
         stop_margin_s: float = STOP_MARGIN_S,
+        orphan_grace_s: float | None = None,
     ) -> None:
         self._specs, self._listener, self._max_restarts = specs, listener, max_restarts
-        self._start_deadline_s, self._stop_margin_s = start_deadline_s, stop_margin_s
+        self._stop_margin_s, self._orphan_grace_s = stop_margin_s, orphan_grace_s
         self._children: dict[str, Child] = {}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
@@ -178,7 +181,8 @@ class Supervisor:
             OSError: if a program cannot be started.
         """
         longest = max(spec.drain_s for spec in self._specs)
-        watchdog = await Watchdog.start(longest + self._stop_margin_s)
+        grace_s = longest + self._stop_margin_s if self._orphan_grace_s is None else self._orphan_grace_s
+        watchdog = await Watchdog.start(grace_s)
         stopped = asyncio.create_task(stop.wait())
         keepers = [asyncio.create_task(self._keep(spec, watchdog)) for spec in self._specs]
         decisive: list[Outcome] = []
@@ -210,7 +214,7 @@ class Supervisor:
         log = ChildLog(spec.log_path)
         was_ready, fruitless = False, 0
         environment = {**os.environ, **spec.environment}
-        async with ForkServer(spec.fork_server, environment, watchdog, self._start_deadline_s) as forks:
+        async with ForkServer(spec.fork_server, environment, watchdog, spec.start_s) as forks:
             while True:
                 self._listener.on_state(spec.name, ChildState.STARTING, "")
                 child = await Child.start(
@@ -223,7 +227,7 @@ class Supervisor:
                     ready = await self._serving(spec, ended)
                     was_ready, ready_at = was_ready or ready, time.monotonic()
                     if not ready and not ended.done():
-                        reason = f"did not serve within {self._start_deadline_s:g} s (--start-deadline)"
+                        reason = f"did not serve{spec.address and f' at {spec.address}'} within {spec.start_s:g} s (--start-deadline)"
                         return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
                     code = await asyncio.shield(ended)
                 finally:
@@ -250,7 +254,7 @@ class Supervisor:
         """Wait until the child serves; return False if it ended first, or at the deadline."""
         ready = asyncio.ensure_future(spec.wait_ready())
         try:
-            await asyncio.wait({ready, ended}, timeout=self._start_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ready, ended}, timeout=spec.start_s, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
                 return False
             ready.result()
@@ -274,7 +278,17 @@ class Supervisor:
         self._listener.on_state(name, ChildState.ENDED, "")
 
 
-async def run_until_signal(supervisor: Supervisor, say: Callable[[str], None]) -> Outcome:
+class Stoppable(Protocol):
+    """Runs the processes of a run: a `Supervisor`, or what does its work on a cluster."""
+
+    async def run(self, stop: asyncio.Event) -> Outcome:
+        """Run to the end, or until `stop` is set; then end everything in order."""
+
+    def kill(self) -> None:
+        """Kill all processes; `run` then returns."""
+
+
+async def run_until_signal(supervisor: Stoppable, say: Callable[[str], None]) -> Outcome:
     """Run to the end, or to SIGINT, SIGTERM or SIGHUP: the first signal drains the children, a second one kills them.
 
     `say` is called with what the supervisor does about a signal.

@@ -20,6 +20,7 @@ Errors. Every RPC of this package fails with a google.rpc.Status whose details h
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -33,6 +34,58 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class DrainServerRequest(_message.Message):
+    """Request of ServerAdminService.Drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grace(self) -> _duration_pb2.Duration:
+        """Time for the calls in progress. Unset: the service's `server.drain_s`."""
+
+    def __init__(
+        self,
+        *,
+        grace: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainServerRequest: _TypeAlias = DrainServerRequest  # noqa: Y015
+
+@_typing.final
+class DrainServerResponse(_message.Message):
+    """How much is left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEFT_FIELD_NUMBER: _builtins.int
+    GRACE_LEFT_FIELD_NUMBER: _builtins.int
+    left: _builtins.int
+    """Calls in progress, over gRPC and HTTP; of a replica its samples, queued or running."""
+    @_builtins.property
+    def grace_left(self) -> _duration_pb2.Duration:
+        """What is left of the grace."""
+
+    def __init__(
+        self,
+        *,
+        left: _builtins.int = ...,
+        grace_left: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left", "left", b"left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainServerResponse: _TypeAlias = DrainServerResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

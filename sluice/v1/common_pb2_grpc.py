@@ -99,3 +99,81 @@ class ServerInfoService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ServerAdminServiceStub:
+    """Lets operators end a server without loss. Every Sluice server serves it; needs the admin role.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.DrainServer = channel.unary_stream(
+                '/sluice.v1.ServerAdminService/DrainServer',
+                request_serializer=sluice_dot_v1_dot_common__pb2.DrainServerRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_common__pb2.DrainServerResponse.FromString,
+                _registered_method=True)
+
+
+class ServerAdminServiceServicer:
+    """Lets operators end a server without loss. Every Sluice server serves it; needs the admin role.
+    """
+
+    def DrainServer(self, request, context):
+        """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes no new calls, and gives those in progress the grace.
+        Says how many are left, at once and whenever that changes, until none is; the process ends soon after. Repeated, it only
+        shortens the grace. If the caller leaves, the server drains on. Errors: INVALID_ARGUMENT (a negative grace).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ServerAdminServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'DrainServer': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainServer,
+                    request_deserializer=sluice_dot_v1_dot_common__pb2.DrainServerRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_common__pb2.DrainServerResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'sluice.v1.ServerAdminService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('sluice.v1.ServerAdminService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ServerAdminService:
+    """Lets operators end a server without loss. Every Sluice server serves it; needs the admin role.
+    """
+
+    @staticmethod
+    def DrainServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.v1.ServerAdminService/DrainServer',
+            sluice_dot_v1_dot_common__pb2.DrainServerRequest.SerializeToString,
+            sluice_dot_v1_dot_common__pb2.DrainServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

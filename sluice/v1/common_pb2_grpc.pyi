@@ -71,3 +71,43 @@ class ServerInfoServiceServicer(metaclass=_abc_1.ABCMeta):
         """Describes the server. No side effects; any role may call it."""
 
 def add_ServerInfoServiceServicer_to_server(servicer: ServerInfoServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class ServerAdminServiceStub:
+    """Lets operators end a server without loss. Every Sluice server serves it; needs the admin role."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ServerAdminServiceAsyncStub: ...
+    DrainServer: _grpc.UnaryStreamMultiCallable[_common_pb2.DrainServerRequest, _common_pb2.DrainServerResponse]
+    """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes no new calls, and gives those in progress the grace.
+    Says how many are left, at once and whenever that changes, until none is; the process ends soon after. Repeated, it only
+    shortens the grace. If the caller leaves, the server drains on. Errors: INVALID_ARGUMENT (a negative grace).
+    """
+
+@_typing.type_check_only
+class ServerAdminServiceAsyncStub(ServerAdminServiceStub):
+    """Lets operators end a server without loss. Every Sluice server serves it; needs the admin role."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    DrainServer: _aio.UnaryStreamMultiCallable[_common_pb2.DrainServerRequest, _common_pb2.DrainServerResponse]  # type: ignore[assignment]
+    """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes no new calls, and gives those in progress the grace.
+    Says how many are left, at once and whenever that changes, until none is; the process ends soon after. Repeated, it only
+    shortens the grace. If the caller leaves, the server drains on. Errors: INVALID_ARGUMENT (a negative grace).
+    """
+
+class ServerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Lets operators end a server without loss. Every Sluice server serves it; needs the admin role."""
+
+    @_abc_1.abstractmethod
+    def DrainServer(
+        self,
+        request: _common_pb2.DrainServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_common_pb2.DrainServerResponse], _abc.AsyncIterator[_common_pb2.DrainServerResponse]]:
+        """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes no new calls, and gives those in progress the grace.
+        Says how many are left, at once and whenever that changes, until none is; the process ends soon after. Repeated, it only
+        shortens the grace. If the caller leaves, the server drains on. Errors: INVALID_ARGUMENT (a negative grace).
+        """
+
+def add_ServerAdminServiceServicer_to_server(servicer: ServerAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -69,12 +69,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INVALID_REQUEST: _ErrorReason.ValueType  # 18
     """RolloutService and RolloutAdminService.
 
-    Several fields of the request are at fault; BadRequest names each.
+    The request is missing, its bytes are malformed, or several of its fields are at fault; BadRequest names each field.
     """
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 19
     """The replica's queue is full."""
     ERROR_REASON_REQUEST_DEADLINE: _ErrorReason.ValueType  # 20
-    """The request was not sampled in its time."""
+    """The request was not sampled in its time, or did not arrive in time after its call began."""
     ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 21
     """The request id stands for another request."""
     ERROR_REASON_VERSION_TOO_OLD: _ErrorReason.ValueType  # 22
@@ -195,6 +195,23 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """What was sampled cannot be read from the journal any more."""
     ERROR_REASON_RUN_ENDED: _ErrorReason.ValueType  # 188
     """The run has ended: nothing will be on offer any more."""
+    ERROR_REASON_STREAM_BROKE: _ErrorReason.ValueType  # 189
+    """The stream of calls of a gateway broke."""
+    ERROR_REASON_STREAM_ENDED: _ErrorReason.ValueType  # 190
+    """The orchestrator ended the stream of calls."""
+    ERROR_REASON_OLD_ORCHESTRATOR: _ErrorReason.ValueType  # 191
+    """The orchestrator is older than the gateway."""
+    ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 192
+    """A call on the stream was not answered in its time."""
+    ERROR_REASON_TOO_MANY_EPISODES: _ErrorReason.ValueType  # 193
+    """EnvironmentService.
+
+    The environment has as many open episodes as its server takes.
+    """
+    ERROR_REASON_WRONG_TURN: _ErrorReason.ValueType  # 194
+    """This turn of the episode is not due."""
+    ERROR_REASON_NO_SCORE: _ErrorReason.ValueType  # 195
+    """The environment scores in Step."""
     ERROR_REASON_BAD_SETTING: _ErrorReason.ValueType  # 59
     """OrchestratorService.
 
@@ -379,6 +396,34 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The version is no longer kept, or is being published."""
     ERROR_REASON_RANKS_DIFFER: _ErrorReason.ValueType  # 144
     """The ranks of the trainer publish different versions."""
+    ERROR_REASON_UNKNOWN_TRAINING: _ErrorReason.ValueType  # 200
+    """TrainingService.
+
+    The caller has no such training: it was deleted, or the service restarted.
+    """
+    ERROR_REASON_TOO_MANY_TRAININGS: _ErrorReason.ValueType  # 201
+    """The service, or the principal, has as many trainings as it may have."""
+    ERROR_REASON_TOO_MANY_STATES: _ErrorReason.ValueType  # 202
+    """The principal has as many saved states as it may have."""
+    ERROR_REASON_UNKNOWN_STATE: _ErrorReason.ValueType  # 203
+    """The caller has no saved state of this name."""
+    ERROR_REASON_STATE_DAMAGED: _ErrorReason.ValueType  # 204
+    """The saved state cannot be read, or belongs to another base model."""
+    ERROR_REASON_NO_GRADIENT: _ErrorReason.ValueType  # 205
+    """There is no gradient to apply, or a part of it is missing."""
+    ERROR_REASON_SEQUENCE_NO_REUSED: _ErrorReason.ValueType  # 206
+    """Another operation has this sequence number."""
+    ERROR_REASON_OPERATIONS_FULL: _ErrorReason.ValueType  # 207
+    """The operations that wait take as much memory as they may."""
+    ERROR_REASON_LOADING: _ErrorReason.ValueType  # 208
+    """The base model is being loaded."""
+    ERROR_REASON_RUN_IN_USE: _ErrorReason.ValueType  # 209
+    """Clusters and sites.
+
+    Another orchestrator writes this run.
+    """
+    ERROR_REASON_MIRROR_UNREACHABLE: _ErrorReason.ValueType  # 210
+    """The object store cannot be reached."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Values of ErrorInfo.reason with the domain "sluice", there without the prefix: `ERROR_REASON_QUEUE_FULL` is sent as "QUEUE_FULL". A
@@ -433,12 +478,12 @@ ERROR_REASON_SESSION_REQUIRED: ErrorReason.ValueType  # 160
 ERROR_REASON_INVALID_REQUEST: ErrorReason.ValueType  # 18
 """RolloutService and RolloutAdminService.
 
-Several fields of the request are at fault; BadRequest names each.
+The request is missing, its bytes are malformed, or several of its fields are at fault; BadRequest names each field.
 """
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 19
 """The replica's queue is full."""
 ERROR_REASON_REQUEST_DEADLINE: ErrorReason.ValueType  # 20
-"""The request was not sampled in its time."""
+"""The request was not sampled in its time, or did not arrive in time after its call began."""
 ERROR_REASON_REQUEST_ID_REUSED: ErrorReason.ValueType  # 21
 """The request id stands for another request."""
 ERROR_REASON_VERSION_TOO_OLD: ErrorReason.ValueType  # 22
@@ -559,6 +604,23 @@ ERROR_REASON_GENERATION_DAMAGED: ErrorReason.ValueType  # 187
 """What was sampled cannot be read from the journal any more."""
 ERROR_REASON_RUN_ENDED: ErrorReason.ValueType  # 188
 """The run has ended: nothing will be on offer any more."""
+ERROR_REASON_STREAM_BROKE: ErrorReason.ValueType  # 189
+"""The stream of calls of a gateway broke."""
+ERROR_REASON_STREAM_ENDED: ErrorReason.ValueType  # 190
+"""The orchestrator ended the stream of calls."""
+ERROR_REASON_OLD_ORCHESTRATOR: ErrorReason.ValueType  # 191
+"""The orchestrator is older than the gateway."""
+ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 192
+"""A call on the stream was not answered in its time."""
+ERROR_REASON_TOO_MANY_EPISODES: ErrorReason.ValueType  # 193
+"""EnvironmentService.
+
+The environment has as many open episodes as its server takes.
+"""
+ERROR_REASON_WRONG_TURN: ErrorReason.ValueType  # 194
+"""This turn of the episode is not due."""
+ERROR_REASON_NO_SCORE: ErrorReason.ValueType  # 195
+"""The environment scores in Step."""
 ERROR_REASON_BAD_SETTING: ErrorReason.ValueType  # 59
 """OrchestratorService.
 
@@ -743,4 +805,32 @@ ERROR_REASON_OVERTAKEN: ErrorReason.ValueType  # 143
 """The version is no longer kept, or is being published."""
 ERROR_REASON_RANKS_DIFFER: ErrorReason.ValueType  # 144
 """The ranks of the trainer publish different versions."""
+ERROR_REASON_UNKNOWN_TRAINING: ErrorReason.ValueType  # 200
+"""TrainingService.
+
+The caller has no such training: it was deleted, or the service restarted.
+"""
+ERROR_REASON_TOO_MANY_TRAININGS: ErrorReason.ValueType  # 201
+"""The service, or the principal, has as many trainings as it may have."""
+ERROR_REASON_TOO_MANY_STATES: ErrorReason.ValueType  # 202
+"""The principal has as many saved states as it may have."""
+ERROR_REASON_UNKNOWN_STATE: ErrorReason.ValueType  # 203
+"""The caller has no saved state of this name."""
+ERROR_REASON_STATE_DAMAGED: ErrorReason.ValueType  # 204
+"""The saved state cannot be read, or belongs to another base model."""
+ERROR_REASON_NO_GRADIENT: ErrorReason.ValueType  # 205
+"""There is no gradient to apply, or a part of it is missing."""
+ERROR_REASON_SEQUENCE_NO_REUSED: ErrorReason.ValueType  # 206
+"""Another operation has this sequence number."""
+ERROR_REASON_OPERATIONS_FULL: ErrorReason.ValueType  # 207
+"""The operations that wait take as much memory as they may."""
+ERROR_REASON_LOADING: ErrorReason.ValueType  # 208
+"""The base model is being loaded."""
+ERROR_REASON_RUN_IN_USE: ErrorReason.ValueType  # 209
+"""Clusters and sites.
+
+Another orchestrator writes this run.
+"""
+ERROR_REASON_MIRROR_UNREACHABLE: ErrorReason.ValueType  # 210
+"""The object store cannot be reached."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -358,6 +358,96 @@ class RecordGenerationResponse(_message.Message):
 Global___RecordGenerationResponse: _TypeAlias = RecordGenerationResponse  # noqa: Y015
 
 @_typing.final
+class ExchangeRequest(_message.Message):
+    """One call on a stream of SessionService.Exchange."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """Number of the call, chosen by the gateway; unique on its stream."""
+    on_behalf_of: _builtins.str
+    """Principal whose call it is."""
+    log_id: _builtins.str
+    """Id of the request that it belongs to, for the log; 128 characters of it count."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """The gateway waits no longer for the answer. Required."""
+
+    @_builtins.property
+    def begin(self) -> Global___BeginGenerationRequest:
+        """As a call of BeginGeneration."""
+
+    @_builtins.property
+    def record(self) -> Global___RecordGenerationRequest:
+        """As a call of RecordGeneration."""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        on_behalf_of: _builtins.str = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        log_id: _builtins.str = ...,
+        begin: Global___BeginGenerationRequest | None = ...,
+        record: Global___RecordGenerationRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "record", b"record", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "call", b"call", "log_id", b"log_id", "on_behalf_of", b"on_behalf_of", "record", b"record", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["begin", "record"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___ExchangeRequest: _TypeAlias = ExchangeRequest  # noqa: Y015
+
+@_typing.final
+class ExchangeResponse(_message.Message):
+    """The answer to one call on a stream of SessionService.Exchange."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
+    RECORDED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """Number of the call."""
+    error: _builtins.bytes
+    """What the call failed with: a serialised google.rpc.Status, as `grpc-status-details-bin` has it."""
+    @_builtins.property
+    def begun(self) -> Global___BeginGenerationResponse:
+        """As BeginGeneration answers."""
+
+    @_builtins.property
+    def recorded(self) -> Global___RecordGenerationResponse:
+        """As RecordGeneration answers."""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        begun: Global___BeginGenerationResponse | None = ...,
+        recorded: Global___RecordGenerationResponse | None = ...,
+        error: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "begun", b"begun", "error", b"error", "recorded", b"recorded"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "begun", b"begun", "call", b"call", "error", b"error", "recorded", b"recorded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["begun", "recorded", "error"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___ExchangeResponse: _TypeAlias = ExchangeResponse  # noqa: Y015
+
+@_typing.final
 class GetGenerationRequest(_message.Message):
     """Request of SessionService.GetGeneration."""
 

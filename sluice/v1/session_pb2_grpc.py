@@ -54,6 +54,11 @@ class SessionServiceStub:
                 request_serializer=sluice_dot_v1_dot_session__pb2.RecordGenerationRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_session__pb2.RecordGenerationResponse.FromString,
                 _registered_method=True)
+        self.Exchange = channel.stream_stream(
+                '/sluice.v1.SessionService/Exchange',
+                request_serializer=sluice_dot_v1_dot_session__pb2.ExchangeRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_session__pb2.ExchangeResponse.FromString,
+                _registered_method=True)
         self.GetGeneration = channel.unary_unary(
                 '/sluice.v1.SessionService/GetGeneration',
                 request_serializer=sluice_dot_v1_dot_session__pb2.GetGenerationRequest.SerializeToString,
@@ -105,6 +110,15 @@ class SessionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Exchange(self, request_iterator, context):
+        """Takes calls of BeginGeneration and RecordGeneration, many at a time, and answers each when it is done, in any order: a call
+        costs less CPU time so. The metadata names no principal: each call does. The server ends the stream within ten
+        minutes, so that who may call is looked at again; calls without an answer are made again on the next stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetGeneration(self, request, context):
         """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND.
         """
@@ -144,6 +158,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.RecordGeneration,
                     request_deserializer=sluice_dot_v1_dot_session__pb2.RecordGenerationRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_session__pb2.RecordGenerationResponse.SerializeToString,
+            ),
+            'Exchange': grpc.stream_stream_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=sluice_dot_v1_dot_session__pb2.ExchangeRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_session__pb2.ExchangeResponse.SerializeToString,
             ),
             'GetGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGeneration,
@@ -247,6 +266,33 @@ class SessionService:
             '/sluice.v1.SessionService/RecordGeneration',
             sluice_dot_v1_dot_session__pb2.RecordGenerationRequest.SerializeToString,
             sluice_dot_v1_dot_session__pb2.RecordGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exchange(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/sluice.v1.SessionService/Exchange',
+            sluice_dot_v1_dot_session__pb2.ExchangeRequest.SerializeToString,
+            sluice_dot_v1_dot_session__pb2.ExchangeResponse.FromString,
             options,
             channel_credentials,
             insecure,

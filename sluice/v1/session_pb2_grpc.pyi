@@ -52,6 +52,11 @@ class SessionServiceStub:
     Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
     log-probabilities or versions).
     """
+    Exchange: _grpc.StreamStreamMultiCallable[_session_pb2.ExchangeRequest, _session_pb2.ExchangeResponse]
+    """Takes calls of BeginGeneration and RecordGeneration, many at a time, and answers each when it is done, in any order: a call
+    costs less CPU time so. The metadata names no principal: each call does. The server ends the stream within ten
+    minutes, so that who may call is looked at again; calls without an answer are made again on the next stream.
+    """
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.GetGenerationRequest, _session_pb2.GetGenerationResponse]
     """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
     ReleaseGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]
@@ -84,6 +89,11 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """Records what was sampled for a claimed request, and ends the claim. Idempotent by request_id.
     Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
     log-probabilities or versions).
+    """
+    Exchange: _aio.StreamStreamMultiCallable[_session_pb2.ExchangeRequest, _session_pb2.ExchangeResponse]  # type: ignore[assignment]
+    """Takes calls of BeginGeneration and RecordGeneration, many at a time, and answers each when it is done, in any order: a call
+    costs less CPU time so. The metadata names no principal: each call does. The server ends the stream within ten
+    minutes, so that who may call is looked at again; calls without an answer are made again on the next stream.
     """
     GetGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.GetGenerationRequest, _session_pb2.GetGenerationResponse]  # type: ignore[assignment]
     """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
@@ -132,6 +142,17 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         """Records what was sampled for a claimed request, and ends the claim. Idempotent by request_id.
         Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
         log-probabilities or versions).
+        """
+
+    @_abc_1.abstractmethod
+    def Exchange(
+        self,
+        request_iterator: _MaybeAsyncIterator[_session_pb2.ExchangeRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_session_pb2.ExchangeResponse], _abc.AsyncIterator[_session_pb2.ExchangeResponse]]:
+        """Takes calls of BeginGeneration and RecordGeneration, many at a time, and answers each when it is done, in any order: a call
+        costs less CPU time so. The metadata names no principal: each call does. The server ends the stream within ten
+        minutes, so that who may call is looked at again; calls without an answer are made again on the next stream.
         """
 
     @_abc_1.abstractmethod

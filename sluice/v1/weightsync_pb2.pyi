@@ -84,6 +84,30 @@ TENSOR_ENCODING_UNCHANGED: TensorEncoding.ValueType  # 4
 """Same bytes as in the base version; the file has no entry for it."""
 Global___TensorEncoding: _TypeAlias = TensorEncoding  # noqa: Y015
 
+class _MirrorUse:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MirrorUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MirrorUse.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MIRROR_USE_UNSPECIFIED: _MirrorUse.ValueType  # 0
+    """Not known."""
+    MIRROR_USE_WRITE: _MirrorUse.ValueType  # 1
+    """It writes its versions to it."""
+    MIRROR_USE_READ: _MirrorUse.ValueType  # 2
+    """It takes its versions from it."""
+
+class MirrorUse(_MirrorUse, metaclass=_MirrorUseEnumTypeWrapper):
+    """What a service does with an object store."""
+
+MIRROR_USE_UNSPECIFIED: MirrorUse.ValueType  # 0
+"""Not known."""
+MIRROR_USE_WRITE: MirrorUse.ValueType  # 1
+"""It writes its versions to it."""
+MIRROR_USE_READ: MirrorUse.ValueType  # 2
+"""It takes its versions from it."""
+Global___MirrorUse: _TypeAlias = MirrorUse  # noqa: Y015
+
 class _ReplicaPhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -604,6 +628,7 @@ class ListVersionsResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    MIRRORS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Token of the next page; empty on the last."""
     @_builtins.property
@@ -614,20 +639,73 @@ class ListVersionsResponse(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaVersion]:
         """Replicas that reported within their lease."""
 
+    @_builtins.property
+    def mirrors(self) -> _containers.RepeatedCompositeFieldContainer[Global___MirrorState]:
+        """Object stores that the service writes the run's versions to, or takes them from."""
+
     def __init__(
         self,
         *,
         versions: _abc.Iterable[Global___Manifest] | None = ...,
         next_page_token: _builtins.str = ...,
         replicas: _abc.Iterable[Global___ReplicaVersion] | None = ...,
+        mirrors: _abc.Iterable[Global___MirrorState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "replicas", b"replicas", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mirrors", b"mirrors", "next_page_token", b"next_page_token", "replicas", b"replicas", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListVersionsResponse: _TypeAlias = ListVersionsResponse  # noqa: Y015
+
+@_typing.final
+class MirrorState(_message.Message):
+    """How far an object store that mirrors a run is, as one service sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    USE_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    VERSIONS_BEHIND_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    DENSE_BYTES_FIELD_NUMBER: _builtins.int
+    DELTA_BYTES_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    """URL of the store, such as `s3://bucket/prefix`."""
+    use: Global___MirrorUse.ValueType
+    """What the service does with it."""
+    versions_behind: _builtins.int
+    """Versions by which the side that receives is behind: the store where the service writes, the service where it reads."""
+    error: _builtins.str
+    """Why it is behind, empty if it is not or nothing failed."""
+    dense_bytes: _builtins.int
+    """Bytes of dense forms and adapters that were sent or received since the service started."""
+    delta_bytes: _builtins.int
+    """Bytes of deltas likewise."""
+    @_builtins.property
+    def newest(self) -> _common_pb2.PolicyVersion:
+        """Newest version of the run in the store. Unset: none, or the store was not reached yet."""
+
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        use: Global___MirrorUse.ValueType = ...,
+        newest: _common_pb2.PolicyVersion | None = ...,
+        versions_behind: _builtins.int = ...,
+        error: _builtins.str = ...,
+        dense_bytes: _builtins.int = ...,
+        delta_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_bytes", b"delta_bytes", "dense_bytes", b"dense_bytes", "error", b"error", "newest", b"newest", "url", b"url", "use", b"use", "versions_behind", b"versions_behind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MirrorState: _TypeAlias = MirrorState  # noqa: Y015
 
 @_typing.final
 class ReplicaVersion(_message.Message):

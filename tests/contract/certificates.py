@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -26,12 +27,20 @@ class Authority:
         self.path.write_bytes(_pem(certificate.sign(self.key, hashes.SHA256())))
 
     def issue(
-        self, name: str, uri: str | None = None, *, address: str = "127.0.0.1", days: int = 1
+        self,
+        name: str,
+        uri: str | None = None,
+        *,
+        address: str | Sequence[str] = "127.0.0.1",
+        hosts: Sequence[str] = (),
+        days: int = 1,
     ) -> tuple[Path, Path]:
-        """Certificate and key files, valid for an address and so many days; `uri` is one of its alternative names."""
+        """Certificate and key files, valid for addresses, hosts and so many days; `uri` is one of its alternative names."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(address))]
+        addresses = [address] if isinstance(address, str) else address
+        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(each)) for each in addresses]
         names += [] if uri is None else [x509.UniformResourceIdentifier(uri)]
+        names += map(x509.DNSName, hosts)
         alternatives = x509.SubjectAlternativeName(names)
         certificate = _builder(_name(name), self.name, key, days).add_extension(alternatives, critical=False)
         certificate_path, key_path = self.folder / f"{name}.pem", self.folder / f"{name}.key"

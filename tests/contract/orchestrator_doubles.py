@@ -167,6 +167,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     busy: bool = False
     keeps_record: bool = True
     publishes: bool = True
+    skips: bool = False
     kept: list[str] = field(default_factory=list)
     version: Version = BASE
     checkpoint: Version = BASE
@@ -264,6 +265,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             policy_version=self.version.to_proto(),
             batch_id=header.batch_id,
             sequence_no=header.sequence_no,
+            skipped=self.skips,
             metrics={"loss": 0.25, "mismatch_kl": 0.5},
             results=[self._result(each) for each in trajectories],
             content_digest=batch_digest(map(trajectory_digest, trajectories)),

@@ -58,6 +58,7 @@ READ_OR_TOO_MANY = {
         "FindSession",
         "BeginGeneration",
         "RecordGeneration",
+        "Exchange",
         "GetGeneration",
         "ReleaseGeneration",
         "WatchReplicas",
@@ -68,6 +69,7 @@ READ_OR_TOO_MANY = {
     "WeightSyncService": {"PushWeights", "ListVersions", "GetManifest"},
     "WeightDeliveryService": {"WatchVersions", "GetUpdatePath", "ListSources", "PullWeights", "ReportVersion"},
     "ServerInfoService": {"GetServerInfo"},
+    "ServerAdminService": set(),
 }
 """Methods that are not logged: they change nothing, or a run calls them all the time and records them elsewhere."""
 

@@ -46,12 +46,21 @@ def test_packages_that_are_missing_or_too_old_are_named_with_the_command() -> No
     assert found[1].found == "no-such-package is not installed"
 
 
+def test_two_packages_with_the_same_files_are_found(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "sluice_client-0.1.0.dist-info").mkdir()
+    (tmp_path / "sluice_client-0.1.0.dist-info/METADATA").write_text("Name: sluice-client\nVersion: 0.1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "uninstall sluice-client" in one(machine.check_packages([]), State.WRONG).remedy
+
+
 def test_an_engine_that_cannot_be_imported_is_said_with_the_reason(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "broken_engine.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = machine.check_engine("broken_engine", "install it")
     assert found.state is State.WRONG
     assert "libcudart.so.13" in found.found
+    (tmp_path / "half_engine.py").touch()
+    assert "has no version" in machine.check_engine("half_engine", "install it").found
 
 
 def test_a_library_that_kills_the_process_at_its_import_is_survived(tmp_path: Path, monkeypatch) -> None:
@@ -72,8 +81,10 @@ def test_devices_that_are_hidden_or_that_torch_cannot_use(monkeypatch) -> None:
 
 
 def test_few_open_files_and_no_compiler_are_warned_of(monkeypatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
-    assert "ulimit -n 1024" in machine.check_open_files().remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 100_000))
+    assert "ulimit -n 65536" in machine.check_open_files().remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
+    assert "raise the hard limit" in machine.check_open_files().remedy
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     assert machine.check_compiler().state is State.WARNING

@@ -1,4 +1,4 @@
-"""The agents of examples/curl and examples/number_guess train a run: as programs of their own, through the real gateway."""
+"""The agents of examples/curl, examples/number_guess and examples/clients/go train a run: as programs of their own, through the real gateway."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+GO, GO_LIBRARIES = ROOT / ".venv-ecosystem-go/bin/go", ROOT / ".debian-ecosystem-go/usr"
 
 
 @dataclass
@@ -45,9 +47,11 @@ class Guesser(ToolReplica):
 
 
 @contextlib.asynccontextmanager
-async def program(*argv: str, directory: Path = ROOT):
+async def program(*argv: str, directory: Path = ROOT, **environment: str):
     """A program that runs beside the block, and its children; all are ended with the block."""
-    process = await asyncio.create_subprocess_exec(*argv, cwd=directory, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(
+        *argv, cwd=directory, env={**os.environ, **environment}, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -84,14 +88,40 @@ async def test_an_agent_in_typescript_trains_a_run_and_ends_with_it(tmp_path) ->
         assert await installing.wait() == 0
         async with program("npm", "run", "build", directory=example) as building:
             assert await building.wait() == 0
+    await plays_the_guessing_game(tmp_path, "node", "agent.js", directory=example)
+
+
+@pytest.mark.ecosystem
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(
+    not (GO.exists() and GO_LIBRARIES.exists()),
+    reason="Go and gRPC for Go are not here: run `make install-ecosystem`, which needs apt",
+)
+async def test_an_agent_in_go_trains_a_run_and_ends_with_it(tmp_path) -> None:
+    folder = tmp_path / "go/src/sluice-agent"
+    shutil.copytree(EXAMPLES / "clients/go", folder)
+    go = {
+        "GO111MODULE": "off",  # the libraries are Debian's, not those of a module proxy
+        "GOPATH": f"{tmp_path}/go:{GO_LIBRARIES}/share/gocode",
+        "GOCACHE": str(GO_LIBRARIES.parent / "cache"),  # the libraries are compiled once
+        "PATH": f"{GO_LIBRARIES}/bin:{os.environ['PATH']}",
+        "PROTOC": f"{sys.executable} -m grpc_tools.protoc",
+    }
+    build = f"sh generate.sh {ROOT}/proto && {GO} vet . && {GO} build -o agent ."
+    async with asyncio.timeout(1000), program("sh", "-c", build, directory=folder, **go) as building:
+        assert await building.wait() == 0
+    await plays_the_guessing_game(tmp_path, str(folder / "agent"), directory=folder)
+
+
+async def plays_the_guessing_game(outputs: Path, *argv: str, directory: Path) -> None:
+    """Start a run of number_guess, and a program in a directory that plays it until the run ends."""
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
-        scene = await make_scene(tmp_path, stack, [Guesser()])
-        running = scene.start(**EXTERNAL, environment=f"{example}/env.py:NumberGuess", batch_size=4, group_size=4)
+        scene = await make_scene(outputs, stack, [Guesser()])
+        game = f"{EXAMPLES}/number_guess/env.py:NumberGuess"
+        running = scene.start(**EXTERNAL, environment=game, batch_size=4, group_size=4)
         (port,) = free_ports(1)
         await stack.enter_async_context(running_gateway(scene, port))
-        agent = await stack.enter_async_context(
-            program("node", "agent.js", f"127.0.0.1:{port}", "test", directory=example)
-        )
+        agent = await stack.enter_async_context(program(*argv, f"127.0.0.1:{port}", "test", directory=directory))
         await running
         assert await agent.wait() == 0
     given = rewards(scene.run_dir)

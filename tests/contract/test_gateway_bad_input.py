@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from orchestrator_doubles import RolloutDouble
 from test_external_episodes import EXTERNAL
 from test_orchestrator_run import DEADLINE_S, Scene, make_scene
@@ -292,9 +293,14 @@ async def test_bad_calls_over_grpc_have_a_code_of_their_own_and_leave_nothing(do
             "another principal's": await code(bob.Generate, asked()),
             "no such session": await code(ann.Generate, asked(episode_id="g9-9-9")),
             "no prompt": await code(ann.Generate, episode_pb2.EpisodeServiceGenerateRequest(episode_id=name)),
+            "no samples": await code(ann.Generate, asked(n=0)),
+            "too many samples": await code(ann.Generate, asked(n=(1 << 32) - 1)),
             "name too long": await code(ann.LeaseTasks, leasing(run="runs/test", request_id="x" * 129, max_tasks=1)),
             "no tasks": await code(ann.LeaseTasks, leasing(run="runs/test", request_id="r")),
             "another run": await code(ann.LeaseTasks, leasing(run="runs/other", request_id="r", max_tasks=1)),
+            "endless wait": await code(
+                ann.LeaseTasks, leasing(run="runs/test", request_id="r", max_tasks=1, wait=Duration(seconds=2**63 - 1))
+            ),
             "no such lease": await code(ann.OpenEpisode, opening(lease_id="l9", request_id="o")),
             "lease of another": await code(bob.OpenEpisode, opening(lease_id=session["lease_id"], request_id="o")),
             "no more episodes": await code(ann.OpenEpisode, opening(lease_id=session["lease_id"], request_id="other")),
@@ -311,9 +317,12 @@ async def test_bad_calls_over_grpc_have_a_code_of_their_own_and_leave_nothing(do
             "another principal's": "NOT_FOUND",
             "no such session": "NOT_FOUND",
             "no prompt": "INVALID_ARGUMENT",
+            "no samples": "INVALID_ARGUMENT",
+            "too many samples": "INVALID_ARGUMENT",
             "name too long": "INVALID_ARGUMENT",
             "no tasks": "INVALID_ARGUMENT",
             "another run": "NOT_FOUND",
+            "endless wait": "INVALID_ARGUMENT",
             "no such lease": "NOT_FOUND",
             "lease of another": "NOT_FOUND",
             "no more episodes": "FAILED_PRECONDITION",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ from orchestrator_doubles import RolloutDouble, orchestrator_settings
 from test_orchestrator_run import Scene, make_scene
 
 from orchestrator_svc.journal.store import read_facts
-from sluice.cli import set as set_command
+from sluice.cli import steer
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
@@ -155,7 +156,7 @@ async def test_the_command_finds_the_orchestrator_by_the_name_of_the_run(scene: 
     where = ["--output-dir", str(scene.directory)]
 
     def call(*words: str) -> int:
-        return set_command.run(["test", *words, *where])
+        return steer.run("set", ["test", *words, *where])
 
     assert await asyncio.to_thread(call, "trainer.lr=1e-4", "max_staleness = 1") == 0
     assert await asyncio.to_thread(call, "max_staleness=1") == 0
@@ -170,6 +171,33 @@ async def test_the_command_finds_the_orchestrator_by_the_name_of_the_run(scene: 
     await asyncio.wait_for(running, DEADLINE_S)
 
 
+async def test_the_commands_show_pause_resume_and_stop_a_run(scene: Scene, capsys) -> None:
+    scene.trainer.automatic = False
+    running = scene.start(max_steps=40)
+    await scene.until(lambda: scene.trainer.waiting)
+    (scene.run_dir / "config.toml").write_text(f'[peers]\norchestrator = "127.0.0.1:{scene.port}"\n')
+
+    async def said(command: str, *words: str) -> str:
+        capsys.readouterr()
+        assert await asyncio.to_thread(steer.run, command, ["test", *words, "--output-dir", str(scene.directory)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return "\n".join(line for line in lines if not line.startswith("20"))  # without the log
+
+    shown = await said("status")
+    assert re.search(r"^state +running$", shown, re.MULTILINE)
+    assert re.search(r"^step +0 of 40, version ", shown, re.MULTILINE)
+    assert re.search(r"^\S+ +version \S+ at 127\.0\.0\.1:\d+, \d+ samples$", shown, re.MULTILINE), "a replica"
+    assert json.loads(await said("status", "--json"))["max_steps"] == "40"
+    assert (await said("pause")).startswith("paused at step 0")
+    assert re.search(r"^state +paused$", await said("status"), re.MULTILINE)
+    assert (await said("resume")).startswith("resumed at step 0")
+    assert (await said("stop", "--reason", "enough")).startswith("ends after the batches that are made")
+    scene.trainer.run_freely()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert scene.report()["steps"] < 40
+    assert await asyncio.to_thread(steer.run, "status", ["test", "--output-dir", str(scene.directory)]) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -181,7 +209,7 @@ async def test_the_command_finds_the_orchestrator_by_the_name_of_the_run(scene: 
 )
 def test_a_malformed_command_says_how_to_write_it(words, message):
     with pytest.raises(ConfigError, match=message):
-        set_command.run(words)
+        steer.run("set", words)
 
 
 async def test_the_ratio_of_environments_is_changed_and_stays_changed(scene: Scene) -> None:

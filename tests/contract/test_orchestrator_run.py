@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from orchestrator_doubles import (
     serve_rollout,
     serve_trainer,
 )
+from prometheus_client import REGISTRY
 
 from benchmarks.children import free_port
 from orchestrator_svc import evaluation as evaluation_module
@@ -127,6 +129,27 @@ async def test_counters_are_facts_once_a_batch_and_at_the_end(scene) -> None:
     assert kinds["counts_noted"] <= kinds["batch_made"] + 1 == 5
     generated = sum((Counter(dict(fact.counts_noted.generated)) for fact in facts), Counter())
     assert (generated["tokens"], generated["requests"]) == (report["tokens_generated"], report["requests"])
+
+
+async def test_a_run_that_stays_is_served_and_scraped_after_its_end(scene) -> None:
+    def value(metric: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(f"sluice_run_{metric}", labels)
+
+    running = scene.start(serve_after_end=True)
+    async with scene.client() as client:
+        with contextlib.suppress(SluiceError):
+            await scene.until_run(client, lambda run: run.state == orchestrator_pb2.RUN_STATE_SUCCEEDED)
+        await scene.until_run(client, lambda run: run.state == orchestrator_pb2.RUN_STATE_SUCCEEDED)
+        assert not running.done()
+        assert (value("state", state="succeeded"), value("state", state="running")) == (1, 0)
+        assert (value("policy_number"), value("max_steps"), value("trajectories_trained_total")) == (4, 4, 16)
+        assert (value("replicas", state="fit"), value("live_groups"), value("queued_batches")) == (1, 0, 0)
+        assert value("replica_lag", replica=scene.replicas[0].name) >= 0
+        assert value("step_metric", name="reward/mean") is not None
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE_S):
+            await running
+    assert value("policy_number") is None
 
 
 async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
@@ -356,6 +379,20 @@ def kinds_on_disk(scene: Scene) -> list[str | None]:
         return [fact.WhichOneof("kind") for _, fact in read_facts(scene.run_dir)]
     except JournalError:
         return []  # not there yet
+
+
+async def test_a_trainer_that_is_lost_again_and_again_while_it_skips_every_batch_ends_the_run(scene) -> None:
+    trainer = scene.trainer
+    trainer.automatic, trainer.skips = False, True
+    task = scene.start(common={"max_staleness": 3}, checkpoint={"every_steps": 1}, max_steps=9, max_lost_epochs=2)
+    for number in (1, 2, 3):
+        await scene.until(lambda: trainer.waiting)
+        trainer.apply()
+        await scene.until(lambda number=number: trainer.checkpoints == list(range(1, number + 1)))
+        trainer.crash()
+    with pytest.raises(FailedForGoodError, match="lost 3 times without one new batch"):
+        async with asyncio.timeout(DEADLINE_S):
+            await task
 
 
 async def test_an_epoch_begins_from_the_newest_checkpoint_that_the_journal_has_reached(scene) -> None:
@@ -628,6 +665,17 @@ async def test_an_existing_run_is_refused_when_told_to(scene) -> None:
     await scene.run()
     with pytest.raises(ConfigError, match="exists"):
         await scene.run(existing_run="refuse")
+
+
+async def test_a_second_orchestrator_does_not_write_the_run_of_a_first_one(scene) -> None:
+    first = scene.start(max_steps=10_000)
+    await scene.until(lambda: scene.trainer.record)
+    with pytest.raises(SluiceError, match="RUN_IN_USE"):
+        await scene.start()
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
+    await scene.run(max_steps=2)
 
 
 async def test_a_run_of_another_seed_does_not_continue_this_one(scene) -> None:
@@ -1001,6 +1049,16 @@ async def test_a_paused_run_trains_what_it_has_while_its_replicas_are_away(scene
     async with asyncio.timeout(DEADLINE_S):
         await task
     assert scene.report()["state"] == "succeeded"
+
+
+async def test_replicas_that_live_and_take_no_new_version_end_the_run_instead_of_hanging_it(scene) -> None:
+    scene.trainer.publishes = False
+    with pytest.raises(
+        FailedForGoodError, match=r"has taken version \S+ or a newer one for 0\.5 s .*update_s.*replica-0"
+    ):
+        async with asyncio.timeout(DEADLINE_S):
+            await scene.run(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"update_s": 0.5})
+    assert scene.report()["steps"] == 1
 
 
 async def test_replicas_that_leave_before_a_batch_is_sent_end_the_run_instead_of_hanging_it(scene) -> None:

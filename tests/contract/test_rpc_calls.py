@@ -6,18 +6,19 @@ import asyncio
 
 import grpc
 import pytest
-import structlog
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trainer_double import SERVICE, start_double
 
 from sluice.config import SecurityConfig
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
-from sluice.rpc.channel import IDEMPOTENT_METHODS
+from sluice.rpc.channel import IDEMPOTENT_METHODS, REQUEST_ID
 from sluice.v1 import (  # noqa: F401 - the descriptors of all contracts
     environment_pb2,
+    episode_pb2,
     orchestrator_pb2,
     rollout_pb2,
+    session_pb2,
     tokens_pb2,
     trainer_pb2,
     trainer_pb2_grpc,
@@ -104,6 +105,19 @@ async def test_a_huge_error_still_arrives_as_itself(served):
     error = await failure(stub.GetTrainerState(STATE))
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD")
     assert "field[0]" in error.violations
+
+
+@pytest.mark.parametrize("letter", ["m", "é", "\U0001f600"])
+async def test_an_error_that_repeats_what_a_client_sent_fits_into_the_metadata(served, letter):
+    stub, double, _ = served
+    text = letter * 100_000
+    failing = SluiceError(grpc.StatusCode.NOT_FOUND, "BAD", text, violations={text: text}, metadata={"name": text})
+    double.failures = [failing]
+    error = await failure(stub.GetTrainerState(STATE))
+    assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "BAD")
+    assert error.message
+    assert text.startswith(error.message)
+    assert error.metadata["name"]
 
 
 async def test_an_unexpected_exception_reveals_only_its_type_and_the_request_id(served):
@@ -224,8 +238,9 @@ async def test_a_call_has_an_id_that_follows_it_through_the_services(served):
     stub, double, _ = served
     await stub.GetTrainerState(STATE)
     await stub.GetTrainerState(STATE, metadata=(("x-request-id", "mine"),))
-    with structlog.contextvars.bound_contextvars(request_id="of the call being served"):
-        await stub.GetTrainerState(STATE)
+    serving = REQUEST_ID.set("of the call being served")
+    await stub.GetTrainerState(STATE)
+    REQUEST_ID.reset(serving)
     made_up, given, inherited = (metadata["x-request-id"] for metadata in double.metadata)
     assert len(made_up) == 32
     assert (given, inherited) == ("mine", "of the call being served")

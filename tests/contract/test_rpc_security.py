@@ -30,6 +30,7 @@ from sluice.v1 import (
     session_pb2,
     trainer_pb2,
     trainer_pb2_grpc,
+    training_pb2,
     weightsync_pb2,
 )
 
@@ -107,6 +108,7 @@ def test_every_method_of_every_contract_has_a_rule():
             rollout_pb2,
             session_pb2,
             trainer_pb2,
+            training_pb2,
             weightsync_pb2,
         )
         for service in module.DESCRIPTOR.services_by_name.values()
@@ -141,7 +143,11 @@ def test_the_page_on_security_has_the_same_table():
         ("sluice.v1.OrchestratorService/RegisterReplica", {"replica"}),
         ("sluice.v1.OrchestratorService/SetRun", set()),
         ("sluice.v1.TrainerService/SubmitBatch", set()),
-        ("sluice.v1.ServerInfoService/GetServerInfo", {"agent", "dispatcher", "gateway", "replica", "trainer"}),
+        (
+            "sluice.v1.ServerInfoService/GetServerInfo",
+            {"agent", "dispatcher", "gateway", "replica", "tenant", "trainer"},
+        ),
+        ("sluice.v1.ServerAdminService/DrainServer", set()),
         ("unheard.of.Service/Method", set()),
     ],
 )
@@ -273,6 +279,20 @@ async def test_a_stream_is_refused_before_its_first_message(tokens):
     await server.stop(0)
 
 
+@pytest.mark.parametrize("frames", [[], [b"\x0a\xff"]])
+@pytest.mark.parametrize("method", ["GetTrainerState", "WatchSteps", "SubmitBatch"])
+async def test_an_unknown_caller_is_refused_before_a_message_is_awaited_or_parsed(tokens, method, frames):
+    server, double = await start_double(tokens)
+    async with connect(server.target, SecurityConfig()) as channel:
+        call = channel.stream_stream(f"/sluice.v1.TrainerService/{method}")(timeout=20)
+        for frame in frames:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may be refused by now
+                await call.write(frame)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED  # while the client's side of the stream is open
+    assert double.calls == 0
+    await server.stop(0)
+
+
 async def test_health_is_open_while_server_info_asks_for_the_agent(tokens):
     server, _ = await start_double(tokens)
     async with connect(server.target, SecurityConfig()) as channel:
@@ -307,6 +327,22 @@ async def test_tls_is_served_to_those_who_trust_the_authority(tmp_path):
     assert await outcome(server.target, SecurityConfig(tls_ca=authority.path)) == "OK"
     assert await outcome(server.target, SecurityConfig(tls_ca=stranger.path)) == "UNAVAILABLE"
     assert await outcome(server.target, SecurityConfig()) == "UNAVAILABLE"
+    await server.stop(0)
+
+
+async def test_a_server_that_is_called_by_an_address_may_have_the_certificate_of_a_name(tmp_path):
+    authority = Authority(tmp_path / "a")
+    certificate, key = authority.issue("pod", address="10.0.0.1", hosts=["replicas"])
+    server, _ = await start_double(SecurityConfig(tls_cert=certificate, tls_key=key))
+    port = server.target.rpartition(":")[2]
+
+    async def seen(target: str, name: str | None) -> str:
+        return await outcome(target, SecurityConfig(tls_ca=authority.path, tls_address_name=name))
+
+    assert await seen(server.target, "replicas") == "OK"
+    assert await seen(server.target, None) == "UNAVAILABLE"
+    assert await seen(server.target, "another") == "UNAVAILABLE"
+    assert await seen(f"localhost:{port}", "replicas") == "UNAVAILABLE"  # called by a name, checked by that name
     await server.stop(0)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
@@ -51,6 +52,28 @@ async def test_health_is_known_as_a_whole_and_per_service(served):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_probes_have_a_port_that_needs_neither_certificate_nor_token(tmp_path):
+    authority = Authority(tmp_path / "ca")
+    certificate, key = authority.issue("server")
+    security = SecurityConfig(tls_cert=certificate, tls_key=key, tls_ca=authority.path, require_client_cert=True)
+    (port,) = free_ports(1)
+    server = RpcServer("trainer", ServerConfig(probe_port=port), security)
+    server.set_serving(False)
+    await server.start()
+    async with connect(f"127.0.0.1:{port}", SecurityConfig()) as channel:
+        assert await health(channel) == NOT_SERVING
+        assert await health(channel, "sluice.v1.ServerInfoService") == SERVING  # it loads, and lives
+        await server.set_serving(True)
+        assert await health(channel) == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await common_pb2_grpc.ServerInfoServiceStub(channel).GetServerInfo(common_pb2.GetServerInfoRequest())
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await server.stop(0)
+        with pytest.raises(grpc.aio.AioRpcError) as gone:
+            await health(channel)
+        assert gone.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_a_server_takes_the_name_of_its_run_not_its_resource_name():
     with pytest.raises(ValueError, match="name of a run"):
         RpcServer("trainer", ServerConfig(), SecurityConfig(), run="runs/r1")
@@ -69,10 +92,48 @@ async def test_a_server_says_what_it_is_and_what_it_lacks(served):
     _, _, channel = served
     info = await common_pb2_grpc.ServerInfoServiceStub(channel).GetServerInfo(common_pb2.GetServerInfoRequest())
     assert (info.service, info.run, list(info.features)) == ("trainer", "runs/r1", ["engine.double"])
-    assert list(info.services) == ["sluice.v1.ServerInfoService", SERVICE]
+    assert list(info.services) == ["sluice.v1.ServerAdminService", "sluice.v1.ServerInfoService", SERVICE]
     assert list(info.unimplemented_rpcs) == [f"{SERVICE}/KeepCheckpoint", f"{SERVICE}/ListCheckpoints"]
     assert (info.max_message_bytes, info.max_concurrent_rpcs) == (MAX_MESSAGE_BYTES, 64)
     assert info.contract_version >= 1
+
+
+async def ending(channel, method: str, frames: list[bytes], *, half_close: bool = True) -> SluiceError:
+    """The error that a call of raw bytes ends with."""
+    call = channel.stream_stream(method)(timeout=20)
+    for frame in frames:
+        await call.write(frame)
+    if half_close:
+        await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return SluiceError.from_rpc(caught.value)
+
+
+@pytest.mark.parametrize("method", ["GetTrainerState", "WatchSteps", "SubmitBatch"])
+async def test_bytes_that_are_no_message_are_the_clients_fault(served, method):
+    _, _, channel = served
+    error = await ending(channel, f"/{SERVICE}/{method}", [b"\x0a\xff"])
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert method in error.message
+
+
+@pytest.mark.parametrize("method", ["GetTrainerState", "WatchSteps"])
+async def test_a_call_without_its_message_is_answered(served, method, monkeypatch):
+    _, double, channel = served
+    error = await ending(channel, f"/{SERVICE}/{method}", [])
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    monkeypatch.setattr(rpc_server, "REQUEST_S", 0.05)
+    error = await ending(channel, f"/{SERVICE}/{method}", [], half_close=False)
+    assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_DEADLINE")
+    assert double.calls == 0
+
+
+async def test_a_method_that_the_health_library_lacks_is_unimplemented(served):
+    _, _, channel = served
+    error = await ending(channel, "/grpc.health.v1.Health/List", [b""])
+    assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED")
 
 
 def total(method: str, code: str, service: str = SERVICE) -> float:
@@ -168,6 +229,44 @@ async def test_serving_ends_when_the_service_itself_is_done(served):
     serving = asyncio.create_task(server.serve_until_signal(done))
     done.set()
     await asyncio.wait_for(serving, 30)
+
+
+async def test_an_admin_drains_a_server_and_hears_how_much_is_left(served):
+    server, double, channel = served
+    serving = asyncio.create_task(server.serve_until_signal())
+    work = trainer_pb2_grpc.TrainerServiceStub(channel).SaveCheckpoint(trainer_pb2.SaveCheckpointRequest())
+    await asyncio.wait_for(double.entered.wait(), 10)
+    admin = common_pb2_grpc.ServerAdminServiceStub(channel)
+    drain = admin.DrainServer(common_pb2.DrainServerRequest(grace={"seconds": 60}), timeout=30)
+    first = await drain.read()
+    assert first.left == 1
+    assert 0 < first.grace_left.ToNanoseconds() <= 60e9
+    async with grpc.aio.insecure_channel(server.target, [("grpc.enable_retries", 0)]) as fresh:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await trainer_pb2_grpc.TrainerServiceStub(fresh).GetTrainerState(trainer_pb2.GetTrainerStateRequest())
+    double.release.set()
+    assert await work == trainer_pb2.SaveCheckpointResponse()
+    assert (await drain.read()).left == 0
+    assert await drain.read() is grpc.aio.EOF
+    await asyncio.wait_for(serving, 30)
+
+
+async def test_a_second_drain_shortens_the_grace(served):
+    server, double, channel = served
+    serving = asyncio.create_task(server.serve_until_signal())
+    work = trainer_pb2_grpc.TrainerServiceStub(channel).SaveCheckpoint(trainer_pb2.SaveCheckpointRequest())
+    await asyncio.wait_for(double.entered.wait(), 10)
+    admin = common_pb2_grpc.ServerAdminServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await admin.DrainServer(common_pb2.DrainServerRequest(grace={"seconds": -1}), timeout=30).read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    drain = admin.DrainServer(common_pb2.DrainServerRequest(grace={"seconds": 600}), timeout=30)
+    assert (await drain.read()).left == 1
+    server.begin_drain(0.0)
+    await asyncio.wait_for(serving, 30)
+    assert double.cancelled.is_set()
+    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+        await work
 
 
 PROGRAM = """

@@ -68,9 +68,10 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         try:
             for number in range(request.from_number):
                 yield trainer_pb2.WatchStepsResponse(step=trainer_pb2.StepReport(sequence_no=number))
-            if request.run == "fail":
+            run = request.run.removeprefix("runs/")
+            if run == "fail":
                 raise SluiceError.not_found("TOO_OLD", "no longer kept")
-            if request.run == "wait":
+            if run == "wait":
                 self.entered.set()
                 await self.release.wait()
         except (asyncio.CancelledError, GeneratorExit):  # it waits, or a message is being written

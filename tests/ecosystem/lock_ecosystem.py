@@ -15,7 +15,7 @@ REQUIREMENTS = ROOT / "requirements"
 DEADLINE_S = 900
 """For one environment: wheels without separate metadata are downloaded to read what they need."""
 
-BESIDE_OURS = frozenset[str]()
+BESIDE_OURS = {"ecosystem-ray"}
 """Environments that see the packages of .venv: their locks hold what they need beyond cpu.lock and dev.lock."""
 
 

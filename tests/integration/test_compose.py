@@ -118,3 +118,16 @@ def test_processes_run_without_privileges(compose: DockerCompose) -> None:
     for name in SERVICES:
         user, _, _ = compose.exec_in_container(["id", "-u"], name)
         assert user.strip() == "10001"
+        status, _, _ = compose.exec_in_container(["cat", "/proc/1/status"], name)
+        facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert {int(facts[each], 16) for each in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
+        assert facts["NoNewPrivs"] == "1"
+
+
+def test_images_cannot_be_written_to(compose: DockerCompose) -> None:
+    for name in SERVICES:
+        probe = "for d in / /app /opt/venv /run/sluice /run/sluice/secrets /run/sluice/model; do touch $d/x 2>/dev/null && echo $d; done; true"
+        written, _, _ = compose.exec_in_container(["sh", "-c", probe], name)
+        assert written.split() == [], name
+        written, _, _ = compose.exec_in_container(["sh", "-c", "touch /tmp/x /run/sluice/outputs/x && echo both"], name)
+        assert written.strip() == "both"

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 def test_wrong_settings_of_the_ranks_become_the_exit_code_of_the_launcher() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "sluice.supervise.rank_launcher", "2", "6", "trainer", "--lr", "fast"],
+        [sys.executable, "-m", "sluice.cli.main", "ranks", "--processes", "2", "trainer", "--lr", "fast"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -157,7 +157,9 @@ class Single:
         if word == "itself":
             circle = []
             circle.append(circle)
-            return circle
+            return [{"role": "user", "content": circle}]
+        if word == "text":
+            return "what is it?"
         return [{"role": "user", "content": f"\ud800 {act(word)}"}]
 
     def score(self, task, completion):

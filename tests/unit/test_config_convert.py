@@ -495,6 +495,7 @@ def test_each_default_belongs_to_a_row(system):
 
 BAD = [
     ("trl", "a.yaml", "learning_rate: [1\nloss_type: grpo\n", r"a\.yaml is not YAML.*line"),
+    ("trl", "a.yaml", "learning_rate: \0\n", r"a\.yaml is not YAML: unacceptable character"),
     ("trl", "a.json", '{"learning_rate": }', r"a\.json is not JSON.*line 1"),
     ("trl", "a.json", "[1]", "give a JSON object"),
     ("trl", "a.yaml", "loss_type: grpo\nlearning_rate: fast\n", r"line 2: learning_rate is 'fast': give a number"),

@@ -28,6 +28,7 @@ OURS = frozenset({"write_whole", "whole_directory", "write_text", "write_bytes",
 
 AT_A_TERMINAL = frozenset(
     {
+        "sluice/certificates.py:use_authority",
         "sluice/cli/config.py:_convert",
         "sluice/cli/config.py:_docs",
         "sluice/cli/config.py:check",
@@ -35,6 +36,7 @@ AT_A_TERMINAL = frozenset(
         "sluice/cli/init_model.py:init_model",
         "sluice/cli/quickstart.py:make_room",
         "sluice/cli/quickstart.py:write_report",
+        "sluice/cli/ray.py:_probe",
         "orchestrator_svc/eval_command.py:_write",
         "orchestrator_svc/export_command.py:run",
         "orchestrator_svc/rescore_command.py:run",

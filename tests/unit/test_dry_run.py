@@ -95,7 +95,7 @@ SERVED = ("--rollout.lora.enabled", "--rollout.lora.max-rank")
         (("--trainer.parallel.pp", "3"), "set trainer.parallel.pp to 2 or less"),
         (("--rollout.engine-args.tensor_parallel_size", "two"), "tensor_parallel_size is 'two': give a whole number"),
         (("--rollout.max-model-len", "129"), "made for 128 positions"),
-        (("--trainer.device", "cuda"), "trainer.device is cuda, but this machine has no CUDA device"),
+        (("--trainer.device", "cuda"), "trainer.device is cuda, but there is no CUDA device"),
         (("--orchestrator.environment", "nowhere.py:Env"), "there is no environment file"),
         (("--orchestrator.environment", "nowhere:Env"), "cannot find environment nowhere"),
         (("--orchestrator.environment", ""), "no environment is set"),

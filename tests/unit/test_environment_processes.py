@@ -183,6 +183,7 @@ async def test_an_error_carries_its_type_its_message_and_the_lines_of_the_enviro
         ("decimal", r"value\[0\]\.content\[0\] is of type Decimal"),
         ("large", "at most 64 MiB can be sent"),
         ("itself", "levels deep"),
+        ("text", r"messages\(task\): give a list of messages such as .*, not 'what is it\?'"),
     ],
 )
 async def test_what_is_not_plain_data_is_an_error_that_says_where(single, word, message) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from sluice.v1 import errors_pb2
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("sluice", "rollout_svc", "trainer_svc", "orchestrator_svc", "weightsync", "gateway_svc")
+PACKAGES = ("sluice", "rollout_svc", "trainer_svc", "orchestrator_svc", "weightsync", "gateway_svc", "envserver_svc")
 PREFIX = "ERROR_REASON_"
 SHORTHANDS = {
     "aborted",

@@ -137,8 +137,9 @@ async def test_where_the_fork_server_hangs_the_service_is_executed(tmp_path: Pat
         tmp_path / "log",
         partial(asyncio.sleep, 0),
         fork_server=(sys.executable, "-S", "-c", "import time; time.sleep(600)"),
+        start_s=0.5,
     )
-    assert (await run([child], witness, max_restarts=1, start_deadline_s=0.5)).ending is Ending.FAILED
+    assert (await run([child], witness, max_restarts=1)).ending is Ending.FAILED
     assert lines(witness) == ["1", "1"]
 
 

@@ -12,11 +12,14 @@ import pytest
 import yaml
 
 from sluice.config import load_run
+from sluice.plan import Machines, make_plan
+from sluice.plan.compose import document
 from sluice.rpc.access import is_local
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy/docker"
-COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+FILE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+COMPOSE = FILE["services"]
 SERVICES = sorted(COMPOSE.keys() - {"prepare"})
 
 IMPORT_WITH_CONTROL_ALONE = """
@@ -56,6 +59,21 @@ def test_a_gateway_imports_only_what_its_image_has() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", sorted(COMPOSE))
+def test_a_container_has_a_read_only_image_and_no_capability(name: str) -> None:
+    service = COMPOSE[name]
+    confined = {key: service[key] for key in ("read_only", "cap_drop", "security_opt")}
+    assert confined == {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
+    assert not {"privileged", "cap_add", "user", "network_mode", "pid", "devices"} & service.keys()
+
+
+def test_every_image_runs_as_a_user_that_kubernetes_sees_is_not_root() -> None:
+    stages = re.split(r"^FROM ", (DOCKER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    roles = [stage for stage in stages if stage.startswith("runtime AS ")]
+    assert len(roles) >= len({"weightsync", "orchestrator", "gateway", "trainer", "rollout"})
+    assert {re.findall(r"^USER (.+)$", stage, re.MULTILINE)[-1] for stage in roles} == {"10001:10001"}
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_compose_starts_a_service_with_settings_that_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -67,6 +85,14 @@ def test_compose_starts_a_service_with_settings_that_it_takes(name: str, monkeyp
         address, _outside, inside = published.split(":")
         assert address == "127.0.0.1"
         assert int(inside) in {server.port, server.http_port}
+
+
+def test_the_compose_file_is_the_plan_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["@", "examples/reverse_text/rl.toml"]
+    plan = make_plan(load_run(words), Machines(), extra={"gateway": 1, "relay": 1})
+    written = {name: block for name, block in FILE.items() if not name.startswith("x-")}
+    assert document(plan, words) == written
 
 
 def _interpolated(text: str) -> str:

@@ -693,3 +693,8 @@ def test_the_number_of_older_groups_is_known_whatever_the_order_in_which_groups_
         ledger.apply(seq, fact)
         asked = rng.randrange(ledger.next_group + 1)
         assert ledger.older(asked) == sum(number < asked for number in ledger.groups)
+
+
+def test_a_fact_about_something_that_no_fact_has_named_is_a_damaged_journal():
+    with pytest.raises(LedgerError, match=r"batch_unmade.*damaged"):
+        folded([(1, unmade(0))])

@@ -1,151 +1,247 @@
-"""What `sluice rl` decides before it starts anything."""
+"""The plan of a run: what is placed where, for every shape of machines; and what does not fit."""
 
-import asyncio
-from pathlib import Path
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import chain
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from sluice.cli import rl
-from sluice.cli.rl import claim, newest_checkpoint, write_settings
-from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
-from sluice.rpc import RpcServer
-from sluice.rpc.channel import wait_until_serving
-from sluice.supervise.plan import Place, child_environment, child_specs, choose_addresses
+from sluice.config import ConfigError, RunConfig, load_run
+from sluice.config import allocated as set_sizes
+from sluice.plan import Machines, Place, Plan, make_plan
+from sluice.plan.compose import document
+from sluice.plan.text import as_json, print_tables
 
-
-def a_run(tmp_path: Path, *flags: str) -> RunConfig:
-    return load_run(["--output-dir", str(tmp_path), "--run", "r", *flags])
-
-
-def test_every_child_has_a_port_of_its_own(tmp_path: Path) -> None:
-    addresses = choose_addresses(a_run(tmp_path), replicas=3)
-    ports = [*addresses.grpc.values(), *addresses.http.values()]
-    assert len(set(ports)) == len(ports) == 6 + 3
-    assert len(addresses.peers().rollout) == 3
+FOUR_NODES = Machines(nodes=4, devices=4, cores=32)
+AGENTS = ("--agents.agent", "a.py:Agent", "--agents.workers", "2")
 
 
-def test_a_run_with_external_agents_has_a_gateway_at_the_ports_of_the_settings(tmp_path: Path) -> None:
-    assert "gateway" not in choose_addresses(a_run(tmp_path), 1).grpc
-    run = a_run(tmp_path, "--orchestrator.workflow", "external", "--gateway.server.http-port", "7999")
-    addresses = choose_addresses(run, 1)
-    assert (addresses.grpc["gateway"], addresses.http["gateway"]) == (7105, 7999)
-    specs = child_specs(
-        run,
-        addresses,
-        tmp_path / "c.toml",
-        tmp_path / "logs",
-        threads=None,
-        places={"rollout": Place(1), "trainer": Place(1)},
+@cache
+def settings(*flags: str) -> RunConfig:
+    return load_run(flags)
+
+
+def allocated(text: str, *flags: str) -> RunConfig:
+    """The settings with an allocation; they are loaded once."""
+    return set_sizes(settings(*flags).model_copy(update={"allocation_mode": text}))
+
+
+def devices_of(plan: Plan) -> list[tuple[int, int]]:
+    return [(place.node, device) for place in plan.places for device in place.devices]
+
+
+def spots(plan: Plan, part: str) -> list[tuple[int, tuple[int, ...]]]:
+    return [(place.node, place.devices) for place in plan.places_of(part)]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[RunConfig, Machines, dict[str, int]]:
+    """A run of any shape, and machines that may be too small for it."""
+    replicas, tensor, ranks = (draw(st.integers(1, most)) for most in (12, 4, 12))
+    shared = draw(st.booleans())
+    text = f"d{replicas}" if shared else f"vllm:d{replicas}t{tensor}+fsdp:d{ranks}"
+    machines = Machines(draw(st.integers(1, 4)), draw(st.integers(0, 8)), draw(st.integers(1, 16)))
+    extra = draw(st.fixed_dictionaries({}, optional={"gateway": st.integers(1, 3), "relay": st.integers(1, 3)}))
+    return allocated(text, *draw(st.sampled_from([(), AGENTS]))), machines, extra
+
+
+@given(runs())
+def test_every_plan_places_everything_once_on_devices_and_ports_of_its_own(
+    asked: tuple[RunConfig, Machines, dict[str, int]],
+) -> None:
+    run, machines, extra = asked
+    try:
+        plan = make_plan(run, machines, extra=extra)
+    except ConfigError:
+        assume(False)
+        raise
+    used = devices_of(plan)
+    assert plan.shares_devices or len(set(used)) == len(used)
+    for node in range(machines.nodes):
+        ports = [port.number for place in plan.on_node(node) for port in place.ports]
+        assert len(set(ports)) == len(ports)
+    for part in plan.parts:
+        places = plan.places_of(part.name)
+        assert [(each.instance, each.rank) for each in places] == [
+            (name, rank) for name in part.instances for rank in range(part.nodes)
+        ]
+        for place in places:
+            assert 0 <= place.node < machines.nodes
+            assert len(place.devices) == part.devices
+            assert all(0 <= number < machines.devices for number in place.devices)
+        assert len({(each.instance, each.node) for each in places}) == len(places)
+    trainer, rollout = plan.part("trainer"), plan.part("rollout")
+    assert trainer.nodes * trainer.processes == run.section("trainer").processes()
+    assert rollout.processes == run.section("rollout").processes()
+    assert rollout.nodes == 1
+
+
+@given(runs())
+def test_the_order_of_the_parts_respects_what_they_wait_for(asked: tuple[RunConfig, Machines, dict[str, int]]) -> None:
+    """It is also a proof that no part waits for itself through others."""
+    run, machines, extra = asked
+    plan = make_plan(run, Machines(machines.nodes, 0, machines.cores), extra=extra)
+    started: set[str] = set()
+    for part in plan.parts:
+        assert set(part.waits_for) <= started
+        started.add(part.name)
+    assert [place.part for place in plan.places] == list(
+        chain.from_iterable([part.name] * part.count * part.nodes for part in plan.parts)
     )
-    assert next(spec.argv for spec in specs if spec.name == "gateway")[-2:] == ("--server.http-port", "7999")
 
 
-def test_a_run_with_an_agent_of_its_own_has_a_gateway_and_processes_that_play(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "--agents.agent", "a.py:Agent", "--agents.workers", "2", "--gateway.server.port", "7998")
-    addresses = choose_addresses(run, 1)
-    assert addresses.peers().gateway == "127.0.0.1:7998"
-    assert {"agents-0", "agents-1"} < set(addresses.grpc)
-    assert "agents-0" not in addresses.http
-    assert "agents" in choose_addresses(a_run(tmp_path, "--agents.agent", "a.py:Agent"), 1).grpc
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(1, 24), st.integers(1, 12))
+def test_a_run_is_refused_only_if_no_placement_exists(
+    nodes: int, devices: int, tensor: int, replicas: int, ranks: int
+) -> None:
+    def fits() -> bool:
+        if tensor > devices:
+            return False
+        for span in range(1, nodes + 1):
+            if ranks % span == 0 and ranks // span <= devices:
+                left = devices - ranks // span
+                if (nodes - span) * (devices // tensor) + span * (left // tensor) >= replicas:
+                    return True
+        return False
+
+    run = allocated(f"vllm:d{replicas}t{tensor}+fsdp:d{ranks}")
+    if fits():
+        make_plan(run, Machines(nodes, devices))
+    else:
+        with pytest.raises(ConfigError, match="devices"):
+            make_plan(run, Machines(nodes, devices))
 
 
-def test_children_that_compute_divide_the_cores_and_the_others_take_one_thread() -> None:
-    trainer = child_environment("trainer", 4, 2, {})
-    assert {**trainer, "PYTHONWARNINGS": ""} == {
-        "OMP_NUM_THREADS": "4",
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "0",
-        "PYTHONWARNINGS": "",
-    }
-    assert child_environment("weightsync", 4, 2, {})["OMP_NUM_THREADS"] == "1"
-    assert int(child_environment("rollout-1", None, 10_000, {})["OMP_NUM_THREADS"]) == 1
+def test_twelve_replicas_and_a_trainer_of_four_fill_four_nodes_of_four() -> None:
+    plan = make_plan(allocated("vllm:d12t1+fsdp:d4"), FOUR_NODES)
+    assert spots(plan, "rollout") == [(node, (device,)) for node in range(3) for device in range(4)]
+    assert spots(plan, "trainer") == [(3, (0, 1, 2, 3))]
+    assert {place.node for name in ("weightsync", "orchestrator") for place in plan.places_of(name)} == {0}
+    hosts = [f"n{number}" for number in range(4)]
+    peers = plan.peers(hosts)
+    assert (peers.weightsync, peers.trainer) == ("n0:7101", "n3:7102")
+    assert peers.rollout[:2] + peers.rollout[-1:] == ["n0:7103", "n0:7123", "n2:7163"]
 
 
-def test_exported_variables_stay_unless_a_flag_overrides_them() -> None:
-    exported = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active", "PYTHONWARNINGS": "error"}
-    assert child_environment("trainer", None, 2, exported) == {"GOMP_SPINCOUNT": "0"}
-    assert child_environment("trainer", 2, 2, exported) == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"}
+def test_the_same_allocation_on_a_laptop_computes_on_the_cpu() -> None:
+    plan = make_plan(allocated("vllm:d12t1+fsdp:d4"), Machines(cores=2))
+    assert devices_of(plan) == []
+    assert plan.part("trainer").processes == 4
+    assert plan.part("rollout").threads == 1
 
 
-def test_every_child_gets_the_seconds_to_drain_that_its_service_is_set_to(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "--rollout.server.drain-s", "30", "--trainer.server.drain-s", "45")
-    places = {"rollout-0": Place(1), "rollout-1": Place(1), "trainer": Place(4)}
-    specs = child_specs(
-        run, choose_addresses(run, 2), tmp_path / "c.toml", tmp_path / "logs", threads=None, places=places
+def test_a_trainer_that_spans_nodes_has_one_command_a_node_and_a_rendezvous_on_the_first() -> None:
+    plan = make_plan(allocated("vllm:d2t4+fsdp:d16"), Machines(nodes=3, devices=8))
+    assert spots(plan, "trainer") == [(1, tuple(range(8))), (2, tuple(range(8)))]
+    assert plan.addresses("trainer", ["a", "b", "c"], "rendezvous") == ["b:7112"]
+    assert plan.place("trainer", 1).ports == ()
+    command = plan.part("trainer").command(["@", "rl.toml"], rank="1", rendezvous="b:7112")
+    assert " ".join(command) == (
+        "sluice ranks --processes 8 --grace 6 --nodes 2 --node-rank 1 --rendezvous b:7112 --join 600 trainer @ rl.toml"
     )
-    drains = {spec.name: spec.drain_s for spec in specs}
-    assert drains == {"rollout-0": 30, "rollout-1": 30, "trainer": 45, "orchestrator": 5, "weightsync": 5}
-    trainer = next(spec.argv for spec in specs if spec.name == "trainer")
-    assert trainer[1:6] == ("-m", "sluice.supervise.rank_launcher", "4", "46.0", "trainer")
 
 
-def test_a_run_that_exists_is_refused_with_both_remedies_or_resumed(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    with claim(run, resume=False) as directory:
-        (directory / "journal.sqlite").touch()
-    with pytest.raises(ConfigError, match=r"--resume.*--run NAME"), claim(run, resume=False):
-        pass
-    with claim(run, resume=True) as directory:
-        assert directory == tmp_path / "r"
+def test_ranks_that_share_matrix_products_stay_on_one_node() -> None:
+    plan = make_plan(allocated("d1+d3t4"), Machines(nodes=4, devices=8))
+    assert plan.part("trainer").nodes == 3  # two nodes of six would split a group of four
 
 
-def test_a_run_that_never_began_can_be_started_without_resume(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    with claim(run, resume=False):
-        write_settings(run)
-    with claim(run, resume=False):
-        pass
+def test_one_allocation_for_both_sides_uses_each_device_twice() -> None:
+    plan = make_plan(allocated("d8"), Machines(nodes=2, devices=4))
+    assert plan.shares_devices
+    assert sorted(devices_of(plan)) == sorted([(node, device) for node in range(2) for device in range(4)] * 2)
 
 
-def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path) == ""
-    for step in (9, 10):
-        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
-        manifest = f'{{"checkpoint": {{"name": "step_{step}", "policyVersion": {{"epoch": "1", "number": "{step}"}}}}}}'
-        (tmp_path / "checkpoints" / f"step_{step}" / "manifest.json").write_text(manifest)
-    (tmp_path / "checkpoints" / "step_11").mkdir()
-    assert newest_checkpoint(tmp_path) == "step_10"
+def test_without_an_allocation_a_small_machine_is_shared() -> None:
+    plan = make_plan(settings(), Machines(devices=1))
+    assert plan.shares_devices
+    assert devices_of(plan) == [(0, 0), (0, 0)]
 
 
-def test_two_supervisors_cannot_hold_one_run(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    with claim(run, resume=True), pytest.raises(ConfigError, match="another process runs 'r'"), claim(run, resume=True):
-        pass
+def test_on_cpus_replicas_go_where_least_computes() -> None:
+    run = settings("--trainer.parallel.dp-shard", "2")
+    plan = make_plan(run, Machines(nodes=3, cores=2), replicas=3)
+    assert [place.node for place in plan.places_of("trainer")] == [2]
+    assert [place.node for place in plan.places_of("rollout")] == [0, 1, 0]
 
 
-def test_the_settings_on_disk_load_back(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "--model", "m", "--max-staleness", "1")
-    with claim(run, resume=False):
-        path = write_settings(run)
-    again = load_run(["@", str(path)])
-    assert again.model_dump() == run.model_dump()
+def test_metrics_of_replicas_on_one_node_have_ports_of_their_own() -> None:
+    plan = make_plan(settings("--rollout.server.metrics-port", "9103"), Machines(), replicas=2)
+    assert [place.port("metrics") for place in plan.places_of("rollout")] == [9103, 9123]
+
+
+def test_relays_stand_beside_replicas_on_other_nodes_than_weightsync() -> None:
+    plan = make_plan(allocated("vllm:d12t1+fsdp:d4"), FOUR_NODES, extra={"relay": 2})
+    assert [place.node for place in plan.places_of("relay")] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("allocation", "machines", "message"),
     [
-        ([], "model is not set"),
-        (["--model", "/not/there"], "there is no directory /not/there"),
-        (["--model", "/"], "no config.json"),
-        (["--model", "m", "--orchestrator.group-size", "1"], "set group_size to 2 or more"),
-        (["--model", "m", "--trainer.lrr", "1"], "did you mean 'trainer.lr'"),
-        (["--model", "m", "--peers.rollout", "[]"], "at least one rollout replica"),
+        ("vllm:d12t1+fsdp:d4", Machines(devices=8), "it needs 16 devices (12 x 1 for rollout, 4 for the trainer), and there are 8 (1 node of 8)"),
+        ("vllm:d1t8+fsdp:d1", FOUR_NODES, "a rollout replica needs 8 devices on one node, and a node has 4"),
+        ("vllm:d1t1+fsdp:d7", FOUR_NODES, "7 ranks of the trainer cannot be divided evenly over at most 4 nodes of 4"),
+        ("vllm:d5t3+fsdp:d1", FOUR_NODES, "what the trainer leaves of each node does not hold whole replicas of 3"),
     ],
-)
-def test_wrong_settings_are_found_before_anything_starts(tmp_path: Path, argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        rl.run(["--output-dir", str(tmp_path), *argv])
-    assert list(tmp_path.iterdir()) == []
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_numbers_and_the_remedy(
+    allocation: str, machines: Machines, message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_plan(allocated(allocation), machines)
+    assert message in str(refused.value)
+    assert ": use " in str(refused.value)
 
 
-async def test_a_child_serves_when_its_health_says_so_not_when_its_port_is_open() -> None:
-    server = RpcServer("test", ServerConfig(), SecurityConfig())
-    await server.start()
-    server.set_serving(False)
-    waiting = asyncio.create_task(wait_until_serving(server.target, SecurityConfig()))
-    done, _ = await asyncio.wait({waiting}, timeout=0.5)
-    assert not done
-    server.set_serving(True)
-    async with asyncio.timeout(10):
-        await waiting
-    await server.stop(0)
+def test_the_ports_of_a_machine_run_out_with_a_message() -> None:
+    run = settings("--rollout.server.port", "65500")
+    with pytest.raises(
+        ConfigError, match=r"no port left for rollout-2 beyond 65500: set a lower rollout\.server\.port"
+    ):
+        make_plan(run, Machines(), replicas=3)
+
+
+def test_the_json_of_a_plan_is_the_plan() -> None:
+    plan = make_plan(allocated("vllm:d2t4+fsdp:d16"), Machines(nodes=3, devices=8))
+    read = json.loads(as_json(plan, ["@", "rl.toml"]))
+    assert [tuple(each["devices"]) for each in read["places"]] == [each.devices for each in plan.places]
+    assert [each["name"] for each in read["parts"]] == [each.name for each in plan.parts]
+    assert read["parts"][-1]["command"] == ["sluice", "orchestrator", "@", "rl.toml"]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_table_names_every_instance_whole_within_the_width_of_a_terminal(width: int) -> None:
+    plan = make_plan(allocated("d16", *AGENTS), Machines(nodes=2, devices=8, cores=32), extra={"relay": 2})
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123 - only the record is read
+    print_tables(plan, ["@", "rl.toml"], console)
+    lines = console.export_text().splitlines()
+    table = [line for line in lines if "sluice " not in line]
+    assert max(map(len, table)) <= width
+    for place in plan.places:
+        assert any(_shows(line, place) for line in table), place
+
+
+def _shows(line: str, place: Place) -> bool:
+    return place.instance in line.split() and all(str(port.number) in line for port in place.ports[:1])
+
+
+def test_compose_gives_each_replica_with_devices_a_service_of_its_own_under_one_name() -> None:
+    services = document(make_plan(allocated("vllm:d2t2+fsdp:d4"), Machines(devices=8)), ["@", "rl.toml"])["services"]
+    asked = {
+        name: each["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name, each in services.items()
+        if "deploy" in each
+    }
+    assert asked == {"rollout-0": ["0", "1"], "rollout-1": ["2", "3"], "trainer": ["4", "5", "6", "7"]}
+    assert services["rollout-1"]["networks"]["default"]["aliases"] == ["rollout"]
+    assert {"rollout-0", "rollout-1"} < services["orchestrator"]["depends_on"].keys()
+
+
+def test_compose_is_for_one_machine() -> None:
+    with pytest.raises(ConfigError, match="compose runs on one machine, and the plan is for 4"):
+        document(make_plan(allocated("vllm:d12t1+fsdp:d4"), FOUR_NODES), ["@", "rl.toml"])

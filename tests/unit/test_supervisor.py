@@ -97,7 +97,7 @@ async def test_wrong_settings_end_the_run_at_once(tmp_path: Path) -> None:
 
 
 async def test_a_child_that_never_serves_fails_by_its_deadline(tmp_path: Path) -> None:
-    outcome = await run([spec(tmp_path, "mute", "import time; time.sleep(600)")], Witness(), start_deadline_s=0.3)
+    outcome = await run([spec(tmp_path, "mute", "import time; time.sleep(600)", start_s=0.3)], Witness())
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "mute")
     assert "did not serve within" in outcome.reason
 

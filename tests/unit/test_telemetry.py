@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
 import logging
 import math
+import threading
 from pathlib import Path
 
 import pytest
 import structlog
+from prometheus_client import CollectorRegistry, generate_latest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sluice.telemetry import MetricsWriter, configure_logging
+from sluice.telemetry import MetricsWriter, StateMetrics, configure_logging, counter, gauge
 
 
 @pytest.fixture
@@ -119,3 +122,30 @@ def test_a_line_that_a_kill_left_half_does_not_take_the_next_one_with_it(torn: s
     with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         writer.write(3, {"loss": 1.0})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+async def test_state_is_scraped_on_its_loop_from_any_thread():
+    registry, loops = CollectorRegistry(), []
+
+    def read():
+        loops.append(asyncio.get_running_loop())
+        yield gauge("things", "Things.", {"a": 1.0, "b": 2.0}, "kind")
+        yield counter("steps", "Steps.", 3.0)
+
+    with StateMetrics(read, registry):
+        elsewhere = await asyncio.to_thread(generate_latest, registry)
+        here = generate_latest(registry)
+    assert elsewhere == here
+    assert {b'things{kind="b"} 2.0', b"steps_total 3.0"} <= set(here.splitlines())
+    assert loops == [asyncio.get_running_loop()] * 2
+    assert generate_latest(registry) == b""
+
+
+async def test_a_busy_loop_does_not_hold_up_a_scrape(monkeypatch: pytest.MonkeyPatch):
+    registry, scraped = CollectorRegistry(), []
+    monkeypatch.setattr(StateMetrics, "READ_S", 0.01)
+    with StateMetrics(lambda: [gauge("things", "Things.", 1.0)], registry):
+        scraping = threading.Thread(target=lambda: scraped.append(generate_latest(registry)))
+        scraping.start()
+        scraping.join()  # the loop stands still meanwhile
+    assert scraped == [b""]

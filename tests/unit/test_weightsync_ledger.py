@@ -136,6 +136,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.release(version, holder)
         self.holds.discard((version, holder))
 
+    @rule(back=st.integers(0, 4), seconds=st.floats(0, 2 * LEASE_S))
+    def linger(self, back: int, seconds: float) -> None:
+        if recent := sorted(self.ledger.committed)[-1 - back :]:
+            self.ledger.linger(recent[0], self.now + seconds)
+
     @rule(seconds=st.floats(0, 2 * LEASE_S))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
@@ -209,6 +214,20 @@ def test_resuming_from_a_checkpoint_retires_what_came_after_it() -> None:
     ledger.commit(Version(2, 6), whole("resumed"))
     assert ledger.retired() == {Version(1, 7), Version(1, 8)}
     assert ledger.surplus(0.0) == [Version(1, 7), Version(1, 8)]
+
+
+def test_retention_leaves_the_deltas_of_a_replica_whose_version_a_receiver_has_just_pulled_whole() -> None:
+    ledger = Ledger(keep=1)
+    ledger.commit(Version(1, 1), whole("1"))
+    for number in (2, 3):
+        forms = Forms(str(number), delta_bytes=1, base=Version(1, number - 1), copy_bytes=10)
+        ledger.commit(Version(1, number), forms)
+    ledger.add_dense(Version(1, 3), 10)
+    ledger.commit(Version(2, 1), whole("resumed"))
+    ledger.report("replica", serving=Version(1, 3), staged=None, error="", now=0.0, lease_s=LEASE_S)
+    ledger.linger(Version(1, 3), until=LEASE_S)
+    for version in ledger.surplus(0.0):
+        assert ledger.delete(version, 0.0), "nothing that is needed is surplus"
 
 
 def test_a_version_older_than_the_newest_is_refused() -> None:

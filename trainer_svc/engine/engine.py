@@ -134,14 +134,40 @@ class TrainEngine:
             ValueError: if a token id is outside of the vocabulary.
         """
         record = StepRecord(sequences, self.ranks, self.meter)
-        with record.phase("pack"):
-            batches, weight = self._micro_batches(sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
         self.optimizer.zero_grad(set_to_none=True)
-        with self.adapter.dropping() if self.adapter else nullcontext():
-            self._add_gradients(batches, partial(_recorded_loss, loss_fn, weight, record), record, entropy)
+        self.add_gradients(
+            record,
+            sequences,
+            loss_fn,
+            loss_weight_fn,
+            contributes=contributes,
+            entropy=entropy,
+            whole_groups=whole_groups,
+        )
         with record.phase("optimizer"):
             self.step(record)
         return record.finish()
+
+    def add_gradients(
+        self,
+        record: StepRecord,
+        sequences: Rows[Sequence],
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeight,
+        *,
+        contributes: Callable[[Sequence], bool] | None = None,
+        entropy: Entropy = "none",
+        whole_groups: bool = False,
+    ) -> None:
+        """Add the gradient of the loss of the global batch to those that the parameters have. Arguments as of `train_batch`.
+
+        Raises:
+            ValueError: if a token id is outside of the vocabulary.
+        """
+        with record.phase("pack"):
+            batches, weight = self._micro_batches(sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
+        with self.adapter.dropping() if self.adapter else nullcontext():
+            self._accumulate(batches, partial(_recorded_loss, loss_fn, weight, record), record, entropy)
 
     def eval_batch(
         self,
@@ -240,7 +266,7 @@ class TrainEngine:
         batches += [empty_batch(self.mesh.dims.cp) for _ in range(int(totals["max_batches"]) - len(batches))]
         return batches, totals["weight"] or 1.0
 
-    def _add_gradients(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, entropy: Entropy) -> None:
+    def _accumulate(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, entropy: Entropy) -> None:
         """Add the gradients of the losses to those of the parameters; at the end they are summed over all ranks."""
         network = self.network
         if self.pipeline is not None:

@@ -84,12 +84,7 @@ class Objective:
             ValueError: if the batch lacks a column that the objective reads.
         """
         settings, terms = self.resolved, self._terms(outputs, batch)
-        loss, counts = self.surrogate(terms, **settings.parameters)
-        if loss.shape != terms.current.shape:
-            raise ValueError(
-                f"objective {settings.name} returned shape {tuple(loss.shape)} for {len(terms.current)} tokens: "
-                "return one loss per token and leave the aggregation to the config"
-            )
+        loss, counts = self._per_token(terms)
         sums = {**counts, "tokens": torch.full((), float(len(loss)), dtype=torch.float64, device=loss.device)}
         for weights, counts in self._token_weights(terms):
             loss = loss * weights
@@ -149,6 +144,26 @@ class Objective:
                         "proximal = loglinear needs proximal_share: derive it from the tokens' versions before the first step"
                     )
                 return batch.behaviour_logprobs + batch.proximal_share * (current - batch.behaviour_logprobs)
+
+    def _per_token(self, terms: TokenTerms) -> tuple[PerToken, dict[str, Scalar]]:
+        """Return what the surrogate gives for each loss token, and its sums.
+
+        Raises:
+            ValueError: if it gives something else.
+        """
+        answer = self.surrogate(terms, **self.resolved.parameters)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise ValueError(
+                f"objective {self.resolved.name} returned a {type(answer).__name__}: return one loss per token and a dict of sums"
+                " to report, such as `return loss, {}`"
+            )
+        loss, counts = answer
+        if loss.shape != terms.current.shape:
+            raise ValueError(
+                f"objective {self.resolved.name} returned shape {tuple(loss.shape)} for {len(terms.current)} tokens: "
+                "return one loss per token and leave the aggregation to the config"
+            )
+        return loss, counts
 
     def _token_weights(self, terms: TokenTerms) -> list[TokenWeights]:
         """Return the constants that multiply the surrogate of each token."""

@@ -7,18 +7,20 @@ import contextlib
 import contextvars
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from time import perf_counter
 
 import grpc
 import structlog
+from prometheus_client import Counter, Histogram, Metric
 
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
+from sluice.telemetry import counter, gauge
 from sluice.v1 import checkpoint_pb2, trainer_pb2
 from sluice.v1.trainer_pb2 import Checkpoint, StepReport
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
 from trainer_svc.service.admission import Admission, Ticket
 from trainer_svc.service.batches import Batch
@@ -26,6 +28,14 @@ from trainer_svc.service.learner import Applied, ComputeThread, Learner, Restore
 from trainer_svc.service.publication import PolicyPublisher, Publication
 from trainer_svc.service.rank_group import OUT_OF_STEP
 from weightsync.publisher import PushReport
+
+STEP_SECONDS = Histogram(
+    "sluice_trainer_step_seconds",
+    "Time to apply a batch, without its publication.",
+    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800),
+)
+WAITED_SECONDS = Counter("sluice_trainer_waited_seconds", "Time in which the trainer had no batch.")
+SKIPPED_STEPS = Counter("sluice_trainer_skipped_steps", "Optimizer steps skipped: loss or gradient not finite.")
 
 log = structlog.get_logger(__name__)
 
@@ -87,6 +97,31 @@ class Trainer:
     def published(self) -> Version | None:
         """Newest version that weight sync has committed in this epoch."""
         return self._publication.published
+
+    def scrape(self) -> Iterator[Metric]:
+        """Yield its state as Prometheus metrics."""
+        phases = trainer_pb2.TrainerPhase
+        named = {
+            name.removeprefix("TRAINER_PHASE_").lower(): float(phases.Value(name) == self.phase)
+            for name in phases.keys()[1:]
+        }
+        yield gauge("sluice_trainer_phase", "1 for what the trainer is doing, 0 for the rest.", named, "phase")
+        if self.admission is None:
+            return
+        version, published = self.admission.version or self.learner.version, self.published or BASE
+        for name, text, value in (
+            ("policy_epoch", "Epoch of the version of the weights.", version.epoch),
+            ("policy_number", "Number of the version of the weights: batches absorbed.", version.number),
+            (
+                "published_number",
+                "Number of the newest version that weight sync has committed in this epoch.",
+                published.number,
+            ),
+            ("queued_batches", "Batches accepted that are not applied.", self.admission.queued),
+        ):
+            yield gauge(f"sluice_trainer_{name}", text, float(value))
+        steps = float(self.learner.optimizer_steps)
+        yield counter("sluice_trainer_optimizer_steps", "Optimizer steps of the weights.", steps)
 
     def accepting(self) -> Admission[Batch]:
         """Return the queue of batches.
@@ -293,10 +328,13 @@ class Trainer:
                 self._arrived.clear()
                 await self._arrived.wait()
             waited_s = perf_counter() - waiting
+            WAITED_SECONDS.inc(waited_s)
             self._doing = trainer_pb2.TRAINER_PHASE_TRAINING
-            applied = await self._compute.run(
-                partial(self.learner.apply, batch), deadline_s=self.config.deadlines.step_s, what="a training step"
-            )
+            with STEP_SECONDS.time():
+                applied = await self._compute.run(
+                    partial(self.learner.apply, batch), deadline_s=self.config.deadlines.step_s, what="a training step"
+                )
+            SKIPPED_STEPS.inc(applied.skipped_steps)
             version = admission.finish()
             report = _step_report(batch, applied, waited_s, push_wait_s, self._publication.last_push)
             steps.append(report)

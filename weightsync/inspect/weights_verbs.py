@@ -62,13 +62,16 @@ async def _list(config: WeightsConfig, _: Sequence[Version]) -> int:
     async with WeightSyncClient(config.address, config.security) as client:
         response = await client.versions(config.run)
     console = Console()
-    if not response.versions:
+    if response.versions:
+        console.print(_version_table(response.versions))
+    else:
         console.print(f"run {config.run} has no versions at {config.address}")
-        return 0
-    console.print(_version_table(response.versions))
     if response.replicas:
         console.print()
         console.print(_replica_table(response.replicas))
+    if response.mirrors:
+        console.print()
+        console.print(_mirror_table(response.mirrors))
     return 0
 
 
@@ -182,6 +185,24 @@ def _replica_table(replicas: Iterable[pb.ReplicaVersion]) -> Table:
                 for each in (timings.pull, timings.stage, timings.pause, timings.apply, timings.total, replica.age)
             ),
             replica.error,
+        )
+    return table
+
+
+def _mirror_table(mirrors: Iterable[pb.MirrorState]) -> Table:
+    """A row per object store: how far it is, what was moved since the service started, the last failure."""
+    table = Table(box=None, header_style="bold")
+    for name in ("object store", "", "newest", "behind", "dense moved", "deltas moved", "error"):
+        table.add_column(name, justify="left" if name in {"object store", "", "newest", "error"} else "right")
+    for mirror in mirrors:
+        table.add_row(
+            mirror.url,
+            "read" if mirror.use == pb.MIRROR_USE_READ else "written",
+            str(Version.from_proto(mirror.newest)) if mirror.HasField("newest") else "-",
+            str(mirror.versions_behind),
+            _size(mirror.dense_bytes),
+            _size(mirror.delta_bytes),
+            mirror.error,
         )
     return table
 

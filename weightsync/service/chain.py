@@ -73,6 +73,20 @@ class Kept(NamedTuple):
     dense: set[Version]
 
 
+def newest(versions: Versions) -> Version | None:
+    """Return the newest version."""
+    return max(versions, default=None)
+
+
+def retired(versions: Versions) -> set[Version]:
+    """Return the versions of older epochs beyond the number at which the newest epoch began: the trainer resumed before them."""
+    latest = newest(versions)
+    if latest is None:
+        return set()
+    resumed_at = min(version.number for version in versions if version.epoch == latest.epoch)
+    return {version for version in versions if version.epoch < latest.epoch and version.number > resumed_at}
+
+
 def newest_dense(versions: Versions) -> Version | None:
     """Return the newest version that has a dense form."""
     return max((version for version, forms in versions.items() if forms.dense_bytes is not None), default=None)

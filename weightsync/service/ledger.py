@@ -51,11 +51,16 @@ class Ledger:
     Args:
         keep: Newest versions that stay though nobody uses them; at least 1.
         anchor_every: Versions between two dense forms from which chains start.
+
+    Attributes:
+        mirrored: Newest version that an object store has; None: none. While there is room, the deltas behind it stay, so that
+            the store catches up by them.
     """
 
     def __init__(self, keep: int, anchor_every: int = 16) -> None:
         self.keep = keep
         self.anchor_every = anchor_every
+        self.mirrored: Version | None = None
         self.committed: dict[Version, Forms] = {}
         self._holders: dict[Version, set[Hashable]] = {}
         self._lingering: dict[Version, float] = {}
@@ -64,7 +69,7 @@ class Ledger:
     @property
     def newest(self) -> Version | None:
         """Return the newest visible version."""
-        return max(self.committed, default=None)
+        return chain.newest(self.committed)
 
     @property
     def bytes_committed(self) -> int:
@@ -159,12 +164,8 @@ class Ledger:
             self.committed[version] = replace(self.committed[version], damaged=True)
 
     def retired(self) -> set[Version]:
-        """Return the versions of older epochs beyond the number at which the newest epoch began: the trainer resumed before them."""
-        newest = self.newest
-        if newest is None:
-            return set()
-        resumed_at = min(version.number for version in self.committed if version.epoch == newest.epoch)
-        return {version for version in self.committed if version.epoch < newest.epoch and version.number > resumed_at}
+        """Return the versions that the trainer resumed before."""
+        return chain.retired(self.committed)
 
     def report(
         self, replica: str, *, serving: Version | None, staged: Version | None, error: str, now: float, lease_s: float
@@ -219,7 +220,9 @@ class Ledger:
 
         Needed are what `needed_by` says and the newest `keep` that are not retired, with all that they are reached through.
         """
-        return chain.removal_order(self.committed, self.committed.keys() - self._kept(now).versions)
+        # What lingers is reached through its own dense form, and without that through deltas: `delete` insists on these.
+        kept = self._kept(now).versions | self._needed(now).versions
+        return chain.removal_order(self.committed, self.committed.keys() - kept)
 
     def surplus_dense(self, now: float) -> list[Version]:
         """Return the versions, oldest first, whose dense form retention removes: they stay reachable through deltas."""
@@ -263,4 +266,5 @@ class Ledger:
         wanted = sorted((version for version in self.committed if version not in retired), reverse=True)[: self.keep]
         held = self._holders.keys() | self._lingering.keys()
         newest = [] if self.newest is None else [self.newest]
-        return chain.keep(self.committed, [*newest, *wanted], held, self._served(now), self.anchor_every)
+        served = self._served(now) | ({self.mirrored} if self.mirrored is not None else set())
+        return chain.keep(self.committed, [*newest, *wanted], held, served, self.anchor_every)

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 import structlog
+from prometheus_client import Metric
 
 from sluice.rpc import SluiceError
+from sluice.telemetry import gauge
 from sluice.v1 import weightsync_pb2 as pb
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 from weightsync.config import WeightSyncConfig
 from weightsync.format.manifest import ManifestError, parse_run
 from weightsync.format.safetensors import BadNameError
@@ -168,9 +170,15 @@ class Run:
 
 
 class Upstream(Protocol):
-    """The service behind a relay, from which its versions come; `target` is its address. Only `has` waits."""
+    """Where the versions of a relay come from. Only `has` waits.
+
+    Attributes:
+        target: What messages call the service that versions are pushed to.
+        continues_files: Whether it can continue files that came in partly before the service was restarted.
+    """
 
     target: str
+    continues_files: bool
 
     async def has(self, resource: str) -> bool:
         """Return whether it has the run named ``runs/{run}``; raise SluiceError UNAVAILABLE if it does not answer."""
@@ -184,6 +192,19 @@ class Upstream(Protocol):
     def lease_s(self, run: Run) -> float:
         """Return the seconds that it grants its replicas."""
 
+    def describe(self, run: Run) -> pb.MirrorState | None:
+        """Return how far the run's versions in it are taken, if it is an object store."""
+
+
+class Copy(Protocol):
+    """Where committed versions are copied to in the background."""
+
+    def follow(self, runs: Runs, run: Run) -> None:
+        """Copy the versions of a run from now on."""
+
+    def describe(self, run: Run) -> pb.MirrorState:
+        """Return how far the copy of a run is."""
+
 
 class Runs:
     """All runs of a service.
@@ -193,6 +214,7 @@ class Runs:
         directory_of: Returns where a run's versions lie.
         model_of: Returns the base model whose files go with a run's versions; empty: none.
         upstream: Where the versions come from if this is a relay.
+        mirror: Where the versions are copied to.
         clock: Seconds, monotonic.
 
     Attributes:
@@ -206,11 +228,14 @@ class Runs:
         directory_of: Callable[[str], Path],
         model_of: Callable[[str], str],
         upstream: Upstream | None = None,
+        *,
+        mirror: Copy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.clock = clock
         self.upstream = upstream
+        self.mirror = mirror
         self.retention_due = asyncio.Event()
         self.threads = ThreadPoolExecutor(config.io_threads, thread_name_prefix="weightsync-io")
         self.dense_forms = DenseForms(
@@ -247,8 +272,9 @@ class Runs:
         async with self._opening:
             if name not in self._runs:
                 self._runs[name] = await self._open(name)
-                if self.upstream is not None:
-                    self.upstream.follow(self, self._runs[name])
+                for follower in (self.upstream, self.mirror):
+                    if follower is not None:
+                        follower.follow(self, self._runs[name])
         return self._runs[name]
 
     async def find(self, resource: str) -> Run:
@@ -268,6 +294,11 @@ class Runs:
             "NO_SUCH_RUN", f"nothing was pushed to run {name}: check the name, or wait for its trainer's first version"
         )
 
+    def describe_mirrors(self, run: Run) -> list[pb.MirrorState]:
+        """Return how far the object stores are that the service reads or writes."""
+        states = [each.describe(run) for each in (self.upstream, self.mirror) if each is not None]
+        return [state for state in states if state is not None]
+
     async def _open(self, name: str) -> Run:
         if len(self._runs) >= self.config.max_runs:
             raise SluiceError.resource_exhausted(
@@ -276,7 +307,9 @@ class Runs:
                 RETRY_AFTER_S,
             )
         ledger = Ledger(self.config.keep, self.config.anchor_every)
-        run = Run(name, ledger, RunStore(self._directory_of(name), self._model_of(name)))
+        continues = self.upstream is not None and self.upstream.continues_files
+        store = RunStore(self._directory_of(name), self._model_of(name), keeps_incoming=continues)
+        run = Run(name, ledger, store)
         try:
             run.restore(await self.in_thread(run.store.read_versions))
         except FAILURES as error:
@@ -493,6 +526,28 @@ class Runs:
                     await self.retain(run)
                 except OSError as error:  # the disk may recover; versions are served without retention
                     log.warning("retention failed", run=run.name, error=str(error))
+
+    def scrape(self) -> Iterator[Metric]:
+        """Yield the state of all runs as Prometheus metrics."""
+        now, runs = self.clock(), list(self)
+        newest = {run.name: run.ledger.newest or BASE for run in runs}
+        epochs = {key: float(version.epoch) for key, version in newest.items()}
+        yield gauge("sluice_weights_epoch", "Epoch of the newest version.", epochs, "run")
+        numbers = {key: float(version.number) for key, version in newest.items()}
+        yield gauge("sluice_weights_number", "Number of the newest version.", numbers, "run")
+        versions = {run.name: float(len(run.versions)) for run in runs}
+        yield gauge("sluice_weights_versions", "Versions that can be pulled.", versions, "run")
+        uploads = {run.name: float(len(run.uploads)) for run in runs}
+        yield gauge("sluice_weights_uploads", "Shards that are being pushed.", uploads, "run")
+        watchers = {run.name: float(run.watchers) for run in runs}
+        yield gauge("sluice_weights_watchers", "Engines and relays that watch for versions.", watchers, "run")
+        behind = {
+            (run.name, row.replica): float(row.versions_behind if row.HasField("version") else len(run.versions))
+            for run in runs
+            for row in run.describe_replicas(now)
+        }
+        text = "Versions held here that are newer than what a replica or a relay serves."
+        yield gauge("sluice_weights_replica_lag", text, behind, "run", "replica")
 
     async def close(self) -> None:
         """Wait for commits, end the work in the background, and let other processes have the directories."""

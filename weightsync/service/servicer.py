@@ -92,6 +92,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             versions=[without_tensors(run.versions[version].manifest) for version in page],
             next_page_token=str(page[-1]) if len(page) < len(versions) else "",
             replicas=run.describe_replicas(self._runs.clock()),
+            mirrors=self._runs.describe_mirrors(run),
         )
 
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:

@@ -7,6 +7,7 @@
     <root>/.incoming/v1.44/  shards that are being pushed, and forms under construction
     <root>/.building/v1.43/  dense forms under construction that are made of deltas
     <root>/.model/           what each dense directory shares: config, tokenizer
+    <root>/.interrupted/     where versions come from an object store: shards that a restart interrupted
 
 A form is built in a hidden directory and renamed into sight, its manifest written last. Before a form is removed it is
 renamed out of sight. A crash at any point therefore leaves whole versions, and rubbish that the next start removes.
@@ -15,6 +16,7 @@ renamed out of sight. A crash at any point therefore leaves whole versions, and 
 from __future__ import annotations
 
 import fcntl
+import glob
 import itertools
 import json
 import os
@@ -185,16 +187,19 @@ def read_form(version: Version, directory: Path, *, delta: bool) -> StoredForm:
 class RunStore:
     """One run's directory, made when the first shard comes. If the disk fails, its methods raise OSError.
 
-    The config and tokenizer of `model`, the base model, are copied into each version; empty: none.
+    The config and tokenizer of `model`, the base model, are copied into each version; empty: none. With `keeps_incoming`,
+    shards that were coming in when the service ended are kept for `interrupted`.
     """
 
-    def __init__(self, root: Path, model: str) -> None:
+    def __init__(self, root: Path, model: str, *, keeps_incoming: bool = False) -> None:
         self.root = root
         self._model = model
+        self._keeps_incoming = keeps_incoming
         self._model_files: list[Path] | None = None
         self._collecting = threading.Lock()
         """A commit and the making of a dense form, in two threads, may both need the model's files first."""
         self._incoming = root / ".incoming"
+        self._interrupted = root / ".interrupted"
         self._building = root / ".building"
         self._deltas = root / ".deltas"
         self._trash = root / ".trash"
@@ -210,10 +215,16 @@ class RunStore:
         if not self.root.is_dir():
             return []
         self._take_lock()
-        for ours in (self._incoming, self._building, self._trash, self._deltas, self._model_copies):
+        hidden = (self._incoming, self._interrupted, self._building, self._trash, self._deltas, self._model_copies)
+        for ours in hidden:
             if ours.is_symlink():  # what it leads to is not this store's to write to or to remove
                 log.warning("removing a symbolic link where a directory of the store belongs", path=str(ours))
                 ours.unlink()
+        if self._keeps_incoming and self._incoming.is_dir() and any(self._incoming.iterdir()):
+            remove_tree(self._interrupted)
+            self._incoming.rename(self._interrupted)
+        elif not self._keeps_incoming:
+            remove_tree(self._interrupted)
         for rubbish in (self._incoming, self._building, self._trash):
             remove_tree(rubbish)
         found: dict[Version, StoredVersion] = {}
@@ -247,6 +258,15 @@ class RunStore:
         # A number of its own: a stream that was superseded may still be writing to the file before.
         unique = f"{announced.name}.{next(self._numbers)}"
         return Upload(self._incoming / version_directory(version) / unique, announced, now)
+
+    def interrupted(self, version: Version, shard: str) -> list[Path]:
+        """Return the files that hold what came in of a shard before a restart; nobody checked their bytes since."""
+        directory = self._interrupted / version_directory(version)
+        return sorted(directory.glob(f"{glob.escape(shard)}.*"))
+
+    def drop_interrupted(self) -> None:
+        """Remove what came in before a restart."""
+        remove_tree(self._interrupted)
 
     def commit(self, manifest: pb.Manifest, uploads: Mapping[str, Upload], started: float) -> StoredVersion:
         """Build a form's directory and rename it into sight. If that fails, what was built stays until `drop_incoming`.

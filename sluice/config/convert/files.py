@@ -12,7 +12,7 @@ import yaml
 
 from sluice.config.convert.shell import read_script
 from sluice.config.convert.table import Leaf, Source, Unresolved
-from sluice.config.schema import Value
+from sluice.config.schema import Value, reason_of
 from sluice.errors import ConfigError
 
 _DEEPEST = 20
@@ -143,7 +143,10 @@ def _leaves(value: Value, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def _yaml_leaves(path: Path, text: str) -> Iterator[tuple[str, Leaf]]:
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # such as a character that YAML does not allow
+        raise ConfigError(f"{path} is not YAML: {reason_of(error)}") from error
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):

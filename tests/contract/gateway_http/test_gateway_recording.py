@@ -23,6 +23,7 @@ from gateway_svc.recording import RecordedSessions
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded
+from orchestrator_svc.sessions.exchange import answer_exchange
 from orchestrator_svc.sessions.lending import Lending
 from sluice.config import SecurityConfig
 from sluice.openai.server import HttpServer
@@ -70,7 +71,10 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
             raise SluiceError.not_found("UNKNOWN_EPISODE", "the session key opens no episode of this run")
         return session_pb2.FindSessionResponse(episode_id=self.session.name, principal="anyone", group_id="g1")
 
-    async def BeginGeneration(self, request, context):
+    async def Exchange(self, requests, context):
+        await answer_exchange(requests, context.write, self._begin, self._record)
+
+    async def _begin(self, principal, request, most_s):
         for _ in range(100):
             answer = self._claims.begin("anyone", request, time.monotonic(), joined=request.joins)
             if isinstance(answer, Recorded):
@@ -86,7 +90,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
             await asyncio.sleep(0.02)
         return session_pb2.BeginGenerationResponse(running=answer.request_id)
 
-    async def RecordGeneration(self, request, context):
+    async def _record(self, principal, request):
         names, parent = self._claims.record("anyone", request, time.monotonic())
         self.recorded[request.generation.request_id] = request.generation
         await self._journal.durable()

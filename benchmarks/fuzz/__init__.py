@@ -1,0 +1,1 @@
+"""`sluice bench fuzz`: hostile input for every RPC, every HTTP route and every parser."""

@@ -1,0 +1,276 @@
+"""`sluice bench rotation`: certificates, the authority and a token are replaced while calls and streams run; how many are lost.
+
+A server and clients with mutual TLS have a folder of certificates each, as two machines do, and get new files at different times. No call
+is repeated: one that does not end well is lost. Watches are meant to continue on another connection, so each may begin again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from sluice import certificates
+from sluice.certificates import Leaf
+from sluice.config import Options, SecurityConfig, ServerConfig, seconds, whole_number
+from sluice.rpc import RpcServer, connect
+from sluice.rpc.principals import add_token, replace_private
+from sluice.v1 import rollout_pb2, rollout_pb2_grpc
+
+PARTS = 10
+"""Messages of one stream."""
+
+CALL_S = 30.0
+
+
+class Answers(rollout_pb2_grpc.RolloutServiceServicer):
+    """Answers after a while, as a replica does.
+
+    Args:
+        call_s: Seconds of a call; a stream takes `PARTS` times as long.
+    """
+
+    def __init__(self, call_s: float) -> None:
+        self._call_s = call_s
+
+    async def Generate(  # noqa: N802 - gRPC names the methods
+        self, request: rollout_pb2.GenerateRequest, context: object
+    ) -> rollout_pb2.GenerateResponse:
+        """Answer with the id of the request."""
+        del context
+        await asyncio.sleep(self._call_s)
+        return rollout_pb2.GenerateResponse(request_id=request.request_id)
+
+    async def GenerateStream(  # noqa: N802 - gRPC names the methods
+        self, request: rollout_pb2.GenerateStreamRequest, context: object
+    ) -> AsyncIterator[rollout_pb2.GenerateStreamResponse]:
+        """Answer with so many messages."""
+        del request, context
+        for _ in range(PARTS):
+            await asyncio.sleep(self._call_s)
+            yield rollout_pb2.GenerateStreamResponse()
+
+
+@dataclass
+class Counts:
+    """What the clients did in one step.
+
+    Attributes:
+        calls: Calls made.
+        streams: Streams made.
+        watches: Watches begun.
+        lost: Why calls and streams did not end well.
+    """
+
+    calls: int = 0
+    streams: int = 0
+    watches: int = 0
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Clients:
+    """Callers of one server; `counts` may be replaced at any time, and calls are counted in the one in which they end."""
+
+    counts: Counts = field(default_factory=Counts)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def call(self, channel: grpc.aio.Channel, number: int) -> None:
+        """Call one after the other."""
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        while not self.ended.is_set():
+            try:
+                answer = await stub.Generate(rollout_pb2.GenerateRequest(request_id=str(number)), timeout=CALL_S)
+                if answer.request_id != str(number):
+                    self.counts.lost.append("another answer")
+            except grpc.aio.AioRpcError as error:
+                self.counts.lost.append(f"call: {error.code().name} {error.details()}")
+                await asyncio.sleep(0.01)
+            self.counts.calls += 1
+
+    async def stream(self, channel: grpc.aio.Channel) -> None:
+        """Receive one stream after the other."""
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        while not self.ended.is_set():
+            parts = 0
+            try:
+                async for _ in stub.GenerateStream(rollout_pb2.GenerateStreamRequest(), timeout=CALL_S):
+                    parts += 1
+                if parts != PARTS:
+                    self.counts.lost.append(f"stream: {parts} of {PARTS} messages")
+            except grpc.aio.AioRpcError as error:
+                self.counts.lost.append(f"stream: {error.code().name} {error.details()}")
+                await asyncio.sleep(0.01)
+            self.counts.streams += 1
+
+    async def watch(self, channel: grpc.aio.Channel) -> None:
+        """Watch the health of the server until the end."""
+        stub = health_pb2_grpc.HealthStub(channel)
+        while not self.ended.is_set():
+            self.counts.watches += 1
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for answer in stub.Watch(health_pb2.HealthCheckRequest()):  # type: ignore[attr-defined]  # the stubs leave it out
+                    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                        self.counts.lost.append("watch: the server does not serve")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The folder in which certificates are issued, and the copies of a server and of its clients."""
+
+    issuing: Path
+    server: Path
+    clients: Path
+
+    def copy(self, to: Path, names: Sequence[str]) -> None:
+        """Give one machine new files, each in one step."""
+        for name in names:
+            replace_private(to / name, (self.issuing / name).read_bytes())
+
+
+CERTIFICATES = tuple(f"{name}.{kind}" for name in ("rollout", "operator") for kind in ("pem", "key"))
+AUTHORITIES = (certificates.AUTHORITIES,)
+
+
+async def measure(
+    directory: Path, *, step_s: float, apart_s: float, age_s: float, clients: int, call_s: float
+) -> tuple[dict[str, Counts], str]:
+    """Replace everything, one after the other.
+
+    Args:
+        directory: An empty folder.
+        step_s: Seconds between two replacements.
+        apart_s: Seconds between the new files of the server and those of the clients.
+        age_s: Age at which the server ends connections.
+        clients: Callers known by certificate, and as many by token.
+        call_s: Seconds of a call.
+
+    Returns:
+        What the clients did meanwhile, by step, and how a call with a certificate of the old authority ends afterwards.
+    """
+    machines = Machines(directory / "issuing", directory / "server", directory / "clients")
+    now = certificates.now_utc()
+    certificates.begin(machines.issuing, [], domain="example.org", days=1, now=now)
+    for each in (machines.server, machines.clients):
+        each.mkdir()
+        machines.copy(each, (*CERTIFICATES, *AUTHORITIES))
+    machines.copy(machines.server, [certificates.PRINCIPALS])
+    tokens = machines.server / certificates.PRINCIPALS
+    token = machines.clients / "token"
+    replace_private(token, add_token(tokens, "agent", "agent").encode())
+    security = SecurityConfig(certs_dir=machines.server, connection_age_s=age_s).of_service("rollout")
+    server = RpcServer("rollout", ServerConfig(), security)
+    answers = Answers(call_s)  # type: ignore[abstract]  # the other methods are not called
+    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, answers, "sluice.v1.RolloutService")
+    await server.start()
+
+    load, counted = Clients(), {}
+    by_certificate = SecurityConfig(certs_dir=machines.clients)
+    by_token = SecurityConfig(certs_dir=machines.clients, token_file=token)
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(connect(server.target, each, role="agent"))
+            for each in (by_certificate, by_token) * clients
+        ]
+        running = [
+            asyncio.create_task(each)
+            for number, channel in enumerate(channels)
+            for each in (load.call(channel, number), load.stream(channel), load.watch(channel))
+        ]
+
+        async def replace(step: str, what: Callable[[], object], files: Sequence[str]) -> None:
+            what()
+            machines.copy(machines.server, files)
+            await asyncio.sleep(apart_s)
+            machines.copy(machines.clients, files)
+            await rest(step, step_s - apart_s)
+
+        async def rest(step: str, for_s: float) -> None:
+            await asyncio.sleep(for_s)
+            counted[step], load.counts = load.counts, Counts()
+
+        def renew() -> list[Leaf]:
+            return certificates.renew(machines.issuing, certificates.now_utc(), every=True)
+
+        await rest("nothing replaced", step_s)
+        await replace("certificates renewed", renew, CERTIFICATES)
+        add = lambda: certificates.add_authority(machines.issuing, certificates.now_utc())  # noqa: E731 - a name for one step
+        await replace("next authority trusted", add, AUTHORITIES)
+        for name in CERTIFICATES:
+            shutil.copy(machines.clients / name, directory / name)
+        shutil.copy(machines.issuing / certificates.AUTHORITIES, directory / certificates.AUTHORITIES)
+        use = lambda: certificates.use_authority(machines.issuing, certificates.now_utc())  # noqa: E731 - as above
+        await replace("certificates of the next authority", use, CERTIFICATES)
+        await replace("old authority dropped", lambda: certificates.drop_authority(machines.issuing), AUTHORITIES)
+        new = add_token(tokens, "agent-new", "agent")
+        replace_private(token, new.encode())
+        await rest("token replaced", step_s)
+        load.ended.set()
+        for task in running[2::3]:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    old = await _refusal(server.target, SecurityConfig(certs_dir=directory, token_file=token))
+    await server.stop(0)
+    return counted, old
+
+
+async def _refusal(target: str, security: SecurityConfig) -> str:
+    """Return how a call ends, "OK" if it is accepted."""
+    async with connect(target, security, role="agent") as channel:
+        try:
+            await rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest(), timeout=CALL_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return "OK"
+
+
+def run(argv: list[str]) -> Mapping[str, Any]:
+    """Measure, print a table, and return the figures."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="sluice-rotation-") as directory:
+        counted, old = asyncio.run(
+            measure(
+                Path(directory),
+                step_s=arguments.step,
+                apart_s=min(2.0, arguments.step / 2),
+                age_s=arguments.age,
+                clients=arguments.clients,
+                call_s=0.02,
+            )
+        )
+    print(f"{'while':<36}{'calls':>8}{'streams':>9}{'watches':>9}{'lost':>6}")
+    for step, counts in counted.items():
+        print(f"{step:<36}{counts.calls:>8}{counts.streams:>9}{counts.watches:>9}{len(counts.lost):>6}")
+        for why in counts.lost[:3]:
+            print(f"    {why}")
+    print(f"a call with a certificate of the old authority ends with {old}")
+    lost = sum(len(counts.lost) for counts in counted.values())
+    made = sum(counts.calls + counts.streams for counts in counted.values())
+    failures = [
+        *(["calls were lost"] if lost else []),
+        *(["a certificate of the old authority was accepted"] if old != "UNAVAILABLE" else []),
+    ]
+    return {"made": made, "lost": lost, "failures": failures}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Options(prog="sluice bench rotation", description=__doc__)
+    parser.add_argument("--step", type=seconds, default=8.0, help="seconds between two replacements (default: 8)")
+    parser.add_argument("--age", type=seconds, default=2.0, help="age at which connections are ended (default: 2)")
+    parser.add_argument(
+        "--clients",
+        type=whole_number(1),
+        default=4,
+        help="callers known by certificate, and as many by token (default: 4)",
+    )
+    return parser

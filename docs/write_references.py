@@ -1,0 +1,245 @@
+"""Write docs/rpc-reference.md from the comments of the contracts, and docs/cli.md from the parsers: `make references`.
+
+With `--check` nothing is written, and the exit code is 1 if a page is not what it would be.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
+from grpc_tools import protoc
+
+from sluice.cli import main as program
+from sluice.config import command_names, service_names
+from sluice.rpc.access import roles_for
+
+DOCS = Path(__file__).parent
+PROTOS = DOCS.parent / "proto"
+GENERATED = (
+    "<!-- Written by `make references`: change the comments of the contracts, or the help of the commands. -->\n"
+)
+
+
+def contracts() -> list[FileDescriptorProto]:
+    """Compile the contracts, comments included; return those of ours, by name."""
+    files = sorted(str(path) for path in PROTOS.glob("sluice/v1/*.proto"))
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "set"
+        known = Path(protoc.__file__).parent / "_proto"
+        options = [f"-I{PROTOS}", f"-I{known}", "--include_source_info", f"--descriptor_set_out={output}"]
+        if protoc.main(["protoc", *options, *files]):
+            raise SystemExit("the contracts do not compile: `make proto` says where")
+        return list(FileDescriptorSet.FromString(output.read_bytes()).file)
+
+
+class Comments:
+    """What stands above each part of a file."""
+
+    def __init__(self, file: FileDescriptorProto) -> None:
+        self._said = {tuple(each.path): each.leading_comments for each in file.source_code_info.location}
+
+    def of(self, *path: int) -> str:
+        """Return a comment as one paragraph; a path is that of SourceCodeInfo."""
+        return " ".join(self._said.get(path, "").split())
+
+
+def rpc_page(files: Sequence[FileDescriptorProto]) -> str:
+    """Return the reference of services, messages and enums."""
+    parts = [
+        "# RPC reference",
+        GENERATED
+        + "\nEvery service, message and enum of [`proto/sluice/v1`](../proto/sluice/v1). [protocol.md](protocol.md) shows the calls of an agent in their order,"
+        " [security.md](security.md) what roles are. A role that is not named may not call; `admin` may call everything.",
+    ]
+    for file in files:
+        comments = Comments(file)
+        for number, service in enumerate(file.service):
+            parts += [f"## {service.name}", f"[`{file.name}`](../proto/{file.name}). {comments.of(6, number)}"]
+            for index, method in enumerate(service.method):
+                sends = ("stream of " * method.client_streaming) + reference(method.input_type)
+                gives = ("stream of " * method.server_streaming) + reference(method.output_type)
+                roles = roles_for(f"{file.package}.{service.name}", method.name)
+                callers = "anyone" if roles is None else ", ".join(sorted(roles - {"admin"})) or "`admin` alone"
+                said = comments.of(6, number, 2, index)
+                parts.append(f"**`{method.name}`**: {sends} → {gives}. Roles: {callers}.\n{said}")
+    parts.append("# Messages")
+    for file in files:
+        comments = Comments(file)
+        for number, message in enumerate(file.message_type):
+            parts += message_parts(message, message.name, comments, (4, number))
+        for number, enum in enumerate(file.enum_type):
+            rows = [
+                (f"`{each.name}`", str(each.number), comments.of(5, number, 2, index))
+                for index, each in enumerate(enum.value)
+            ]
+            parts += [f"## {enum.name}", comments.of(5, number), table(("value", "number", ""), rows)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def message_parts(message: DescriptorProto, name: str, comments: Comments, path: tuple[int, ...]) -> Iterator[str]:
+    """Yield the section of a message, and those of the messages and enums inside it."""
+    maps = {each.name: each for each in message.nested_type if each.options.map_entry}
+    rows = []
+    for index, field in enumerate(message.field):
+        entry = maps.get(field.type_name.rpartition(".")[2])
+        kind = f"map of {field_type(entry.field[0])} to {field_type(entry.field[1])}" if entry else field_type(field)
+        choice = f"one of `{message.oneof_decl[field.oneof_index].name}`: " if in_choice(field) else ""
+        rows.append((f"`{field.name}`", choice + kind, str(field.number), comments.of(*path, 2, index)))
+    yield f"## {name}"
+    yield comments.of(*path)
+    if rows:
+        yield table(("field", "type", "number", ""), rows)
+    for index, inner in enumerate(message.nested_type):
+        if not inner.options.map_entry:
+            yield from message_parts(inner, f"{name}.{inner.name}", comments, (*path, 3, index))
+    for number, enum in enumerate(message.enum_type):
+        values = [
+            (f"`{each.name}`", str(each.number), comments.of(*path, 4, number, 2, at))
+            for at, each in enumerate(enum.value)
+        ]
+        yield from (f"## {name}.{enum.name}", comments.of(*path, 4, number), table(("value", "number", ""), values))
+
+
+def in_choice(field: FieldDescriptorProto) -> bool:
+    """Return whether a field is one of several of which one is set."""
+    return field.HasField("oneof_index") and not field.proto3_optional
+
+
+def field_type(field: FieldDescriptorProto) -> str:
+    """Return the type of a field."""
+    scalar = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    kind = reference(field.type_name) if field.type_name else scalar
+    if field.label == FieldDescriptorProto.LABEL_REPEATED:
+        return f"repeated {kind}"
+    return f"optional {kind}" if field.proto3_optional else kind
+
+
+def reference(full_name: str) -> str:
+    """Return the name of a message; where this page has it, as a link."""
+    name = full_name.removeprefix(".sluice.v1.")
+    return f"`{name.lstrip('.')}`" if name.startswith(".") else f"[{name}](#{name.lower().replace('.', '')})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table."""
+    lines = [head, ["---"] * len(head), *([each.replace("|", "\\|") for each in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+class Parser(BaseException):
+    """Brings the parser of a command out of it."""
+
+
+def cli_page() -> str:
+    """Return the reference of the commands."""
+    parts = [
+        "# Commands",
+        GENERATED
+        + "\nEvery command of `sluice`. Services and `sluice rl` read the settings of [configuration.md](configuration.md), from flags, files and variables alike.",
+    ]
+    kinds = [
+        ("Commands", {**program.BUILT_IN, **{name: program.ADDED_HELP.get(name, "") for name in command_names()}}),
+        ("Services", {name: program.SERVICE_HELP.get(name, "") for name in service_names()}),
+    ]
+    for title, names in kinds:
+        rows = [(f"[`sluice {name}`](#sluice-{name})", said) for name, said in names.items()]
+        parts += [f"# {title}", table(("command", ""), rows)]
+        for name, said in names.items():
+            parts += command_parts(name, said, settings=title == "Services" or name == "rl")
+    return "\n\n".join(parts) + "\n"
+
+
+def command_parts(name: str, said: str, *, settings: bool) -> Iterator[str]:
+    """Yield the section of a command. With `settings` those that its help prints are left out: another page has them."""
+    yield f"## `sluice {name}`"
+    yield said[:1].upper() + said[1:] + "."
+    if name == "env":  # its words choose a parser each
+        for action in ("list", "show", "try"):
+            yield from parser_parts(helped(name, action), depth=3)
+        return
+    found = helped(name)
+    if isinstance(found, str):
+        yield (
+            "Its settings are those of [configuration.md](configuration.md)."
+            if settings
+            else f"```text\n{found.strip()}\n```"
+        )
+    else:
+        yield from parser_parts(found, depth=2)
+
+
+def helped(*words: str) -> argparse.ArgumentParser | str:
+    """Return the parser that a command asks, or, if it asks none, its help."""
+
+    def caught(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        raise Parser(parser)
+
+    printed = io.StringIO()
+    with patch.object(argparse.ArgumentParser, "parse_known_args", caught), contextlib.redirect_stdout(printed):
+        try:
+            program.main([*words, "--help"])
+        except Parser as found:
+            return found.args[0]
+        except SystemExit:
+            pass
+    return printed.getvalue()
+
+
+def parser_parts(parser: argparse.ArgumentParser, depth: int) -> Iterator[str]:
+    """Yield the section of a parser, and those of its subcommands."""
+    if depth > 2:  # the section of a command has its title
+        yield f"{'#' * depth} `{parser.prog}`"
+    if parser.description:
+        yield " ".join(parser.description.split())
+    rows, actions = [], []
+    for each in parser._actions:  # noqa: SLF001 - argparse has no other way to list them
+        if isinstance(each, argparse._SubParsersAction):  # noqa: SLF001
+            actions = list(each.choices.values())
+        elif each.dest != "help":
+            said = (each.help or "") % {**vars(each), "prog": parser.prog}
+            rows.append((argument(each), " ".join(said.split())))
+    if rows:
+        yield table(("argument", ""), rows)
+    for each in actions:
+        yield from parser_parts(each, depth=3)
+
+
+def argument(action: argparse.Action) -> str:
+    """Return how an argument is written."""
+    value = "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest).upper()
+    if not action.option_strings:
+        return f"`{value}`"
+    flags = ", ".join(action.option_strings)
+    written = f"`{flags}`" if action.nargs == 0 else f"`{flags} {value}`"
+    return f"{written} (required)" if action.required else written
+
+
+def main() -> None:
+    """Write the pages, or compare them.
+
+    Raises:
+        SystemExit: if a page is not fresh, and is only compared.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not fresh")
+    check = parser.parse_args().check
+    os.environ["COLUMNS"] = "100"  # of what prints its help without a parser
+    stale = []
+    for name, text in (("rpc-reference.md", rpc_page(contracts())), ("cli.md", cli_page())):
+        path = DOCS / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(f"docs/{name}")
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    if check and stale:
+        raise SystemExit(f"{', '.join(stale)}: not fresh; run `make references` and commit the result")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""One plan, several engines: what a run starts and where, as data; and what each engine makes of it.
+
+`make_plan` is a pure function of the settings and the machines. A module beside it renders the plan for one engine.
+"""
+
+from __future__ import annotations
+
+from sluice.plan.plan import Machines, Part, Place, Plan, Port, Purpose, Restart, make_plan
+
+__all__ = ["Machines", "Part", "Place", "Plan", "Port", "Purpose", "Restart", "make_plan"]

@@ -1,0 +1,151 @@
+"""The plan as services of compose: one container per instance, in the images of `deploy/docker`.
+
+`deploy/compose.yaml` is this rendering of the reverse_text example, with comments and shared blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from sluice.config import ConfigError
+from sluice.plan.plan import Part, Plan
+
+OVERLAY = "deploy/docker/run.toml"
+"""Settings of every container: where its peers, tokens and directories are."""
+
+MARGIN_S = 5.0
+"""Seconds between the end of a drain and SIGKILL."""
+
+IMAGES = {"agents": "orchestrator", "envserver": "orchestrator"}
+"""Services that run in the image of another one; it has what the code of an environment needs."""
+
+_BUILD = {"context": "..", "dockerfile": "deploy/docker/Dockerfile"}
+_SECRETS, _MODEL, _OUTPUTS = "secrets:/run/sluice/secrets", "model:/run/sluice/model", "outputs:/run/sluice/outputs"
+
+_CONTAINER: dict[str, Any] = {
+    "init": True,
+    "read_only": True,
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges:true"],
+    # Torch may load what it compiled from there.
+    "tmpfs": ["/tmp:exec,mode=1777,size=${TMP_SIZE:-1g}"],  # noqa: S108 - a mount of the container
+}
+"""What holds for every container: nothing writes to the image, and nothing has or gets a capability."""
+
+_PREPARE = {
+    **_CONTAINER,
+    "build": {**_BUILD, "target": "trainer"},
+    "image": "sluice/trainer",
+    "entrypoint": ["/bin/sh", "/app/deploy/docker/prepare.sh"],
+    "volumes": [_SECRETS, _MODEL],
+    "environment": {"PREPARE": "${PREPARE:-examples/reverse_text/prepare.sh}"},
+}
+"""Makes the shared tokens and the model, then exits."""
+
+_PUBLISHED = {
+    "orchestrator": {"grpc": "ORCHESTRATOR_PORT"},
+    "gateway": {"grpc": "GATEWAY_PORT", "http": "GATEWAY_HTTP_PORT"},
+}
+"""Ports that are reachable from the machine, and the variables that move them."""
+
+
+def compose(plan: Plan, settings: Sequence[str]) -> str:
+    """Return a compose file.
+
+    Args:
+        plan: For one machine.
+        settings: Words of the settings; files are paths inside of the images. The variable ``RUN_FILE`` replaces the first file.
+
+    Raises:
+        ConfigError: if the plan is for several machines, or there is no file.
+    """
+    return yaml.safe_dump(document(plan, settings), sort_keys=False, width=120)
+
+
+def document(plan: Plan, settings: Sequence[str]) -> dict[str, Any]:
+    """Return what `compose` returns, as data."""
+    if plan.machines.nodes > 1:
+        raise ConfigError(
+            f"compose runs on one machine, and the plan is for {plan.machines.nodes}: leave --nodes out, or choose another engine"
+        )
+    if list(settings[:1]) != ["@"]:
+        raise ConfigError("compose needs a file of settings first, as in `sluice plan @ rl.toml --as compose`")
+    words = ["@", f"${{RUN_FILE:-{settings[1]}}}", *settings[2:], "@", OVERLAY]
+    services: dict[str, Any] = {"prepare": _PREPARE}
+    built = {"sluice/trainer"}
+    for part in plan.parts:
+        image = f"sluice/{IMAGES.get(part.service, part.service)}"
+        service = _service(plan, part, words, image, build=image not in built)
+        built.add(image)
+        if part.devices:
+            # Compose gives all containers of a service the same devices, so each instance is a service of its own.
+            for place in plan.places_of(part.name):
+                found = {
+                    "driver": "nvidia",
+                    "device_ids": [str(each) for each in place.devices],
+                    "capabilities": ["gpu"],
+                }
+                alias = {"networks": {"default": {"aliases": [part.name]}}} if part.count > 1 else {}
+                services[place.instance] = service | alias | _reservation(found)
+        else:
+            services[part.name] = service | ({"deploy": {"replicas": part.count}} if part.count > 1 else {})
+    return {"name": "sluice", "services": services, "volumes": {"secrets": None, "model": None, "outputs": None}}
+
+
+def _reservation(devices: dict[str, Any]) -> dict[str, Any]:
+    return {"deploy": {"resources": {"reservations": {"devices": [devices]}}}}
+
+
+def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build: bool) -> dict[str, Any]:
+    _, *command = part.command([*words, *_flags(part)])
+    service: dict[str, Any] = {
+        **_CONTAINER,
+        "restart": "unless-stopped" if part.restart == "always" else str(part.restart),
+        "stop_grace_period": f"{part.drain_s + MARGIN_S:g}s",
+        "volumes": [f"{_SECRETS}:ro", f"{_MODEL}:ro", _OUTPUTS],
+        "image": image,
+        "command": command,
+        "depends_on": _waits(plan, part),
+        "healthcheck": {
+            "test": ["CMD", "sluice", "health", f"127.0.0.1:{part.port()}"],
+            "interval": "5s",
+            "timeout": "30s",
+            "retries": 12,
+            "start_period": f"{part.start_s:g}s",
+            "start_interval": "1s",
+        },
+    }
+    if build:
+        service["build"] = {**_BUILD, "target": image.partition("/")[2]}
+    if part.name == "relay":
+        service["profiles"] = ["relay"]
+    if part.service == "rollout":
+        # Versions are staged in shared memory: room for the served one and the next.
+        service["shm_size"] = "${SHM_SIZE:-1gb}"
+    if part.threads > 1:
+        service["environment"] = {"OMP_NUM_THREADS": str(part.threads)}
+    if part.service in _PUBLISHED:
+        variables = _PUBLISHED[part.service].items()
+        service["ports"] = [f"127.0.0.1:${{{name}:-{part.port(port)}}}:{part.port(port)}" for port, name in variables]
+    return service
+
+
+def _flags(part: Part) -> list[str]:
+    if part.name == "relay":
+        address = f"--upstream=weightsync:7101 --advertise=relay:{part.port()} --directory=/run/sluice/outputs/relay"
+        return address.split()
+    if part.service == "gateway":
+        return [f"--advertise-url=${{GATEWAY_URL:-http://127.0.0.1:${{GATEWAY_HTTP_PORT:-{part.port('http')}}}}}"]
+    return []
+
+
+def _waits(plan: Plan, part: Part) -> dict[str, Any]:
+    waits: dict[str, Any] = {"prepare": {"condition": "service_completed_successfully"}}
+    for name in part.waits_for:
+        other = plan.part(name)
+        for service in other.instances if other.devices else (name,):
+            waits[service] = {"condition": "service_healthy"}
+    return waits

@@ -1,0 +1,144 @@
+"""The plan for one machine: the children that `sluice rl` starts, on loopback ports that are free now.
+
+Pure, except that `on_free_ports` asks the system for ports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from sluice.config import PeersConfig, RunConfig, ServerConfig
+from sluice.config.decide import VISIBLE
+from sluice.plan.plan import COMPUTES, Machines, Part, Place, Plan, Restart
+from sluice.rpc.channel import wait_until_serving
+from sluice.rpc.server import LOOPBACK, free_ports
+from sluice.supervise.supervisor import ChildSpec
+
+HOSTS = (LOOPBACK,)
+"""The one machine, as the services reach each other on it."""
+
+KNOWN = ("gateway", "tuner")
+"""Parts that programs outside of the plan call: they listen at the host and the ports of their settings, the others on loopback."""
+
+_WILDCARDS = frozenset({"0.0.0.0", "::"})
+
+LEFT = {"rollout": "was drained and is not started again", "agents": "has ended: the run has no more episodes"}
+"""Why the others go on without a child that ended with exit code 0, for people."""
+
+_SHARED_CORES = {
+    # Two processes whose OpenMP threads spin on the same cores slow each other down more than tenfold.
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    # What libraries announce to their developers does not belong in the run's logs.
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+}
+
+
+def this_machine(devices: Sequence[str]) -> Machines:
+    """Return this machine, with the CUDA devices that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machines(devices=len(devices), cores=cores)
+
+
+def on_free_ports(plan: Plan, run: RunConfig) -> Plan:
+    """Return the plan on loopback ports that were free a moment ago, so that several runs can share a machine.
+
+    Ports of metrics stay, and so do those of `KNOWN` parts unless the settings say 0: others must know them.
+    """
+    planned = {(place.instance, port.name): port.number for place in plan.places for port in place.ports}
+    parts = {place.instance: place.part for place in plan.places}
+    servers = {name: _server(run, name) for name in KNOWN if plan.has(name)}
+    known = {(name, "grpc"): each.port for name, each in servers.items()}
+    known |= {(name, "http"): each.http_port or 0 for name, each in servers.items()}
+    moved = [
+        (instance, name) for instance, name in planned if name != "metrics" and not known.get((parts[instance], name))
+    ]
+    return plan.with_ports(planned | dict(zip(moved, free_ports(len(moved)), strict=True)))
+
+
+def known_host(run: RunConfig, part: str) -> str:
+    """Return where a part listens: those of `KNOWN` at the host of their settings, since callers may be elsewhere."""
+    return _server(run, part).host if part in KNOWN else LOOPBACK
+
+
+def _server(run: RunConfig, service: str) -> ServerConfig:
+    server: ServerConfig = run.section(service).server  # type: ignore[attr-defined]  # a field of a package that this one does not import
+    return server
+
+
+def local_peers(plan: Plan, run: RunConfig) -> PeersConfig:
+    """Return the addresses at which the services of a plan for this machine reach each other."""
+    peers = plan.peers(HOSTS)
+    if not plan.has("gateway"):
+        return peers
+    return peers.model_copy(update={"gateway": _address(plan.place("gateway"), run)})
+
+
+def _address(place: Place, run: RunConfig) -> str:
+    host = known_host(run, place.part)
+    return f"{LOOPBACK if host in _WILDCARDS else host}:{place.port()}"
+
+
+def child_environment(part: Part, given: Mapping[str, str], *, own_threads: bool = False) -> dict[str, str]:
+    """Return the environment variables of a child; those that the user has set stay as they are.
+
+    Args:
+        part: What the child runs.
+        given: The environment that it inherits.
+        own_threads: Whether the number of threads is a flag of the user's, which is stronger than a variable.
+    """
+    environment = shared_cores(given)
+    if own_threads or "OMP_NUM_THREADS" not in given:
+        environment["OMP_NUM_THREADS"] = str(part.threads)
+    return environment
+
+
+def shared_cores(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of any program that shares its cores; those that the user has set stay as they are."""
+    return {name: value for name, value in _SHARED_CORES.items() if name not in given}
+
+
+def child_specs(
+    plan: Plan, run: RunConfig, settings: Path, log_dir: Path, *, devices: Sequence[str] = (), own_threads: bool = False
+) -> list[ChildSpec]:
+    """Return the children of a run. They start side by side, those first that take longest.
+
+    Args:
+        plan: For one machine.
+        run: The settings that the plan was made of.
+        settings: File that the children read.
+        log_dir: Directory of their logs.
+        devices: Names of the machine's CUDA devices.
+        own_threads: Whether the number of threads is a flag of the user's.
+    """
+    specs = []
+    for place in sorted(plan.places, key=lambda place: place.part not in COMPUTES):
+        part = plan.part(place.part)
+        flags = ["@", str(settings), "--server.host", known_host(run, place.part), *place.port_flags()]
+        _, *words = part.command(flags, instance=place.instance)
+        environment = child_environment(part, os.environ, own_threads=own_threads)
+        if place.devices:
+            environment[VISIBLE] = ",".join(devices[number] for number in place.devices)
+        forks = sys.platform == "linux" and not part.ranked
+        address = _address(place, run)
+        leaves = part.restart is Restart.ON_FAILURE and not part.ends_run
+        specs.append(
+            ChildSpec(
+                name=place.instance,
+                argv=(sys.executable, "-m", "sluice.cli.main", *words),
+                fork_server=(sys.executable, "-m", "sluice.cli.fork_server", *words) if forks else (),
+                log_path=log_dir / f"{place.instance}.log",
+                wait_ready=partial(wait_until_serving, address, run.security),
+                environment=environment,
+                ends_run=part.ends_run,
+                may_leave=LEFT[part.service] if leaves else "",
+                address=address,
+                start_s=part.start_s,
+                drain_s=part.drain_s,
+            )
+        )
+    return specs

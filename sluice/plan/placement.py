@@ -1,0 +1,125 @@
+"""Which node and which devices each rollout replica and the trainer get: pure arithmetic on numbers of devices.
+
+Replicas are all of one size, so that the most of them fit if each node takes as many as it has room for. The trainer's processes
+are divided evenly over its nodes, because torchrun starts as many on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class DoesNotFitError(ValueError):
+    """The machines are too small, or have the wrong shape; the message says by how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A node, and the numbers of the devices on it; no devices for what computes on the CPU."""
+
+    node: int
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What computes.
+
+    Attributes:
+        replicas: Rollout replicas.
+        replica: Processes of each replica, all on one node.
+        ranks: Processes of the trainer.
+        group: Ranks that should share a node because they exchange most (tensor parallelism).
+    """
+
+    replicas: int
+    replica: int
+    ranks: int
+    group: int = 1
+
+
+def on_devices(sizes: Sizes, nodes: int, devices: int, *, shared: bool = False) -> tuple[list[Spot], list[Spot]]:
+    """Give each process a device: replicas fill the nodes from the first one, the trainer takes the last nodes.
+
+    Args:
+        sizes: Zero replicas or zero ranks where that side computes on the CPU.
+        nodes: Number of nodes.
+        devices: Devices of each node.
+        shared: Whether the trainer uses the devices of the replicas.
+
+    Returns:
+        One spot for each replica, and one for each node of the trainer, in the order of its node ranks.
+
+    Raises:
+        DoesNotFitError: with the numbers.
+    """
+    if sizes.replicas and sizes.replica > devices:
+        raise DoesNotFitError(
+            f"a rollout replica needs {sizes.replica} devices on one node, and a node has {devices}: use smaller replicas"
+            " (`t` of an allocation, rollout.engine_args.tensor_parallel_size), or larger nodes"
+        )
+    spans = _spans(sizes, nodes, devices)
+    for span in spans:
+        share = sizes.ranks // span if span else 0
+        taken = [0 if shared or node < nodes - span else share for node in range(nodes)]
+        rooms = [(devices - each) // sizes.replica for each in taken]
+        if sum(rooms) < sizes.replicas:
+            continue
+        replicas = _fill(rooms, sizes.replicas, sizes.replica)
+        used = [0] * nodes
+        for spot in [] if shared else replicas:
+            used[spot.node] += sizes.replica
+        first = 0 if shared else nodes - span
+        trainer = [Spot(node, tuple(range(used[node], used[node] + share))) for node in range(first, first + span)]
+        return replicas, trainer
+    rollout = sizes.replicas * sizes.replica
+    needed = max(rollout, sizes.ranks) if shared else rollout + sizes.ranks
+    there = f"{nodes * devices} ({nodes} node{'s' * (nodes > 1)} of {devices})"
+    wanted = f"{needed} devices ({sizes.replicas} x {sizes.replica} for rollout, {sizes.ranks} for the trainer)"
+    if needed > nodes * devices:
+        raise DoesNotFitError(f"it needs {wanted}, and there are {there}: use fewer, or more machines")
+    if not spans:
+        raise DoesNotFitError(
+            f"{sizes.ranks} ranks of the trainer cannot be divided evenly over at most {nodes} nodes of {devices} devices: use another"
+            " number of ranks, or other machines"
+        )
+    raise DoesNotFitError(
+        f"it needs {wanted}, and there are {there}, but what the trainer leaves of each node does not hold whole replicas of"
+        f" {sizes.replica}: use smaller replicas, or more machines"
+    )
+
+
+def _spans(sizes: Sizes, nodes: int, devices: int) -> list[int]:
+    """Return the numbers of nodes that the trainer may span, the best first: groups whole, then as few as possible."""
+    if not sizes.ranks:
+        return [0]
+    even = [span for span in range(1, nodes + 1) if sizes.ranks % span == 0 and sizes.ranks // span <= devices]
+    return sorted(even, key=lambda span: (bool(sizes.ranks // span % sizes.group), span))
+
+
+def _fill(rooms: Sequence[int], replicas: int, size: int) -> list[Spot]:
+    places = [(node, number) for node, room in enumerate(rooms) for number in range(room)]
+    return [Spot(node, tuple(range(number * size, (number + 1) * size))) for node, number in places[:replicas]]
+
+
+def on_cores(sizes: Sizes, nodes: int, cores: int) -> tuple[list[Spot], list[Spot]]:
+    """Divide processes that compute on the CPU over the nodes: the trainer on the last ones, replicas where least is.
+
+    Cores may be shared, so this always fits.
+
+    Returns:
+        One spot for each replica, and one for each node of the trainer.
+    """
+    even = [span for span in range(1, nodes + 1) if sizes.ranks % span == 0] if sizes.ranks else [0]
+    span = next((each for each in even if sizes.ranks <= each * cores), even[-1])
+    loads = [0] * nodes
+    trainer = [Spot(node) for node in range(nodes - span, nodes)]
+    for spot in trainer:
+        loads[spot.node] += sizes.ranks // span
+    replicas = []
+    for _ in range(sizes.replicas):
+        node = loads.index(min(loads))
+        loads[node] += sizes.replica
+        replicas.append(Spot(node))
+    return replicas, trainer

@@ -1,0 +1,96 @@
+"""Values that are made from files, such as a token or a certificate, and made again when the files change."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
+
+from sluice.errors import ConfigError
+
+LOOK_S = 1.0
+"""Seconds between two looks whether files have changed. A look asks the system for a few bytes for each file."""
+
+T = TypeVar("T")
+
+Stamp: TypeAlias = tuple[tuple[int, int, int, int] | None, ...]
+"""For each file its inode, size and times of change; None for one that cannot be found."""
+
+log = logging.getLogger(__name__)
+
+
+class FromFiles(Generic[T]):
+    """A value made from files. `current` returns what the files held `LOOK_S` ago at most.
+
+    When a file changes, the value is made again. If that fails, the last good value stays; a warning says why as soon as the files
+    are still broken at the next look, because one file of several may be written a moment after the other.
+
+    Looks and reads happen in the thread that asks, so the files belong on a disk that answers: a local one, or memory.
+
+    Args:
+        what: Name of the value in lines of the log.
+        files: What it is made from.
+        make: Makes it, from the value so far; None at first.
+        clock: Monotonic seconds.
+
+    Raises:
+        ConfigError: if the first value cannot be made.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        files: Sequence[Path],
+        make: Callable[[T | None], T],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what, self._files, self._make, self._clock = what, tuple(files), make, clock
+        self._stamp = _stamp(self._files)
+        self._value = make(None)
+        self._looked_s = clock()
+        self._broken: Stamp | None = None
+        self._warned: Stamp | None = None
+
+    def current(self) -> T:
+        """Return the value; look at the files first, unless that was done a moment ago."""
+        if self._clock() - self._looked_s >= LOOK_S:
+            self.look()
+        return self._value
+
+    def look(self) -> bool:
+        """Look at the files now, and return whether the value was made again."""
+        self._looked_s = self._clock()
+        stamp = _stamp(self._files)
+        if stamp == self._stamp:
+            return False
+        try:
+            value = self._make(self._value)
+        except (ConfigError, OSError) as error:
+            if self._broken == stamp != self._warned:
+                self._warned = stamp
+                log.warning(
+                    "the files of %s changed and cannot be used; what was read before stays in use: %s",
+                    self._what,
+                    error,
+                )
+            self._broken = stamp
+            return False
+        if _stamp(self._files) != stamp:  # written meanwhile: what was read may belong to two states
+            return False
+        self._stamp, self._value, self._broken, self._warned = stamp, value, None, None
+        log.info("the files of %s changed and were read again: %s", self._what, ", ".join(map(str, self._files)))
+        return True
+
+
+def _stamp(files: Sequence[Path]) -> Stamp:
+    return tuple(_stamp_of(path) for path in files)
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

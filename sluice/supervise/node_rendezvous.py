@@ -1,0 +1,220 @@
+"""How the machines of one trainer find each other at start, and notice that one of them is gone.
+
+The first node serves a key-value store, and the ranks use the same one later. A node's place among the others is its number, so that
+rank 0 is where the settings say. torchrun's own rendezvous orders nodes by their addresses, and guesses the first one by its host
+name, which containers and network namespaces share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+BACKEND = "sluice"
+
+_BEATS = 6
+"""Signs of life in that time."""
+
+_CONNECT_S = 5.0
+"""Longest single attempt to connect to the first node."""
+
+_AGAIN_S = 0.5
+"""Pause before a node tries to join again."""
+
+
+class NodesMissingError(Exception):
+    """Not all nodes joined in time, or one is gone; the message names it and the rendezvous."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of a trainer, seen from one of them.
+
+    Attributes:
+        count: How many there are.
+        rank: The number of this one.
+        host: Where this one reaches the first node.
+        port: The port of the rendezvous; 0 takes a free one, for a single node.
+        join_s: Seconds in which all must have joined.
+        lost_s: Seconds without a sign of life after which a node is gone. One that drains may be silent for as long as that takes.
+    """
+
+    count: int = 1
+    rank: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    join_s: float = 600.0
+    lost_s: float = 30.0
+
+    def __str__(self) -> str:
+        """Return the address of the rendezvous."""
+        return f"{self.host}:{self.port}"
+
+    def interface(self) -> str:
+        """Return the name of the network interface through which this node reaches the first one; empty if it is not known.
+
+        Raises:
+            OSError: if the host cannot be resolved.
+        """
+        if self.rank:
+            family, kind, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:  # connecting it sends nothing
+                probe.connect(address)
+                own = {probe.getsockname()[0]}
+        else:
+            own = {each[4][0] for each in socket.getaddrinfo(self.host, self.port)}
+        for name, addresses in psutil.net_if_addrs().items():
+            if own & {each.address for each in addresses}:
+                return name
+        return ""
+
+
+class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is not typed
+    """Joins the nodes once. Afterwards the launcher asks it several times a second whether all are still there.
+
+    Args:
+        nodes: The nodes.
+        run_id: Prefix of the launcher's own keys.
+    """
+
+    def __init__(self, nodes: Nodes, run_id: str) -> None:
+        self._nodes, self._run_id = nodes, run_id
+        self._store: TCPStore | None = None
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all nodes have joined.
+
+        Raises:
+            NodesMissingError: if they have not at the deadline.
+        """
+        deadline = time.monotonic() + self._nodes.join_s
+        store = self._join(deadline)
+        keys = [_joined(rank) for rank in range(self._nodes.count)]
+        try:
+            store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except DistError as error:
+            raise NodesMissingError(self._who_is_missing(store, keys)) from error
+        self._store = store  # the ranks use it as long as the launcher lives
+        if self._nodes.count > 1:
+            others = (rank for rank in range(self._nodes.count) if rank != self._nodes.rank)
+            self._seen = dict.fromkeys(others, (0, time.monotonic()))
+            threading.Thread(target=self._exchange_signs, args=(store.port,), name="signs of life", daemon=True).start()
+        return RendezvousInfo(
+            PrefixStore(self._run_id, store),
+            self._nodes.rank,
+            self._nodes.count,
+            RendezvousStoreInfo(self._nodes.host, store.port),
+        )
+
+    def _join(self, deadline: float) -> TCPStore:
+        """Serve or reach the store, and note there that this node has joined.
+
+        A node that was restarted alone finds the store of the ranks before, which end soon: they lost some of them.
+        """
+        nodes = self._nodes
+        while True:
+            left_s = deadline - time.monotonic()
+            reason = "the ranks before still run there"
+            try:
+                timeout = timedelta(seconds=max(0.1, min(_CONNECT_S, left_s)))
+                store = TCPStore(
+                    nodes.host, nodes.port, is_master=nodes.rank == 0, timeout=timeout, wait_for_workers=False
+                )
+                if store.add(_joined(nodes.rank), 1) == 1:
+                    return store
+            except DistError as error:
+                reason = str(error).partition("\n")[0].partition(". ")[0]
+                if nodes.rank == 0:
+                    raise NodesMissingError(
+                        f"cannot listen at {nodes} for the other nodes: {reason}; use another port"
+                        " (trainer.parallel.rendezvous_port), or end what uses it"
+                    ) from error
+            if time.monotonic() + _AGAIN_S >= deadline:
+                raise NodesMissingError(
+                    f"node {nodes.rank} of {nodes.count} did not join the first node at {nodes} within {nodes.join_s:g} s:"
+                    f" {reason}; is node 0 up, and does nothing block that port?"
+                )
+            time.sleep(_AGAIN_S)
+
+    def _who_is_missing(self, store: TCPStore, keys: list[str]) -> str:
+        nodes = self._nodes
+        absent = list(range(1, nodes.count))
+        with contextlib.suppress(DistError):
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return (
+            f"{nodes.count - len(absent)} of {nodes.count} nodes joined at {nodes} within {nodes.join_s:g} s: node"
+            f" {', '.join(map(str, absent))} did not; start it, and see that it reaches that address"
+        )
+
+    def num_nodes_waiting(self) -> int:
+        """Look whether all nodes still give signs of life. Return 0: no node joins later.
+
+        Raises:
+            NodesMissingError: if a node is gone.
+        """
+        nodes, now = self._nodes, time.monotonic()
+        silent = [rank for rank, (_, at) in self._seen.items() if now - at > nodes.lost_s]
+        if silent:
+            # All signs come through the first node: if none comes any more, it is the one that cannot be reached.
+            gone = [0] if nodes.rank and len(silent) == len(self._seen) else silent
+            raise NodesMissingError(
+                f"node {', '.join(map(str, gone))} of {nodes.count} gave no sign of life for {nodes.lost_s:g} s (rendezvous {nodes}): its machine, its"
+                " launcher or the network is gone; all ranks end, and continue from the newest checkpoint once all nodes are"
+                " started again"
+            )
+        return 0
+
+    def _exchange_signs(self, port: int) -> None:
+        """Give and note signs of life until the first node cannot be reached. Its calls have no deadline, so a thread makes them."""
+        nodes = self._nodes
+        with contextlib.suppress(DistError):
+            store = TCPStore(nodes.host, port, is_master=False, timeout=timedelta(seconds=nodes.lost_s))
+            while True:
+                store.add(_beat(nodes.rank), 1)
+                for rank, (beat, _) in list(self._seen.items()):
+                    current = store.add(_beat(rank), 0)
+                    if current != beat:
+                        self._seen[rank] = (current, time.monotonic())
+                time.sleep(nodes.lost_s / _BEATS)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks use this store too."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name under which the launcher finds this class."""
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """Return the prefix of the launcher's keys."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Nodes join once, so it is never closed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> bool:
+        """Do nothing: the store ends with the process."""
+        return True
+
+
+def _joined(rank: int) -> str:
+    return f"sluice/joined/{rank}"
+
+
+def _beat(rank: int) -> str:
+    return f"sluice/beat/{rank}"

@@ -1,0 +1,62 @@
+"""The wheels, built as `make wheels` does, and environments that hold one of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+BUILD_S = 300
+"""Seconds for one command that builds or installs: registries are asked."""
+
+
+def run(*argv: str | Path, cwd: Path = ROOT) -> str:
+    """Run a command that builds or installs; return its output."""
+    done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=BUILD_S, check=False)
+    assert done.returncode == 0, f"{argv}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def build_wheels(folder: Path) -> Path:
+    """Build the wheels of `sluice` and `sluice-client` from a copy of the tracked files; return their folder."""
+    copy, wheels = folder / "source", folder / "dist"
+    copy.mkdir()
+    run(
+        "sh",
+        "-c",
+        f'git ls-files -z | tar --null --files-from=- --create --file=- | tar --extract --directory="{copy}"',
+    )
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        wheels,
+        copy,
+        copy / "sdk/python",
+    )
+    return wheels
+
+
+def client_environment(wheels: Path, folder: Path) -> Path:
+    """Make an environment with sluice-client, and what it requires from the registry, in the locked versions; return its interpreter."""
+    run(sys.executable, "-m", "venv", folder)
+    pip_install = [folder / "bin/python", "-m", "pip", "install", "--quiet"]
+    run(*pip_install, "--constraint", ROOT / "requirements/cpu.lock", "--find-links", wheels, "sluice-client")
+    return folder / "bin/python"
+
+
+def full_environment(wheels: Path, folder: Path) -> Path:
+    """Make an environment with the wheel of `sluice`, and what it requires from the environment of the tests; return its interpreter."""
+    run(sys.executable, "-m", "venv", folder)
+    python = folder / "bin/python"
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", *wheels.glob("sluice-*.whl"))
+    (packages,) = folder.glob("lib/python*/site-packages")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "shared.pth").write_text("\n".join(ours) + "\n")
+    return python

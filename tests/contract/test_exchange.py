@@ -1,0 +1,253 @@
+# ruff: noqa: N802 - gRPC names the methods
+"""Calls of a gateway on one stream: both sides of SessionService.Exchange over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from google.rpc.status_pb2 import Status
+
+from gateway_svc.exchange import Exchange
+from orchestrator_svc.sessions import exchange as served
+from sluice.config import SecurityConfig, ServerConfig
+from sluice.rpc import RpcServer, SluiceError, connect
+from sluice.v1 import session_pb2, session_pb2_grpc
+
+DEADLINE_S = 20.0
+
+
+class Orchestrator(session_pb2_grpc.SessionServiceServicer):
+    """Begins what `let` allows, records everything."""
+
+    def __init__(self) -> None:
+        self.let, self.began, self.streams = asyncio.Event(), asyncio.Event(), 0
+        self.callers: list[str] = []
+
+    async def Exchange(self, requests, context):
+        self.streams += 1
+        await served.answer_exchange(requests, context.write, self._begin, self._record)
+
+    async def _begin(self, principal, request, most_s):
+        self.callers.append(principal)
+        self.began.set()
+        await self.let.wait()
+        return session_pb2.BeginGenerationResponse(running=f"{request.request_id} {most_s:g}")
+
+    async def _record(self, principal, request):
+        self.callers.append(principal)
+        if request.episode_id == "full":
+            raise SluiceError.resource_exhausted("SESSION_FULL", "no room", 1.5)
+        if request.episode_id == "broken":
+            raise ValueError("nobody foresaw it")
+        return session_pb2.RecordGenerationResponse(parent=request.episode_id)
+
+
+@contextlib.asynccontextmanager
+async def serving(orchestrator, port=0):
+    server = RpcServer("orchestrator", ServerConfig(port=port), SecurityConfig())
+    server.add(session_pb2_grpc.add_SessionServiceServicer_to_server, orchestrator, "sluice.v1.SessionService")
+    port = await server.start()
+    try:
+        yield server, port
+    finally:
+        await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def calling(port):
+    async with connect(f"127.0.0.1:{port}", SecurityConfig(), role="gateway") as channel:
+        exchange = Exchange(session_pb2_grpc.SessionServiceStub(channel))
+        try:
+            yield exchange
+        finally:
+            await exchange.close()
+
+
+@pytest.fixture
+async def orchestrator():
+    return Orchestrator()
+
+
+@pytest.fixture
+async def exchange(orchestrator):
+    async with serving(orchestrator) as (_, port), calling(port) as calls:
+        yield calls
+
+
+def record(episode: str) -> session_pb2.RecordGenerationRequest:
+    return session_pb2.RecordGenerationRequest(episode_id=episode)
+
+
+async def test_a_call_that_waits_holds_up_no_other_one(exchange, orchestrator) -> None:
+    waiting = asyncio.create_task(
+        exchange.begin(session_pb2.BeginGenerationRequest(request_id="one"), "ann", DEADLINE_S)
+    )
+    answers = await asyncio.gather(*(exchange.record(record(f"e{i}"), "bob", DEADLINE_S) for i in range(200)))
+    assert [each.parent for each in answers] == [f"e{i}" for i in range(200)]
+    assert not waiting.done()
+    orchestrator.let.set()
+    assert (await waiting).running == "one 10", "it may wait for half of its time"
+    assert orchestrator.streams == 1
+    assert set(orchestrator.callers) == {"ann", "bob"}
+
+
+async def test_an_error_is_that_of_its_call_alone(exchange) -> None:
+    with pytest.raises(SluiceError) as full:
+        await exchange.record(record("full"), "ann", DEADLINE_S)
+    assert (full.value.code, full.value.reason, full.value.retry_after_s) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "SESSION_FULL",
+        1.5,
+    )
+    with pytest.raises(SluiceError) as broken:
+        await exchange.record(record("broken"), "ann", DEADLINE_S)
+    assert (broken.value.code, broken.value.reason) == (grpc.StatusCode.INTERNAL, "UNEXPECTED")
+    assert "foresaw" not in broken.value.message, "the log has what went wrong, the caller has not"
+    assert (await exchange.record(record("well"), "ann", DEADLINE_S)).parent == "well"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "request"),
+        ({"record": record("e")}, "on_behalf_of"),
+        ({"record": record("e"), "on_behalf_of": "ann"}, "timeout"),
+        ({"record": record("e"), "on_behalf_of": "ann", "timeout": {"seconds": -1}}, "timeout"),
+    ],
+)
+async def test_a_malformed_call_is_refused_and_the_stream_goes_on(orchestrator, fields, field) -> None:
+    async with serving(orchestrator) as (_, port), connect(f"127.0.0.1:{port}", SecurityConfig()) as channel:
+        stream = session_pb2_grpc.SessionServiceStub(channel).Exchange(timeout=DEADLINE_S)
+        await stream.write(session_pb2.ExchangeRequest(call=7, **fields))
+        answer = await stream.read()
+        assert answer.call == 7
+        error = SluiceError.from_status(Status.FromString(answer.error))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert field in error.violations
+        sound = session_pb2.ExchangeRequest(call=8, record=record("e"), on_behalf_of="ann", timeout={"seconds": 1})
+        await stream.write(sound)
+        assert (await stream.read()).recorded.parent == "e"
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF, "a stream that its client ends is ended"
+
+
+async def test_an_old_stream_ends_after_its_calls_and_the_next_call_begins_another(
+    exchange, orchestrator, monkeypatch
+) -> None:
+    monkeypatch.setattr(served, "STREAM_S", 0.1)
+    waiting = asyncio.create_task(exchange.begin(session_pb2.BeginGenerationRequest(), "ann", DEADLINE_S))
+    await orchestrator.began.wait()
+    await asyncio.sleep(0.3)
+    assert not waiting.done(), "the stream takes no new calls, and waits for the one that it has"
+    orchestrator.let.set()
+    assert (await waiting).running
+    assert (await again(lambda: exchange.record(record("e"), "ann", DEADLINE_S))).parent == "e"
+    assert orchestrator.streams == 2
+
+
+async def test_calls_fail_at_once_when_the_server_drains_and_work_when_it_is_back(orchestrator) -> None:
+    async with serving(orchestrator) as (server, port), calling(port) as exchange:
+        waiting = asyncio.create_task(exchange.begin(session_pb2.BeginGenerationRequest(), "ann", DEADLINE_S))
+        await orchestrator.began.wait()
+        await server.stop(DEADLINE_S)
+        with pytest.raises(SluiceError) as ended:
+            await waiting
+        assert ended.value.code is grpc.StatusCode.UNAVAILABLE
+        async with serving(orchestrator, port):
+            assert (await again(lambda: exchange.record(record("e"), "ann", DEADLINE_S))).parent == "e"
+
+
+async def test_a_call_ends_by_its_deadline(exchange) -> None:
+    with pytest.raises(SluiceError) as late:
+        await exchange.begin(session_pb2.BeginGenerationRequest(), "ann", 0.2)
+    assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await exchange.record(record("e"), "ann", DEADLINE_S)).parent == "e"
+
+
+async def test_a_caller_that_leaves_does_not_end_the_stream(exchange, orchestrator) -> None:
+    leaving = asyncio.create_task(exchange.begin(session_pb2.BeginGenerationRequest(), "ann", DEADLINE_S))
+    await orchestrator.began.wait()
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    orchestrator.let.set()
+    assert (await exchange.record(record("e"), "ann", DEADLINE_S)).parent == "e"
+    assert orchestrator.streams == 1
+
+
+async def again(call):
+    """Make a call until a server is there."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                return await call()
+            except SluiceError as error:
+                if error.code is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(0.05)
+
+
+class BrokenStream:
+    """What gRPC shows when a connection is lost while a message is read."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core")
+
+    async def write(self, request):
+        pass
+
+    async def read(self):
+        raise self._error
+
+    def cancel(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("shown", "code", "reason"),
+    [
+        (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, "STREAM_BROKE"),
+        (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAVAILABLE, "STREAM_BROKE"),
+        (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED, "OLD_ORCHESTRATOR"),
+    ],
+)
+async def test_calls_of_a_stream_that_broke_may_be_made_again(shown, code, reason) -> None:
+    class Sessions:
+        def Exchange(self):
+            return BrokenStream(shown)
+
+    with pytest.raises(SluiceError) as broken:
+        await Exchange(Sessions()).record(record("e"), "ann", DEADLINE_S)
+    assert (broken.value.code, broken.value.reason) == (code, reason)
+
+
+async def test_a_stream_that_breaks_does_not_cancel_an_answer_that_is_being_written():
+    """GRPC fails to end a call while one of its messages is being written."""
+    writing, broke, read = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    written: list[int] = []
+
+    async def requests():
+        yield session_pb2.ExchangeRequest(
+            call=1, on_behalf_of="a", record=session_pb2.RecordGenerationRequest(episode_id="e"), timeout={"seconds": 9}
+        )
+        await writing.wait()
+        broke.set()
+        raise SluiceError.invalid_argument("call", "is broken")
+
+    async def write(answer):
+        writing.set()
+        await read.wait()
+        written.append(answer.call)
+
+    async with asyncio.timeout(DEADLINE_S):
+        orchestrator = Orchestrator()
+        ended = asyncio.create_task(
+            served.answer_exchange(requests(), write, orchestrator._begin, orchestrator._record)
+        )
+        await broke.wait()
+        read.set()
+        with pytest.raises(SluiceError, match="broken"):
+            await ended
+    assert written == [1]

@@ -1,0 +1,242 @@
+"""Certificates, authorities and tokens are replaced while servers and clients run."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from trainer_double import start_double
+
+from benchmarks.rotation import measure
+from sluice import certificates
+from sluice.client import TrainerClient
+from sluice.config import SecurityConfig
+from sluice.doctor import peers
+from sluice.openai.server import CERTIFICATE, HttpServer
+from sluice.rpc import SluiceError, connect, from_files
+from sluice.rpc.metrics_server import start_metrics_server
+from sluice.rpc.principals import add_token, replace_private
+from sluice.v1 import trainer_pb2, trainer_pb2_grpc
+
+LOOK_S = 0.1
+
+
+@pytest.fixture(autouse=True)
+def frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_files, "LOOK_S", LOOK_S)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    certificates.begin(tmp_path / "certs", [], domain="sluice", days=1, now=certificates.now_utc())
+    return tmp_path / "certs"
+
+
+def renew(folder: Path) -> None:
+    certificates.renew(folder, certificates.now_utc(), every=True)
+
+
+async def test_no_call_is_lost_while_everything_is_replaced(tmp_path: Path) -> None:
+    counted, old = await measure(tmp_path, step_s=0.6, apart_s=0.2, age_s=0.3, clients=2, call_s=0.005)
+    assert len(counted) == 6
+    assert [counts.lost for counts in counted.values()] == [[]] * 6
+    assert all(counts.calls > 0 for counts in counted.values())
+    assert old == "UNAVAILABLE"
+
+
+async def test_a_call_in_progress_ends_on_the_connection_that_it_began_on(folder: Path) -> None:
+    server, double = await start_double(SecurityConfig(certs_dir=folder).of_service("trainer"))
+    async with connect(server.target, SecurityConfig(certs_dir=folder)) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        slow = asyncio.ensure_future(stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(), timeout=30))
+        watch = stub.WatchSteps(trainer_pb2.WatchStepsRequest(from_number=2, run="wait"), timeout=30)
+        await asyncio.wait_for(double.entered.wait(), 10)
+        certificates.add_authority(folder, certificates.now_utc())
+        certificates.use_authority(folder, certificates.now_utc())
+        certificates.drop_authority(folder)
+        await asyncio.sleep(LOOK_S)
+        answer = await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(run="new"), timeout=10)
+        assert answer.last_error == "new"
+        double.release.set()
+        await asyncio.wait_for(slow, 10)
+        assert [each.step.sequence_no async for each in watch] == [0, 1]
+    await server.stop(0)
+
+
+async def test_a_watch_is_ended_at_its_age_and_the_client_library_resumes_it(folder: Path) -> None:
+    security = SecurityConfig(certs_dir=folder, connection_age_s=0.2)
+    server, double = await start_double(security.of_service("trainer"))
+    async with connect(server.target, security) as channel:
+        watch = trainer_pb2_grpc.TrainerServiceStub(channel).WatchSteps(trainer_pb2.WatchStepsRequest(run="wait"))
+        with pytest.raises(Exception, match="connection_age_s") as ended:
+            await asyncio.wait_for(watch.read(), 10)
+        assert SluiceError.from_rpc(ended.value).reason == "CONNECTION_TOO_OLD"
+    async with TrainerClient(server.target, security) as client:
+        watching = asyncio.ensure_future(anext(client.watch_steps("wait")))
+        for _ in range(3):
+            double.entered.clear()
+            await asyncio.wait_for(double.entered.wait(), 10)
+        assert not watching.done()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    await server.stop(0)
+
+
+async def test_a_broken_certificate_leaves_the_last_good_one_in_use(folder: Path) -> None:
+    security = SecurityConfig(certs_dir=folder, connection_age_s=0.1)
+    server, _ = await start_double(security.of_service("trainer"))
+    async with TrainerClient(server.target, security) as client:
+        for name in ("trainer.pem", "operator.key"):
+            (folder / name).write_text("no PEM")
+        (folder / "ca.pem").unlink()
+        for _ in range(4):
+            await asyncio.sleep(LOOK_S)
+            assert await client.state("r1")
+    await server.stop(0)
+
+
+async def test_a_token_file_is_replaced_while_calls_run(tmp_path: Path) -> None:
+    """One file for server and clients of a machine: neither knows when the other one reads it."""
+    token = tmp_path / "admin.token"
+    token.write_text("first\n")
+    security = SecurityConfig(admin_token_file=token, token_file=token)
+    server, double = await start_double(security)
+    replaced = asyncio.Event()
+
+    async def call() -> int:
+        made = 0
+        async with TrainerClient(server.target, security) as client:
+            while not replaced.is_set():
+                await client.state("r1")
+                made += 1
+        return made
+
+    callers = [asyncio.ensure_future(call()) for _ in range(4)]
+    for number in range(5):
+        await asyncio.sleep(LOOK_S * 1.5)
+        replace_private(token, f"token-{number}\n".encode())
+    await asyncio.sleep(LOOK_S * 1.5)
+    replaced.set()
+    assert sum(await asyncio.gather(*callers)) == double.calls
+    sent = {each.get("authorization") for each in double.metadata}
+    assert sent == {"Bearer first", *(f"Bearer token-{number}" for number in range(5))}
+    await server.stop(0)
+
+
+# HTTPS.
+
+
+async def echo(request: Request) -> JSONResponse:
+    return JSONResponse(sorted(request.scope["state"][CERTIFICATE]))
+
+
+def trusting(folder: Path, authorities: Path | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=authorities or folder / "ca.pem")
+    context.load_cert_chain(folder / "operator.pem", folder / "operator.key")
+    return context
+
+
+async def test_an_https_port_shows_and_trusts_what_is_newest(folder: Path, tmp_path: Path) -> None:
+    security = SecurityConfig(certs_dir=folder).of_service("gateway")
+    server = HttpServer(Starlette(routes=[Route("/", echo)]), "127.0.0.1", 0, security)
+    url = f"https://127.0.0.1:{await server.start()}/"
+
+    async def shown(context: ssl.SSLContext) -> bytes:
+        async with httpx.AsyncClient(verify=context) as client, client.stream("GET", url) as response:
+            assert await response.aread() == b'["operator","spiffe://sluice/operator"]'
+            connection = response.extensions["network_stream"].get_extra_info("ssl_object")
+            return connection.getpeercert(binary_form=True)
+
+    first = await shown(trusting(folder))
+    assert first == ssl.PEM_cert_to_DER_cert((folder / "gateway.pem").read_text())
+    renew(folder)
+    await asyncio.sleep(LOOK_S)
+    assert await shown(trusting(folder)) == ssl.PEM_cert_to_DER_cert((folder / "gateway.pem").read_text()) != first
+
+    old = shutil.copytree(folder, tmp_path / "old")
+    certificates.add_authority(folder, certificates.now_utc())
+    await asyncio.sleep(LOOK_S)
+    await shown(trusting(old, folder / "ca.pem"))
+    certificates.use_authority(folder, certificates.now_utc())
+    await asyncio.sleep(LOOK_S)
+    await shown(trusting(old, folder / "ca.pem"))
+    await shown(trusting(folder))
+    certificates.drop_authority(folder)
+    await asyncio.sleep(LOOK_S)
+    await shown(trusting(folder))
+    with pytest.raises(httpx.TransportError):
+        await shown(trusting(old, folder / "ca.pem"))
+    await server.stop(0)
+
+
+async def test_an_old_https_connection_is_closed_after_a_response(folder: Path) -> None:
+    security = SecurityConfig(certs_dir=folder, connection_age_s=0.3).of_service("gateway")
+    server = HttpServer(Starlette(routes=[Route("/", echo)]), "127.0.0.1", 0, security)
+    url = f"https://127.0.0.1:{await server.start()}/"
+    async with httpx.AsyncClient(verify=trusting(folder)) as client:
+        assert (await client.get(url)).headers.get("connection") is None
+        await asyncio.sleep(0.4)
+        assert (await client.get(url)).headers["connection"] == "close"
+        assert (await client.get(url)).headers.get("connection") is None
+    await server.stop(0)
+
+
+def test_the_port_of_the_metrics_knows_certificates_and_follows_their_files(folder: Path, tmp_path: Path) -> None:
+    security = SecurityConfig(certs_dir=folder).of_service("trainer")
+    token = add_token(folder / "principals.toml", "prometheus", "agent")
+    server = start_metrics_server(0, "127.0.0.1", security)
+    url = f"https://127.0.0.1:{server.server_port}/metrics"
+
+    def status(context: ssl.SSLContext, **headers: str) -> int:
+        return httpx.get(url, verify=context, headers=headers).status_code
+
+    nobody = ssl.create_default_context(cafile=folder / "ca.pem")
+    assert status(trusting(folder)) == 200
+    assert status(nobody, authorization=f"Bearer {token}") == 200
+    assert status(nobody) == 401
+    old = shutil.copytree(folder, tmp_path / "old")
+    certificates.add_authority(folder, certificates.now_utc())
+    certificates.use_authority(folder, certificates.now_utc())
+    certificates.drop_authority(folder)
+    server.RequestHandlerClass.timeout = 1
+    from_files.LOOK_S = 0.0
+    assert status(trusting(folder)) == 200
+    with pytest.raises(httpx.TransportError):
+        status(trusting(old, folder / "ca.pem"))
+    server.shutdown()
+    server.server_close()
+
+
+# What `sluice doctor` says.
+
+
+async def test_the_doctor_names_what_a_server_has_against_a_client_certificate(folder: Path, tmp_path: Path) -> None:
+    server, _ = await start_double(SecurityConfig(certs_dir=folder).of_service("trainer"))
+    past = certificates.now_utc() - certificates.timedelta(days=3)
+    certificates.issue(folder, "late", ["localhost"], days=1, now=past)
+    certificates.begin(tmp_path / "other", [], domain="sluice", days=1, now=certificates.now_utc())
+
+    async def found(directory: Path, name: str) -> str:
+        security = SecurityConfig(
+            tls_ca=folder / "ca.pem", tls_cert=directory / f"{name}.pem", tls_key=directory / f"{name}.key"
+        )
+        finding = await peers.check_peer("trainer", server.target, security)
+        return f"{finding.found} -> {finding.remedy}"
+
+    assert (await found(folder, "operator")).endswith("serves -> ")
+    expired = await found(folder, "late")
+    assert "expired" in expired
+    assert "sluice certs renew" in expired
+    foreign = await found(tmp_path / "other", "operator")
+    assert "authority" in foreign
+    nothing = await peers.check_peer("trainer", server.target, SecurityConfig(tls_ca=folder / "ca.pem"))
+    assert "client certificate" in nothing.found
+    await server.stop(0)

@@ -1,0 +1,184 @@
+"""What `sluice rl` decides before it starts anything."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sluice.cli import rl
+from sluice.cli.rl import claim, newest_checkpoint, write_settings
+from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
+from sluice.plan import Machines, Part, Plan, Purpose, make_plan
+from sluice.plan.local import HOSTS, child_environment, child_specs, on_free_ports
+from sluice.rpc import RpcServer
+from sluice.rpc.channel import wait_until_serving
+from sluice.supervise.supervisor import ChildSpec
+
+
+def a_run(tmp_path: Path, *flags: str) -> RunConfig:
+    return load_run(["--output-dir", str(tmp_path), "--run", "r", *flags])
+
+
+def local(run: RunConfig, replicas: int = 1) -> Plan:
+    return on_free_ports(make_plan(run, Machines(cores=2), replicas=replicas), run)
+
+
+def children(run: RunConfig, plan: Plan, tmp_path: Path, devices: tuple[str, ...] = ()) -> dict[str, ChildSpec]:
+    specs = child_specs(plan, run, tmp_path / "c.toml", tmp_path / "logs", devices=devices)
+    return {spec.name: spec for spec in specs}
+
+
+def test_every_child_has_a_port_of_its_own(tmp_path: Path) -> None:
+    plan = local(a_run(tmp_path), replicas=3)
+    ports = [port.number for place in plan.places for port in place.ports]
+    assert len(set(ports)) == len(ports) == 6 + 3
+    assert len(plan.peers(HOSTS).rollout) == 3
+
+
+def test_a_run_with_external_agents_has_a_gateway_at_the_ports_of_the_settings(tmp_path: Path) -> None:
+    assert not local(a_run(tmp_path)).has("gateway")
+    run = a_run(tmp_path, "--orchestrator.workflow", "external", "--gateway.server.http-port", "7999")
+    gateway = children(run, local(run), tmp_path)["gateway"]
+    assert gateway.argv[-4:] == ("--server.port", "7105", "--server.http-port", "7999")
+
+
+def test_a_gateway_whose_settings_leave_its_ports_open_gets_free_ones(tmp_path: Path) -> None:
+    flags = ("--orchestrator.workflow=external", "--gateway.server.port=0", "--gateway.server.http-port=0")
+    place = local(a_run(tmp_path, *flags)).place("gateway")
+    assert place.port() != 7107
+    assert place.port("http") != 7117
+
+
+def test_the_training_api_has_the_port_of_the_tuners_settings_and_the_rest_are_free_ones(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--tuner.server.host", "0.0.0.0", "--tuner.server.port", "7999")
+    plan = on_free_ports(make_plan(run, Machines(devices=2), purpose=Purpose.TRAINING_API), run)
+    assert {each.name for each in plan.parts} == {"weightsync", "rollout", "tuner"}
+    assert plan.place("rollout").devices == (0,)
+    assert plan.place("tuner").devices == (1,)
+    tuner = children(run, plan, tmp_path, ("a", "b"))["tuner"]
+    assert tuner.argv[-4:] == ("--server.host", "0.0.0.0", "--server.port", "7999")
+    assert tuner.environment["CUDA_VISIBLE_DEVICES"] == "b"
+    assert plan.place("weightsync").port() != 7101
+
+
+def test_a_run_with_an_agent_of_its_own_has_a_gateway_and_processes_that_play(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--agents.agent", "a.py:Agent", "--agents.workers", "2", "--gateway.server.port", "7998")
+    plan = local(run)
+    assert plan.peers(HOSTS).gateway == "127.0.0.1:7998"
+    assert {"agents-0", "agents-1"} < children(run, plan, tmp_path).keys()
+    assert "agents" in children(run, local(a_run(tmp_path, "--agents.agent", "a.py:Agent")), tmp_path)
+
+
+def test_children_that_compute_divide_the_cores_and_the_others_take_one_thread(tmp_path: Path) -> None:
+    plan = make_plan(a_run(tmp_path), Machines(cores=8), replicas=3)
+    assert child_environment(plan.part("trainer"), {})["OMP_NUM_THREADS"] == "2"
+    assert child_environment(plan.part("weightsync"), {})["OMP_NUM_THREADS"] == "1"
+    crowded = make_plan(a_run(tmp_path), Machines(cores=2), replicas=100)
+    assert child_environment(crowded.part("rollout"), {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_exported_variables_stay_unless_a_flag_overrides_them() -> None:
+    exported = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active", "PYTHONWARNINGS": "error"}
+    trainer = Part("trainer", "trainer", threads=2)
+    assert child_environment(trainer, exported) == {"GOMP_SPINCOUNT": "0"}
+    again = child_environment(trainer, exported, own_threads=True)
+    assert again == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"}
+
+
+def test_every_child_gets_the_seconds_to_drain_that_its_service_is_set_to(tmp_path: Path) -> None:
+    flags = ("--rollout.server.drain-s", "30", "--trainer.server.drain-s", "45", "--trainer.parallel.dp-shard", "4")
+    run = a_run(tmp_path, *flags)
+    specs = children(run, local(run, replicas=2), tmp_path)
+    drains = {name: spec.drain_s for name, spec in specs.items()}
+    assert drains == {"rollout-0": 30, "rollout-1": 30, "trainer": 45, "orchestrator": 5, "weightsync": 5}
+    launcher = ("ranks", "--processes", "4", "--grace", "46", "trainer", "@")
+    assert specs["trainer"].argv[3:10] == launcher
+
+
+def test_children_see_the_devices_of_their_places_by_the_names_of_the_machine(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--allocation-mode", "vllm:d2t2+fsdp:d2")
+    plan = on_free_ports(make_plan(run, Machines(devices=8)), run)
+    names = tuple(f"GPU-{number}" for number in range(8))
+    seen = {
+        name: spec.environment.get("CUDA_VISIBLE_DEVICES")
+        for name, spec in children(run, plan, tmp_path, names).items()
+    }
+    assert seen == {
+        "rollout-0": "GPU-0,GPU-1",
+        "rollout-1": "GPU-2,GPU-3",
+        "trainer": "GPU-4,GPU-5",
+        "weightsync": None,
+        "orchestrator": None,
+    }
+
+
+def test_a_run_that_exists_is_refused_with_both_remedies_or_resumed(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    with claim(run, resume=False) as directory:
+        (directory / "journal.sqlite").touch()
+    with pytest.raises(ConfigError, match=r"--resume.*--run NAME"), claim(run, resume=False):
+        pass
+    with claim(run, resume=True) as directory:
+        assert directory == tmp_path / "r"
+
+
+def test_a_run_that_never_began_can_be_started_without_resume(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    with claim(run, resume=False):
+        write_settings(run)
+    with claim(run, resume=False):
+        pass
+
+
+def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) == ""
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        manifest = f'{{"checkpoint": {{"name": "step_{step}", "policyVersion": {{"epoch": "1", "number": "{step}"}}}}}}'
+        (tmp_path / "checkpoints" / f"step_{step}" / "manifest.json").write_text(manifest)
+    (tmp_path / "checkpoints" / "step_11").mkdir()
+    assert newest_checkpoint(tmp_path) == "step_10"
+
+
+def test_two_supervisors_cannot_hold_one_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    with claim(run, resume=True), pytest.raises(ConfigError, match="another process runs 'r'"), claim(run, resume=True):
+        pass
+
+
+def test_the_settings_on_disk_load_back(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--model", "m", "--max-staleness", "1")
+    with claim(run, resume=False):
+        path = write_settings(run)
+    again = load_run(["@", str(path)])
+    assert again.model_dump() == run.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "model is not set"),
+        (["--model", "/not/there"], "there is no directory /not/there"),
+        (["--model", "/"], "no config.json"),
+        (["--model", "m", "--orchestrator.group-size", "1"], "set group_size to 2 or more"),
+        (["--model", "m", "--trainer.lrr", "1"], "did you mean 'trainer.lr'"),
+        (["--model", "m", "--peers.rollout", "[]"], "at least one rollout replica"),
+    ],
+)
+def test_wrong_settings_are_found_before_anything_starts(tmp_path: Path, argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rl.run(["--output-dir", str(tmp_path), *argv])
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_child_serves_when_its_health_says_so_not_when_its_port_is_open() -> None:
+    server = RpcServer("test", ServerConfig(), SecurityConfig())
+    await server.start()
+    server.set_serving(False)
+    waiting = asyncio.create_task(wait_until_serving(server.target, SecurityConfig()))
+    done, _ = await asyncio.wait({waiting}, timeout=0.5)
+    assert not done
+    server.set_serving(True)
+    async with asyncio.timeout(10):
+        await waiting
+    await server.stop(0)

@@ -1,0 +1,165 @@
+"""Which operation runs next: pure state machines, without clock and I/O.
+
+`Training` puts the operations of one training into the order of their numbers and keeps their outcomes. `Turns` shares the engine among the
+trainings: each gets one operation in turn.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+MOST_AHEAD = 64
+"""Operations that may wait in one training, the first missing one counted."""
+
+OUTCOMES_KEPT = 256
+"""Outcomes of a training that are kept for callers that ask late, and to recognise repeats."""
+
+Payload = TypeVar("Payload")
+Outcome = TypeVar("Outcome")
+
+
+class Refusal(enum.Enum):
+    """Why an operation is not accepted."""
+
+    OTHER_OPERATION = "another operation has this sequence number"
+    TOO_FAR_AHEAD = "too many operations before it are missing"
+    FORGOTTEN = "its outcome is no longer kept"
+    UNKNOWN = "no operation has this sequence number yet"
+
+
+class RefusedError(Exception):
+    """The operation is not accepted, or not known.
+
+    Attributes:
+        refusal: Why.
+        next_sequence_no: First number that has not been run.
+    """
+
+    def __init__(self, refusal: Refusal, sequence_no: int, next_sequence_no: int) -> None:
+        super().__init__(
+            f"operation {sequence_no}: {refusal.value}; the first number that has not been run is {next_sequence_no}"
+        )
+        self.refusal, self.next_sequence_no = refusal, next_sequence_no
+
+
+@dataclass
+class Entry(Generic[Payload, Outcome]):
+    """One operation.
+
+    Attributes:
+        digest: Of its content.
+        payload: What to do; None once it has begun.
+        outcome: What came of it; None until it has ended.
+    """
+
+    digest: str
+    payload: Payload | None
+    outcome: Outcome | None = None
+
+
+@dataclass
+class Training(Generic[Payload, Outcome]):
+    """The operations of one training.
+
+    Attributes:
+        next_sequence_no: First number that has not begun.
+    """
+
+    next_sequence_no: int = 1
+    _entries: OrderedDict[int, Entry[Payload, Outcome]] = field(default_factory=OrderedDict)
+
+    def known(self, sequence_no: int, digest: str) -> Entry[Payload, Outcome] | None:
+        """Return the operation that one with this number and content repeats; None if it is new.
+
+        Raises:
+            RefusedError: if another one has its number, or the number is too far ahead or too old.
+        """
+        known = self._entries.get(sequence_no)
+        if known is not None:
+            if known.digest != digest:
+                raise RefusedError(Refusal.OTHER_OPERATION, sequence_no, self.next_sequence_no)
+            return known
+        if sequence_no < self.next_sequence_no:
+            raise RefusedError(Refusal.FORGOTTEN, sequence_no, self.next_sequence_no)
+        if sequence_no >= self.next_sequence_no + MOST_AHEAD:
+            raise RefusedError(Refusal.TOO_FAR_AHEAD, sequence_no, self.next_sequence_no)
+        return None
+
+    def submit(self, sequence_no: int, digest: str, payload: Payload) -> Entry[Payload, Outcome]:
+        """Accept an operation, or return the one that it repeats; raises as `known`."""
+        entry = self.known(sequence_no, digest)
+        if entry is None:
+            entry = self._entries[sequence_no] = Entry[Payload, Outcome](digest, payload)
+        return entry
+
+    def find(self, sequence_no: int) -> Entry[Payload, Outcome]:
+        """Return an operation.
+
+        Raises:
+            RefusedError: if there is none of this number, or it is no longer kept.
+        """
+        known = self._entries.get(sequence_no)
+        if known is None:
+            refusal = Refusal.FORGOTTEN if sequence_no < self.next_sequence_no else Refusal.UNKNOWN
+            raise RefusedError(refusal, sequence_no, self.next_sequence_no)
+        return known
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next operation is there."""
+        return self.next_sequence_no in self._entries
+
+    def waiting(self) -> list[Payload]:
+        """Return what the operations that have not begun hold."""
+        return [each.payload for each in self._entries.values() if each.payload is not None]
+
+    def begin(self) -> tuple[Entry[Payload, Outcome], Payload]:
+        """Begin the next operation.
+
+        Raises:
+            KeyError: if it is not there.
+        """
+        entry = self._entries[self.next_sequence_no]
+        self.next_sequence_no += 1
+        payload, entry.payload = entry.payload, None
+        if payload is None:
+            raise RuntimeError("an operation was begun twice")
+        return entry, payload
+
+    def end(self, entry: Entry[Payload, Outcome], outcome: Outcome) -> None:
+        """Keep the outcome of an operation, and forget the oldest ones."""
+        entry.outcome = outcome
+        ended = [number for number, each in self._entries.items() if each.outcome is not None]
+        for number in sorted(ended)[: max(0, len(ended) - OUTCOMES_KEPT)]:
+            del self._entries[number]
+
+
+@dataclass
+class Turns:
+    """Whose operation runs next: those that are ready, one operation each in turn.
+
+    Attributes:
+        waiting: Names of trainings, the one that has waited longest first.
+    """
+
+    waiting: list[str] = field(default_factory=list)
+
+    def add(self, name: str) -> None:
+        """Add a training behind all others."""
+        self.waiting.append(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a training."""
+        self.waiting.remove(name)
+
+    def take(self, ready: set[str]) -> str | None:
+        """Return the next training of those that are ready, and put it behind all others; None if none is ready."""
+        for name in self.waiting:
+            if name in ready:
+                self.waiting.remove(name)
+                self.waiting.append(name)
+                return name
+        return None
