@@ -1,0 +1,27 @@
+"""Time for parts that wait. They take a clock as an argument, so that tests decide when time passes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AbstractAsyncContextManager
+
+
+class Clock:
+    """The monotonic clock of this machine, and waits on it. Call it for the time in seconds."""
+
+    def __call__(self) -> float:
+        """Return the time in seconds."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await asyncio.sleep(seconds)
+
+    def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[asyncio.Timeout]:
+        """Return a context whose body is cancelled after so many seconds, with TimeoutError; None: never."""
+        return asyncio.timeout(seconds)
+
+
+CLOCK = Clock()
+"""The clock of all parts that are given no other one."""
