@@ -1,7 +1,7 @@
 """Run pytest. Run what failed once more, alone, and report what passes then as flaky: `run_suite.py [PATH ...] -- PYTEST_OPTIONS`.
 
 The suite is red if a test fails twice, or if more than MAX_FLAKY tests failed at all: then something is broken, and not only unlucky.
-Flaky tests and their first errors are printed at the end, and appended to the file that SLUICE_FLAKY names.
+Flaky tests and their first errors are printed at the end, and appended to the file that FLAKY_REPORT names.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def report_flaky(flaky: dict[str, str]) -> None:
     """Print the tests that passed at the second attempt, and append them to the file that CI prints at its end."""
     text = "".join(f"flaky: {test}\n    {error.strip()}\n" for test, error in flaky.items())
     print(text, end="", flush=True)
-    if text and (path := os.environ.get("SLUICE_FLAKY")):
+    if text and (path := os.environ.get("FLAKY_REPORT")):
         with Path(path).open("a") as file:
             file.write(text)
 

@@ -36,7 +36,7 @@ def run(directory: Path, *options: str, **files: str) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, str(PROGRAM), str(directory), "--", "-p", "no:cacheprovider", *options],
         cwd=directory,
-        env={**environment, "SLUICE_FLAKY": str(directory / "flaky.txt")},
+        env={**environment, "FLAKY_REPORT": str(directory / "flaky.txt")},
         capture_output=True,
         text=True,
         check=False,
