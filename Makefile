@@ -108,16 +108,16 @@ real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quar
 test test-fast test-ecosystem test-examples: export OMP_NUM_THREADS ?= 1
 
 test: install-dev ## run every test
-	$(SUITE) -- $(PYTEST_OPTIONS) -m "not ecosystem and not examples and not fuzz"
+	$(SUITE) "not ecosystem and not examples and not fuzz" tests -- $(PYTEST_OPTIONS)
 
 test-fast: install-dev ## run the tests that take seconds
-	$(SUITE) -- $(PYTEST_OPTIONS) -m "not slow and not docker and not gpu and not ecosystem and not examples and not fuzz"
+	$(SUITE) "not slow and not docker and not gpu and not ecosystem and not examples and not fuzz" tests -- $(PYTEST_OPTIONS)
 
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
-	$(SUITE) $$(grep -rl --include='test_*.py' mark.ecosystem tests) -- -n 2 --dist worksteal --durations=30 --durations-min=20 -m ecosystem
+	$(SUITE) ecosystem $$(grep -rl --include='test_*.py' mark.ecosystem tests) -- -n 2 --dist worksteal --durations=30 --durations-min=20
 
 test-examples: install-dev install-ecosystem ## follow the README of each example, and check that the model has learned: half an hour
-	$(SUITE) tests/ecosystem/test_examples.py -- -n 2 --dist worksteal -m examples
+	$(SUITE) examples tests/ecosystem/test_examples.py -- -n 2 --dist worksteal
 
 client-table: install-dev install-ecosystem ## play each client of agents through a gateway, and print the table of docs/gateway.md
 	$(BIN)/python tests/ecosystem/client_table.py

@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import structlog
 from rank_programs import RankPrograms
+from suite_rules import *  # noqa: F403 - hooks and fixtures for every test
 
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("sluice", deadline=None, suppress_health_check=_SLOW)  # machines are busy
@@ -59,26 +60,3 @@ def logging_ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         # pytest's own handlers come and go by themselves
         if type(handler) is logging.StreamHandler:
             root.removeHandler(handler)
-
-
-class _Reports(logging.Handler):
-    """Keeps what asyncio says of failures that nobody took."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if "was never retrieved" in message:
-            self.found.append(message)
-
-
-@pytest.fixture(autouse=True)
-def no_failure_goes_unheard() -> Iterator[None]:
-    """A task or future that fails while nobody waits for it prints a traceback at some later time: a defect."""
-    reports, logger = _Reports(), logging.getLogger("asyncio")
-    logger.addHandler(reports)
-    yield
-    logger.removeHandler(reports)
-    assert not reports.found, "\n".join(reports.found)

@@ -1,5 +1,6 @@
-"""Run pytest. Run what failed once more, alone, and report what passes then as flaky: `run_suite.py [PATH ...] -- PYTEST_OPTIONS`.
+"""Run pytest. Run what failed once more, alone, and report what passes then as flaky: `run_suite.py MARKS PATH ... -- PYTEST_OPTIONS`.
 
+MARKS selects tests as `pytest -m` does. Those marked `clock` run at the end, one after another, since they race real time.
 The suite is red if a test fails twice, or if more than MAX_FLAKY tests failed at all: then something is broken, and not only unlucky.
 Flaky tests and their first errors are printed at the end, and appended to the file that FLAKY_REPORT names.
 """
@@ -16,7 +17,8 @@ from pathlib import Path
 
 MAX_FLAKY = 5
 TESTS_FAILED = 1
-"""Exit code of pytest if tests ran and some failed. Higher codes are errors of pytest or of its options."""
+NO_TESTS = 5
+"""Exit codes of pytest if tests ran and some failed, and if none was selected. Others are errors of pytest or of its options."""
 
 
 @dataclass
@@ -59,25 +61,39 @@ def run_pytest(paths: list[str], options: list[str], log: Path) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def run_suite(paths: list[str], options: list[str], directory: Path) -> int:
-    """Run the tests of `paths`, and what failed once more; return the exit code for the suite."""
-    first = directory / "first.jsonl"
-    code = run_pytest(paths, options, first)
-    if code != TESTS_FAILED:
-        return code
-    failed = read_outcomes(first).errors
+def run_suite(marks: str, paths: list[str], options: list[str], directory: Path) -> int:
+    """Run the tests of `paths` that `marks` selects, and what failed once more; return the exit code for the suite."""
+    failed: dict[str, str] = {}
+    alone = [*options, "--numprocesses=0"]
+    for name, files, selected, how in (
+        ("beside", paths, "not clock", options),
+        ("alone", racing_files(paths), "clock", alone),
+    ):
+        log = directory / f"{name}.jsonl"
+        code = run_pytest(files, [*how, "-m", f"({marks}) and {selected}"], log) if files else 0
+        if code not in {0, TESTS_FAILED, NO_TESTS}:
+            return code
+        failed |= read_outcomes(log).errors if log.exists() else {}
+    if not failed:
+        return 0
     if len(failed) > MAX_FLAKY:
         print(f"{len(failed)} tests failed; up to {MAX_FLAKY} are run once more")
-        return code
+        return TESTS_FAILED
     print(f"{len(failed)} tests failed; each is run once more, alone", flush=True)
     again = directory / "again.jsonl"
-    run_pytest(sorted(failed), [*options, "--numprocesses=0"], again)
+    run_pytest(sorted(failed), alone, again)
     passed = read_outcomes(again).passed if again.exists() else set()
     report_flaky({test: error for test, error in failed.items() if test in passed})
     twice = sorted(failed.keys() - passed)
     for test in twice:
         print(f"failed twice: {test}")
     return TESTS_FAILED if twice else 0
+
+
+def racing_files(paths: list[str]) -> list[str]:
+    """Return the files with tests that race the clock: pytest need not import the others to find those."""
+    files = (file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("test_*.py")))
+    return sorted(str(file) for file in files if "mark.clock" in file.read_text())
 
 
 def report_flaky(flaky: dict[str, str]) -> None:
@@ -93,7 +109,7 @@ def main(arguments: list[str]) -> int:
     """Split the arguments at `--`, and run the suite."""
     split = arguments.index("--")
     with tempfile.TemporaryDirectory() as directory:
-        return run_suite(arguments[:split], arguments[split + 1 :], Path(directory))
+        return run_suite(arguments[0], arguments[1:split], arguments[split + 1 :], Path(directory))
 
 
 if __name__ == "__main__":

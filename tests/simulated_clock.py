@@ -48,6 +48,10 @@ class SimulatedClock(Clock):
             if seconds is None:
                 yield limit
                 return
+            if seconds <= 0:
+                limit.reschedule(loop.time())
+                yield limit
+                return
             with self._wait(seconds, lambda: limit.reschedule(loop.time())):
                 yield limit
 

@@ -68,8 +68,6 @@ def why_not() -> str:
     """Return why pods cannot run here; empty if they can."""
     if os.geteuid() != 0:
         return "pods need root: they get network and mount namespaces of their own"
-    if ROOT.is_relative_to("/tmp"):
-        return "the checkout lies in /tmp, where each pod has a file system of its own"
     missing = [each for each in ("ip", "nsenter", "unshare", "setpriv", "chroot") if shutil.which(each) is None]
     if missing:
         return f"pods need {', '.join(missing)}"
@@ -286,11 +284,11 @@ class Cluster:
         script += [line for each in ("/proc", "/sys", "/dev") for line in _bind(each, root, each)]
         script += _bind(str(self._etc), root, "/etc")
         script += _bind(str(self._hosts), root, "/etc/hosts")
-        for place in _code():
-            script += _bind(place, root, place, read_only=True)
         for mount in pod.container["volumeMounts"]:
             source = self._volume(pod, mount["name"], user)
             script += _bind(str(source), root, mount["mountPath"], read_only=mount.get("readOnly", False))
+        for place in _code():  # after the volumes: one is /tmp, where the checkout may lie
+            script += _bind(place, root, place, read_only=True)
         script.append(f"mount -o remount,bind,ro {root}/etc")
         script.append(f"mount -o remount,ro {root}")
         environment = " ".join(shlex.quote(f"{name}={value}") for name, value in variables.items())

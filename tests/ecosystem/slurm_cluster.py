@@ -28,7 +28,6 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "ip",
 _WITH_US = ("setpriv", "--pdeathsig", "KILL")
 """Runs a program that ends with this process, however that ends."""
 
-INSTALL_S = 240.0
 COMMAND_S = 30.0
 
 NETWORK = "10.77.0"
@@ -67,31 +66,17 @@ ends by SIGSEGV in `build_job_info_resp`, when srun asks about a heterogeneous j
 
 
 def require_slurm() -> None:
-    """Skip the test if a cluster cannot be made here; install the packages if that is possible."""
+    """Skip the test if a cluster cannot be made here."""
     if os.name != "posix" or not Path("/proc/self/ns/net").exists():
         pytest.skip("a Slurm cluster of namespaces needs Linux")
     if os.geteuid() != 0:
         pytest.skip("a Slurm cluster of namespaces needs root: network and process namespaces are made for its nodes")
-    if not all(map(shutil.which, PROGRAMS)):
-        _install()
     if missing := [name for name in PROGRAMS if not shutil.which(name)]:
         pytest.skip(f"no {', '.join(missing)}: apt-get install --no-install-recommends {' '.join(PACKAGES)}")
     probe = ("unshare", "--net", "--pid", "--mount", "--uts", "--fork", "true")
     made = subprocess.run(probe, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     if made.returncode:
         pytest.skip(f"this container may not make namespaces (needs CAP_SYS_ADMIN): {made.stderr.strip()}")
-
-
-def _install() -> None:
-    """Install the packages. Their daemons are not started: a cluster starts its own."""
-    if not shutil.which("apt-get"):
-        return
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    install = ("apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES)
-    for command in (install, ("apt-get", "update"), install):
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=INSTALL_S, check=False)
-        if command is install and not done.returncode:
-            return
 
 
 class SlurmCluster:

@@ -33,8 +33,10 @@ def run(directory: Path, *options: str, **files: str) -> subprocess.CompletedPro
     for name, text in files.items():
         (directory / f"test_{name}.py").write_text(text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # ours take a second to import
+    plugins = ("-p", "pytest_reportlog.plugin", "-p", "xdist", "-p", "no:cacheprovider")
     return subprocess.run(
-        [sys.executable, str(PROGRAM), str(directory), "--", "-p", "no:cacheprovider", *options],
+        [sys.executable, str(PROGRAM), "not left_out", str(directory), "--", *plugins, *options],
         cwd=directory,
         env={**environment, "FLAKY_REPORT": str(directory / "flaky.txt")},
         capture_output=True,
@@ -75,6 +77,23 @@ def test_the_second_attempt_runs_without_workers(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", "2", "--dist", "loadfile", alone=ALONE)
     assert done.returncode == 0
     assert "beside others" in (tmp_path / "flaky.txt").read_text()
+
+
+def test_tests_that_race_the_clock_run_without_workers(tmp_path: Path) -> None:
+    marked = ALONE.replace("def ", "@pytest.mark.clock\ndef ").replace("import os", "import pytest, os")
+    done = run(tmp_path, "-n", "2", healthy=HEALTHY, alone=marked)
+    assert done.returncode == 0
+    assert done.stdout.count("1 passed") == 2
+    assert not (tmp_path / "flaky.txt").exists()
+
+
+def test_only_what_is_selected_runs(tmp_path: Path) -> None:
+    left_out = "import pytest\n@pytest.mark.left_out\n" + BROKEN
+    assert run(tmp_path, healthy=HEALTHY, broken=left_out).returncode == 0
+
+
+def test_a_suite_without_tests_of_one_kind_is_green(tmp_path: Path) -> None:
+    assert run(tmp_path, alone="import pytest\n@pytest.mark.clock\n" + HEALTHY).returncode == 0
 
 
 def test_a_file_that_cannot_be_imported_is_red(tmp_path: Path) -> None:

@@ -84,3 +84,9 @@ async def test_until_moves_time_if_it_is_asked_to() -> None:
     sleeping = asyncio.create_task(clock.sleep(7.0))
     await clock.until(sleeping.done, step_s=1.0)
     assert 7.0 <= clock() <= 8.0
+
+
+async def test_a_timeout_of_nothing_ends_its_body_at_once() -> None:
+    with pytest.raises(TimeoutError):
+        async with SimulatedClock().timeout(0.0):
+            await asyncio.Event().wait()
