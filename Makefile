@@ -23,7 +23,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-examples ecosystem-latest client-table chaos fuzz audit lint format references proto proto-check wheels npm-package clean
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-docker test-examples ecosystem-latest client-table chaos fuzz audit lint format references proto proto-check wheels npm-package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -105,16 +105,22 @@ real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quar
 	$(BIN)/sluice quickstart --task sums --seed $(SEED) $(if $(LR),--lr $(LR))
 
 # Workers share the cores: one thread each.
-test test-fast test-ecosystem test-examples: export OMP_NUM_THREADS ?= 1
+test test-fast test-ecosystem test-docker test-examples: export OMP_NUM_THREADS ?= 1
 
-test: install-dev ## run every test
-	$(SUITE) "not ecosystem and not examples and not fuzz" tests -- $(PYTEST_OPTIONS)
+# Tests that have a target of their own.
+ELSEWHERE := ecosystem or examples or fuzz or docker
+
+test: install-dev ## run every test that needs nothing but .venv
+	$(SUITE) "not ($(ELSEWHERE))" tests -- $(PYTEST_OPTIONS)
 
 test-fast: install-dev ## run the tests that take seconds
-	$(SUITE) "not slow and not docker and not gpu and not ecosystem and not examples and not fuzz" tests -- $(PYTEST_OPTIONS)
+	$(SUITE) "not (slow or gpu or $(ELSEWHERE))" tests -- $(PYTEST_OPTIONS)
 
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
 	$(SUITE) ecosystem $$(grep -rl --include='test_*.py' mark.ecosystem tests) -- -n 2 --dist worksteal --durations=30 --durations-min=20
+
+test-docker: install-dev ## run the tests that build images and start containers; needs a Docker engine with compose v2
+	$(SUITE) docker tests/integration/test_compose*.py -- -n 0
 
 test-examples: install-dev install-ecosystem ## follow the README of each example, and check that the model has learned: half an hour
 	$(SUITE) examples tests/ecosystem/test_examples.py -- -n 2 --dist worksteal
@@ -143,6 +149,7 @@ fuzz: install-dev .venv-ecosystem-fuzz/.installed ## hostile input for every RPC
 lint: install-dev ## formatters, linters, types, contracts and generated pages, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/lint_waits.py
 	$(BIN)/mypy
 	$(BIN)/buf lint proto
 	$(BIN)/buf breaking proto --against proto/baseline.binpb

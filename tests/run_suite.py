@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MAX_FLAKY = 5
+MAX_LINES, MAX_COLUMNS = 8, 400
+"""Of the error of a flaky test."""
 TESTS_FAILED = 1
 NO_TESTS = 5
 """Exit codes of pytest if tests ran and some failed, and if none was selected. Others are errors of pytest or of its options."""
@@ -96,9 +98,16 @@ def racing_files(paths: list[str]) -> list[str]:
     return sorted(str(file) for file in files if "mark.clock" in file.read_text())
 
 
+def shortened(error: str) -> str:
+    """Return the lines of an error that fit into a report."""
+    lines = error.strip().splitlines()
+    left_out = [f"... {len(lines) - MAX_LINES} lines"] if len(lines) > MAX_LINES else []
+    return "\n".join(f"    {line[:MAX_COLUMNS]}" for line in [*lines[:MAX_LINES], *left_out])
+
+
 def report_flaky(flaky: dict[str, str]) -> None:
     """Print the tests that passed at the second attempt, and append them to the file that CI prints at its end."""
-    text = "".join(f"flaky: {test}\n    {error.strip()}\n" for test, error in flaky.items())
+    text = "".join(f"flaky: {test}\n{shortened(error)}\n" for test, error in flaky.items())
     print(text, end="", flush=True)
     if text and (path := os.environ.get("FLAKY_REPORT")):
         with Path(path).open("a") as file:

@@ -273,7 +273,7 @@ async def test_a_checkpoint_that_cannot_be_written_leaves_the_training_alone(mod
 
 async def test_an_epoch_does_not_begin_without_weight_sync(model: Path, tmp_path: Path) -> None:
     common = settings(model, tmp_path, "127.0.0.1:1")
-    config = trainer_config(deadlines={"push_s": 0.3})
+    config = trainer_config(deadlines={"push_s": 1.0})
     async with trainer_service(common, config) as (_, target), TrainerClient(target) as client:
         with pytest.raises(SluiceError, match="could not be published") as failed:
             await client.begin_epoch(RUN, 1, timeout_s=20)
@@ -308,7 +308,7 @@ async def test_a_version_that_cannot_be_published_ends_the_training_with_a_reaso
         first = AsyncExitStack()
         address = await first.enter_async_context(weight_service(settings(model, tmp_path)))
         common = settings(model, tmp_path, address)
-        config = trainer_config(deadlines={"push_s": 0.5})
+        config = trainer_config(deadlines={"push_s": 5.0})
         trainer, target = await services.enter_async_context(trainer_service(common, config))
         client = await services.enter_async_context(TrainerClient(target))
         running = Stack(trainer, client, target, trainer.learner.tokenizer_digest, tmp_path)

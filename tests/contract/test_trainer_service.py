@@ -341,7 +341,7 @@ async def test_a_client_that_leaves_half_way_leaves_nothing_behind(running: Stac
 
 
 async def test_a_stream_that_stalls_ends_by_its_deadline(model: Path, tmp_path: Path) -> None:
-    async with stack(model, tmp_path, deadlines={"submit_s": 0.2}) as running:
+    async with stack(model, tmp_path, deadlines={"submit_s": 1.0}) as running:
         await running.client.begin_epoch(RUN, 1)
         async with connect(running.target, SecurityConfig()) as channel:
             call = trainer_pb2_grpc.TrainerServiceStub(channel).SubmitBatch(timeout=60)

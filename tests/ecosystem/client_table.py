@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -333,8 +333,13 @@ def _counted(samples: int, turns: int, branches: int, *, forks: bool) -> str:
     return "yes, forks" if forks else "yes"
 
 
-async def table(clients: Sequence[Client], directory: Path) -> dict[Client, dict[str, str]]:
-    """Play all cases of the clients, in a run of its own; raise if the audit of the run finds a difference."""
+def all_cases(client: Client) -> list[str]:
+    """Return the cases that a client can do, in the order of the table."""
+    return [case for case in CASES if case in client.cases]
+
+
+async def table(cases: Mapping[Client, Sequence[str]], directory: Path) -> dict[Client, dict[str, str]]:
+    """Play cases of the clients, in a run of its own; raise if the audit of the run finds a difference."""
     cells: dict[Client, dict[str, str]] = {}
     async with contextlib.AsyncExitStack() as stack:
         scene = await make_scene(directory, stack, [Clerk()])
@@ -345,12 +350,11 @@ async def table(clients: Sequence[Client], directory: Path) -> dict[Client, dict
         url = await stack.enter_async_context(line.serving())
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=gateway, timeout=30))
         stage = Stage(replica, line, url, http)
-        for number, client in enumerate(clients):
+        for number, (client, played) in enumerate(cases.items()):
             home = directory / f"client{number}"
             home.mkdir()
             row = Row(client, home)
             try:
-                played = [case for case in CASES if case in client.cases]
                 cells[client] = {case: await play(row, case, stage) for case in played}
             finally:
                 await row.close()
@@ -360,6 +364,15 @@ async def table(clients: Sequence[Client], directory: Path) -> dict[Client, dict
         differences = audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
         assert not differences, differences
     return cells
+
+
+def read_table(page: str) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the cells of a page's table, by name of the client and route."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    head = next(number for number, row in enumerate(rows) if row[:2] == ["client", "route"])
+    return {
+        (row[0], row[1]): dict(zip(CASES, row[2:], strict=True)) for row in rows[head + 2 : head + 2 + len(CLIENTS)]
+    }
 
 
 def markdown(cells: dict[Client, dict[str, str]]) -> str:
@@ -382,7 +395,7 @@ def main() -> int:
             print(f"{each.name}: not installed; `make install-ecosystem` installs it", file=sys.stderr)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with tempfile.TemporaryDirectory() as directory:
-        cells = asyncio.run(table(clients, Path(directory)))
+        cells = asyncio.run(table({each: all_cases(each) for each in clients}, Path(directory)))
     print(markdown(cells))
     print("\n".join(failures(cells)), file=sys.stderr)
     return bool(failures(cells))

@@ -1,23 +1,32 @@
-"""Unmodified clients through the real gateway: every cell of the table in docs/gateway.md."""
+"""Unmodified clients through the real gateway: each plays one case of the table in docs/gateway.md; `make client-table` plays all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from client_table import CLIENTS, failures, installed, markdown, table
+from client_table import CLIENTS, all_cases, failures, installed, read_table, table
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-async def test_every_client_plays_every_case_that_it_has(tmp_path: Path) -> None:
-    clients = [client for client in CLIENTS if installed(client)]
-    if not clients:
-        pytest.skip("no client is installed: `make install-ecosystem` installs them")
-    cells = await table(clients, tmp_path)
+def test_every_client_is_installed() -> None:
+    """Fails where `make install-ecosystem` has not run, or left one out."""
+    assert [client.name for client in CLIENTS if not installed(client)] == []
+
+
+async def test_every_client_plays_a_case_as_the_page_says(tmp_path: Path) -> None:
+    cases = {}
+    for number, client in enumerate(CLIENTS):
+        able = all_cases(client)
+        cases[client] = [able[number % len(able)]]  # neighbours play different cases
+    cells = await table(cases, tmp_path)
     assert not failures(cells)
-    page = (ROOT / "docs/gateway.md").read_text()
-    stale = [line for line in markdown(cells).splitlines() if line not in page]
-    assert not stale, "run `make client-table`, and put what it prints into docs/gateway.md"
+    page = read_table((ROOT / "docs/gateway.md").read_text())
+    for client, row in cells.items():
+        for case, cell in row.items():
+            assert page[client.name, client.route][case] == cell, (
+                "run `make client-table`, and put it into docs/gateway.md"
+            )

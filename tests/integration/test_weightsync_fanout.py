@@ -28,11 +28,10 @@ pytestmark = pytest.mark.slow
 RECEIVERS = 16
 QUIET = {"lease_s": 30.0, "heartbeat_s": 2.0}
 """Little is said but what has to be, so that the bytes that are counted are those of versions."""
-EAGER = {
-    "connect_to": partial(connect, security=SecurityConfig()),
-    "sources": SourceLimits(look_s=1.0, fallback_s=0.5, retry_s=0.2, ban_s=1.0),
-    "local_files": False,
-}
+LINKED = {"connect_to": partial(connect, security=SecurityConfig()), "local_files": False}
+PATIENT = SourceLimits(look_s=1.0, answer_s=60.0, fallback_s=60.0)
+"""A relay that is slow is not left: the bytes of each link are counted."""
+EAGER = SourceLimits(look_s=1.0, fallback_s=1.0, retry_s=1.0, ban_s=1.0)
 
 
 class Tree:
@@ -67,11 +66,12 @@ async def tree(tmp_path: Path) -> AsyncIterator[Tree]:
         yield grown
 
 
-async def start(stack: AsyncExitStack, tree: Tree, stage_dir: Path) -> list[Engine]:
+async def start(stack: AsyncExitStack, tree: Tree, stage_dir: Path, sources: SourceLimits = PATIENT) -> list[Engine]:
     """Receivers that share no staged copies, as if each had a host of its own; each has found a relay when this returns."""
     engines = [Engine(f"replica-{index}") for index in range(RECEIVERS)]
     for engine in engines:
-        await stack.enter_async_context(engine.receiving(tree.root.target, stage_dir / engine.name, **EAGER))
+        receiving = engine.receiving(tree.root.target, stage_dir / engine.name, sources=sources, **LINKED)
+        await stack.enter_async_context(receiving)
     relayed = [await relay.serving.runs.open(RESOURCE) for relay in tree.relays]
     await eventually(lambda: sum(run.watchers for run in relayed) == RECEIVERS, 60)
     return engines
@@ -151,7 +151,7 @@ async def publish(publisher: WeightPublisher, version: Version, tensors: dict[st
 
 async def test_receivers_of_a_dead_relay_take_the_next_version_from_elsewhere(tree: Tree, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        engines = await start(stack, tree, tmp_path / "shm")
+        engines = await start(stack, tree, tmp_path / "shm", EAGER)
         await push(tree.root, Version(1, 1), model(1))
         await served(engines, Version(1, 1))
         await tree.relays[0].stop()

@@ -23,14 +23,14 @@ async def busy() -> AsyncIterator[ComputeThread]:
     release = threading.Event()
     compute = ComputeThread()
     with pytest.raises(SluiceError):
-        await compute.run(release.wait, deadline_s=0.01, what="a step")
+        await compute.run(release.wait, deadline_s=1.0, what="a step")
     yield compute
     release.set()
     await compute.stop(60.0)
 
 
 def writer(output_dir: Path, compute: ComputeThread, ranks: RankGroup | None) -> CheckpointWriter:
-    config = TrainerConfig(deadlines={"step_s": 0.01, "save_s": 0.01})
+    config = TrainerConfig(deadlines={"step_s": 1.0, "save_s": 1.0})
     learner = Learner(CommonConfig(run="test", output_dir=output_dir, model="none"), config, ranks=ranks)
     return CheckpointWriter(learner, compute)
 

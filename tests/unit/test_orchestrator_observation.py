@@ -235,8 +235,13 @@ async def test_two_callers_wait_for_a_slow_disk_side_by_side(tmp_path: Path, mon
         asyncio.create_task(recorder.step(1, {"reward/mean": 0.5}, [], Lineage())),
     ]
     await asyncio.sleep(0)
+    written = recorder._waiting[0]
     first.set()
-    await asyncio.wait(callers, timeout=0.1)
+    while not written.done():  # noqa: ASYNC110 - a future of a thread
+        await asyncio.sleep(0.001)
+    for _ in range(100):  # both callers come as far as they can
+        await asyncio.sleep(0)
+    assert not any(each.done() for each in callers)
     second.set()
     await asyncio.gather(*callers)
     await recorder.close()
