@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -308,7 +309,10 @@ class TestTensorParallel:
         await assert_altered_weights_are_found(parallel_engine, parallel[0][1])
 
 
-async def test_data_parallel_engines_switch_together(models):
+async def test_data_parallel_engines_switch_together(models, monkeypatch):
+    # vLLM looks for free ports before its engines bind them. Below the ephemeral range no other test takes them meanwhile.
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    monkeypatch.setenv("VLLM_PORT", str(20_000 + 100 * worker))
     weights = {BASE: models[0], Version(1, 1): models[1]}
     async with started(models[0], data_parallel_size=2) as engine:
         tasks = [asyncio.create_task(one(engine, LONG)) for _ in range(8)]
