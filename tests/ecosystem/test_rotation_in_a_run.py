@@ -18,6 +18,7 @@ SLUICE = (sys.executable, "-m", "sluice.cli.main")
 AGENT = """
 import asyncio
 import ssl
+import time
 
 import httpx
 import openai
@@ -27,11 +28,20 @@ class Agent:
     def __init__(self, certs):
         self.certs = certs
 
+    def context(self):
+        for _ in range(1000):  # a certificate and its key are two files, and may be replaced between two looks
+            try:
+                context = ssl.create_default_context(cafile=f"{self.certs}/ca.pem")
+                context.load_cert_chain(f"{self.certs}/agents.pem", f"{self.certs}/agents.key")
+            except ssl.SSLError:
+                time.sleep(0.01)
+                continue
+            return context
+        raise RuntimeError("the certificate does not fit its key")
+
     async def run(self, data, base_url, api_key):
         await asyncio.sleep(0.4)  # the run must last until everything was replaced
-        context = ssl.create_default_context(cafile=f"{self.certs}/ca.pem")
-        context.load_cert_chain(f"{self.certs}/agents.pem", f"{self.certs}/agents.key")
-        async with httpx.AsyncClient(verify=context) as http:
+        async with httpx.AsyncClient(verify=self.context()) as http:
             policy = openai.AsyncOpenAI(api_key=api_key, base_url=base_url, http_client=http, max_retries=0)
             asked = [{"role": "user", "content": data["text"]}]
             reply = await policy.chat.completions.create(model="any", messages=asked)
