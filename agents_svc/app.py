@@ -8,8 +8,9 @@ import contextlib
 import structlog
 
 from agents_svc.config import AgentsConfig
-from agents_svc.player import Method, Player, hosted_agent, load_agent
+from agents_svc.player import Player, hosted_agent, load_agent
 from sluice.agent import AgentClient
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, FailedForGoodError, Service, UnfinishedError
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.peers import missing_peers_reported
@@ -19,8 +20,13 @@ from sluice.tasks import settle
 log = structlog.get_logger(__name__)
 
 
-async def serve(common: CommonConfig, config: AgentsConfig) -> None:
+async def serve(common: CommonConfig, config: AgentsConfig, clock: Clock = CLOCK) -> None:
     """Play until the run has ended, or until a signal.
+
+    Args:
+        common: Settings that all services of the run share.
+        config: Settings of the agents.
+        clock: The time of an episode.
 
     Raises:
         ConfigError: if the class cannot be loaded.
@@ -33,15 +39,22 @@ async def serve(common: CommonConfig, config: AgentsConfig) -> None:
             agent = load_agent(config.agent, config.args)
         else:
             limit = (config.start_s, "agents.start_s")
+            section = "agents.environment_processes"
             processes = EnvironmentProcesses(
-                config.agent, config.args, config.environment_processes, limit, "agents.environment_processes"
+                config.agent, config.args, config.environment_processes, limit, section, clock=clock
             )
             agent = hosted_agent(await stack.enter_async_context(processes), config.agent, config.episode_s)
-        await _play(common, config, agent)
+        player = Player(
+            agent,
+            at_a_time=config.at_a_time,
+            episode_s=config.episode_s,
+            most_failures=config.most_failures,
+            clock=clock,
+        )
+        await _play(common, config, player)
 
 
-async def _play(common: CommonConfig, config: AgentsConfig, agent: tuple[Method, bool]) -> None:
-    player = Player(agent, at_a_time=config.at_a_time, episode_s=config.episode_s, most_failures=config.most_failures)
+async def _play(common: CommonConfig, config: AgentsConfig, player: Player) -> None:
     server = RpcServer("agents", config.server, common.security, run=common.run)
     stop, drain_s = asyncio.Event(), config.server.drain_s
     async with AgentClient(common.peers.gateway, common.run, common.security, patience_s=config.gateway_s) as client:

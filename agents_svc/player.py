@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import Counter
 
 from sluice.agent import Episode
+from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.loading import construct
@@ -109,6 +110,7 @@ class Player:
         at_a_time: Episodes that are played at a time.
         episode_s: Seconds for one episode.
         most_failures: Failures in a row after which the agents give up.
+        clock: The time of an episode.
 
     Attributes:
         failures: Failures in a row.
@@ -116,10 +118,12 @@ class Player:
         ended: Set when they gave up.
     """
 
-    def __init__(self, agent: tuple[Method, bool], *, at_a_time: int, episode_s: float, most_failures: int) -> None:
+    def __init__(
+        self, agent: tuple[Method, bool], *, at_a_time: int, episode_s: float, most_failures: int, clock: Clock = CLOCK
+    ) -> None:
         self._method, self._blocks = agent
-        self._threads = DeadlineThreads("agent", at_a_time, episode_s, most_hung=at_a_time)
-        self._episode_s, self._most_failures = episode_s, most_failures
+        self._threads = DeadlineThreads("agent", at_a_time, episode_s, most_hung=at_a_time, clock=clock)
+        self._episode_s, self._most_failures, self._clock = episode_s, most_failures, clock
         self.failures = self._rounds = 0
         self._kinds: set[str] = set()
         self.gave_up, self.ended = "", asyncio.Event()
@@ -132,7 +136,7 @@ class Player:
         """
         rounds = self._rounds
         try:
-            async with asyncio.timeout(self._episode_s) as limit:
+            async with self._clock.timeout(self._episode_s) as limit:
                 await self._submit(episode, await self._outcome(episode))
         except Exception as error:
             late = isinstance(error, CallHungError) or (isinstance(error, TimeoutError) and limit.expired())

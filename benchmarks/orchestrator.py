@@ -46,6 +46,9 @@ FASTEST = 10_000.0
 WARM_UP_ROUNDS = 1.5
 """Times that all in flight are answered before the measurement begins."""
 
+_LEAST_EPISODES = 100
+"""Episodes that must end while a level is measured, however busy the machine is."""
+
 _LOOK_S = 1.0
 _START_S = 60.0
 _LONGEST_WARM_UP_S = 300.0
@@ -280,10 +283,10 @@ async def _simulated(name: str, target: str, log: Path, *arguments: str) -> Asyn
 
 
 async def _observe(services: Services, level: Level, seconds: float) -> Measured:
-    """Wait until the load is even, then measure.
+    """Wait until the load is even, then measure for so many seconds, or longer until enough episodes ended.
 
     Raises:
-        RuntimeError: if it does not become even in time.
+        RuntimeError: if it does not become even in time, or too few episodes end.
     """
     process = services.processes["orchestrator"][0]
     async with OrchestratorClient(services.orchestrator) as client:
@@ -299,17 +302,21 @@ async def _observe(services: Services, level: Level, seconds: float) -> Measured
             services.cpu_s(),
             await asyncio.to_thread(_lags, services.metrics_url),
         )
-        begun, in_flight, sizes = time.perf_counter(), [], []
-        while (elapsed := time.perf_counter() - begun) < seconds:
-            await asyncio.sleep(min(_LOOK_S, seconds - elapsed + 0.001))
-            in_flight.append((await client.run(RUN)).running_episodes)
+        begun, in_flight, sizes, ended = time.perf_counter(), [], [], 0
+        while (elapsed := time.perf_counter() - begun) < seconds or ended < _LEAST_EPISODES:
+            if elapsed > seconds + _LONGEST_WARM_UP_S:
+                raise RuntimeError(
+                    f"{level.name}: only {ended} episodes ended within {elapsed:.0f} s: {state.error or state}"
+                )
+            await asyncio.sleep(min(_LOOK_S, seconds - elapsed + 0.001) if elapsed < seconds else _LOOK_S)
+            state = await client.run(RUN)
+            in_flight.append(state.running_episodes)
+            ended = state.trajectories_accepted - before.trajectories_accepted
             sizes.append(process.memory_info().rss / (1 << 20))
         after, used = await client.run(RUN), services.cpu_s()
         elapsed = time.perf_counter() - begun
         more_lags = await asyncio.to_thread(_lags, services.metrics_url)
     episodes = after.trajectories_accepted - before.trajectories_accepted
-    if not episodes:
-        raise RuntimeError(f"{level.name}: no episode ended within {elapsed:.0f} s: {after}")
     spent = {name: used[name] - cpu[name] for name in used}
     lag = {edge: more_lags[edge] - lags.get(edge, 0.0) for edge in more_lags}
     return Measured(

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,14 +80,26 @@ class Counts:
 
 @dataclass
 class Clients:
-    """Callers of one server; `counts` may be replaced at any time, and calls are counted in the one in which they end."""
+    """Callers of one server; `counts` may be replaced at any time, and calls are counted in the one in which they end.
+
+    Attributes:
+        made: Calls or streams that each caller has made.
+    """
 
     counts: Counts = field(default_factory=Counts)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    made: Counter[str] = field(default_factory=Counter)
+
+    async def all_have_called(self) -> None:
+        """Return when no call is left that had begun before, and each caller has made one since, however busy the machine is."""
+        wanted = {name: made + 2 for name, made in self.made.items()}
+        while any(self.made[name] < made for name, made in wanted.items()):  # noqa: ASYNC110 - calls end all the time
+            await asyncio.sleep(0.005)
 
     async def call(self, channel: grpc.aio.Channel, number: int) -> None:
         """Call one after the other."""
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        stub, name = rollout_pb2_grpc.RolloutServiceStub(channel), f"caller {number}"
+        self.made[name] = 0
         while not self.ended.is_set():
             try:
                 answer = await stub.Generate(rollout_pb2.GenerateRequest(request_id=str(number)), timeout=CALL_S)
@@ -96,10 +109,12 @@ class Clients:
                 self.counts.lost.append(f"call: {error.code().name} {error.details()}")
                 await asyncio.sleep(0.01)
             self.counts.calls += 1
+            self.made[name] += 1
 
-    async def stream(self, channel: grpc.aio.Channel) -> None:
+    async def stream(self, channel: grpc.aio.Channel, number: int) -> None:
         """Receive one stream after the other."""
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        stub, name = rollout_pb2_grpc.RolloutServiceStub(channel), f"receiver {number}"
+        self.made[name] = 0
         while not self.ended.is_set():
             parts = 0
             try:
@@ -111,6 +126,7 @@ class Clients:
                 self.counts.lost.append(f"stream: {error.code().name} {error.details()}")
                 await asyncio.sleep(0.01)
             self.counts.streams += 1
+            self.made[name] += 1
 
     async def watch(self, channel: grpc.aio.Channel) -> None:
         """Watch the health of the server until the end."""
@@ -142,14 +158,14 @@ AUTHORITIES = (certificates.AUTHORITIES,)
 
 
 async def measure(
-    directory: Path, *, step_s: float, apart_s: float, age_s: float, clients: int, call_s: float
+    directory: Path, *, step_s: float, apart_s: float, age_s: float, clients: int, call_s: float = 0.02
 ) -> tuple[dict[str, Counts], str]:
     """Replace everything, one after the other.
 
     Args:
         directory: An empty folder.
-        step_s: Seconds between two replacements.
-        apart_s: Seconds between the new files of the server and those of the clients.
+        step_s: Seconds between two replacements, at least; every client also calls in between.
+        apart_s: Seconds between the new files of the server and those of the clients, at least; as before.
         age_s: Age at which the server ends connections.
         clients: Callers known by certificate, and as many by token.
         call_s: Seconds of a call.
@@ -184,18 +200,20 @@ async def measure(
         running = [
             asyncio.create_task(each)
             for number, channel in enumerate(channels)
-            for each in (load.call(channel, number), load.stream(channel), load.watch(channel))
+            for each in (load.call(channel, number), load.stream(channel, number), load.watch(channel))
         ]
 
         async def replace(step: str, what: Callable[[], object], files: Sequence[str]) -> None:
             what()
             machines.copy(machines.server, files)
             await asyncio.sleep(apart_s)
+            await load.all_have_called()
             machines.copy(machines.clients, files)
             await rest(step, step_s - apart_s)
 
         async def rest(step: str, for_s: float) -> None:
             await asyncio.sleep(for_s)
+            await load.all_have_called()
             counted[step], load.counts = load.counts, Counts()
 
         def renew() -> list[Leaf]:
@@ -245,7 +263,6 @@ def run(argv: list[str]) -> Mapping[str, Any]:
                 apart_s=min(2.0, arguments.step / 2),
                 age_s=arguments.age,
                 clients=arguments.clients,
-                call_s=0.02,
             )
         )
     print(f"{'while':<36}{'calls':>8}{'streams':>9}{'watches':>9}{'lost':>6}")

@@ -6,6 +6,7 @@ import asyncio
 
 from envserver_svc.config import EnvServerConfig
 from envserver_svc.servicer import EnvironmentServicer
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, Service
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import RpcServer
@@ -14,8 +15,13 @@ from sluice.telemetry import StateMetrics
 from sluice.v1 import environment_pb2_grpc
 
 
-async def serve(common: CommonConfig, config: EnvServerConfig) -> None:
+async def serve(common: CommonConfig, config: EnvServerConfig, clock: Clock = CLOCK) -> None:
     """Serve until a signal.
+
+    Args:
+        common: Settings that all services of a run share.
+        config: Settings of this service.
+        clock: Times the calls of the environment, and how long episodes are idle.
 
     Raises:
         ConfigError: if the environment cannot be constructed, or the address cannot be bound.
@@ -23,9 +29,9 @@ async def serve(common: CommonConfig, config: EnvServerConfig) -> None:
     server = RpcServer("envserver", config.server, common.security, run=common.run)
     limit = (config.start_s, "envserver.start_s")
     async with EnvironmentProcesses(
-        config.source, config.args, config.environment_processes, limit, "envserver.environment_processes"
+        config.source, config.args, config.environment_processes, limit, "envserver.environment_processes", clock=clock
     ) as processes:
-        servicer = EnvironmentServicer(processes, config)
+        servicer = EnvironmentServicer(processes, config, clock)
         server.add(
             environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, servicer, "sluice.v1.EnvironmentService"
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import structlog
 from prometheus_client import Metric
 
 from envserver_svc.config import EnvServerConfig
+from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task
 from sluice.environments.episode import OpenEpisode, ReplayDiffersError
 from sluice.environments.processes import EnvironmentProcesses
@@ -64,10 +64,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     Args:
         processes: Run it.
         config: The settings.
+        clock: Says how long episodes are idle.
     """
 
-    def __init__(self, processes: EnvironmentProcesses, config: EnvServerConfig) -> None:
-        self._processes, self._config = processes, config
+    def __init__(self, processes: EnvironmentProcesses, config: EnvServerConfig, clock: Clock = CLOCK) -> None:
+        self._processes, self._config, self._clock = processes, config, clock
         self._episodes: dict[str, _Served] = {}
         self._opening: dict[str, asyncio.Task[_Served]] = {}
         self._listings: OrderedDict[tuple[str, int], list[Task]] = OrderedDict()
@@ -76,8 +77,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """Close idle episodes, until it is cancelled; then close all."""
         try:
             while True:
-                await asyncio.sleep(self._config.idle_s / 4)
-                before = time.monotonic() - self._config.idle_s
+                await self._clock.sleep(self._config.idle_s / 4)
+                before = self._clock() - self._config.idle_s
                 idle = [name for name, each in self._episodes.items() if each.used < before and not each.lock.locked()]
                 for name in idle:
                     log.info("an idle episode is closed", episode=name, idle_s=self._config.idle_s)
@@ -156,7 +157,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             response = environment_pb2.ResetResponse(
                 messages=chat_messages(opened.messages), tools=tool_messages(opened.tools)
             )
-            served = _Served(opened, stack.pop_all(), response, time.monotonic())
+            served = _Served(opened, stack.pop_all(), response, self._clock())
         self._episodes[request.episode_id] = served
         return served
 
@@ -170,7 +171,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 " started again; Reset opens it anew",
             )
         async with served.lock:
-            served.used = time.monotonic()
+            served.used = self._clock()
             if request.turn < len(served.answers):
                 return served.answers[request.turn]
             if request.turn > len(served.answers) or served.opened.done:
@@ -191,7 +192,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 metrics=turn.metrics,
             )
             served.answers.append(answer)
-            served.used = time.monotonic()
+            served.used = self._clock()
             return answer
 
     async def Score(self, request: environment_pb2.ScoreRequest, context: Context) -> environment_pb2.ScoreResponse:

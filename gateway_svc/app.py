@@ -6,7 +6,7 @@ import asyncio
 import gc
 import socket
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from gateway_svc.config import GatewayConfig
 from sluice.config import CommonConfig, Service
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, connect
-from sluice.rpc.server import free_ports
 from sluice.sampling.listed import follow_list
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
@@ -30,8 +29,16 @@ _COLLECTIONS = (10_000, 20, 50)
 EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 
 
-async def serve(common: CommonConfig, config: GatewayConfig) -> None:
-    """Serve one gateway."""
+async def serve(
+    common: CommonConfig, config: GatewayConfig, on_listening: Callable[[str, str], object] = lambda _target, _url: None
+) -> None:
+    """Serve one gateway.
+
+    Args:
+        common: Settings of the run.
+        config: Settings of the gateway.
+        on_listening: Called with the gRPC target and the URL of the HTTP port, once both take connections.
+    """
     from gateway_svc.episodes import EpisodeServicer  # noqa: PLC0415 - brings the dialects: settings and `--help` need none of it
     from gateway_svc.http import create_app  # noqa: PLC0415
     from gateway_svc.recording import RecordedSessions  # noqa: PLC0415
@@ -45,7 +52,6 @@ async def serve(common: CommonConfig, config: GatewayConfig) -> None:
         run=common.run,
         call_log=common.run_dir / "calls/gateway.jsonl",
     )
-    http_port = config.server.http_port or free_ports(1)[0]
     pool = ReplicaPool([], common.security, config.replicas, _ignore, concurrency=config.concurrency, holds_back=True)
     engine = PolicyEngine(pool, common.run, config.capture.deadlines.request_s)
     channel = connect(common.peers.orchestrator, common.security, role="gateway")
@@ -55,7 +61,7 @@ async def serve(common: CommonConfig, config: GatewayConfig) -> None:
         engine,
         config.capture,
         run=common.run,
-        base_url=config.advertise_url or _base_url(common, config, http_port),
+        base_url=lambda: config.advertise_url or _base_url(common, config, http.port),
         name=name,
     )
     servicer = EpisodeServicer(sessions, config.capture)
@@ -63,7 +69,7 @@ async def serve(common: CommonConfig, config: GatewayConfig) -> None:
     http = HttpServer(
         create_app(sessions, config.capture, server.access, config.server.host),
         config.server.host,
-        http_port,
+        config.server.http_port or 0,
         common.security,
     )
     gc.collect()
@@ -75,6 +81,7 @@ async def serve(common: CommonConfig, config: GatewayConfig) -> None:
         server.count_left(lambda: server.calls_left + http.in_progress)
         await server.start()
         await http.start()
+        on_listening(server.target, _base_url(common, config, http.port))
         duties = (pool.run(), follow_list(pool, session_pb2_grpc.SessionServiceStub(channel), name))
         tasks += [asyncio.create_task(_and_end(each, ended)) for each in duties]
         with StateMetrics(partial(_scrape, pool)):

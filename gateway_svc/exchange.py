@@ -10,6 +10,7 @@ from typing import TypeAlias
 import grpc
 from google.rpc.status_pb2 import Status
 
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.rpc.channel import REQUEST_ID
 from sluice.tasks import settle
@@ -25,10 +26,11 @@ class Exchange:
 
     Args:
         sessions: The orchestrator.
+        clock: The time of the deadlines.
     """
 
-    def __init__(self, sessions: session_pb2_grpc.SessionServiceStub) -> None:
-        self._sessions = sessions
+    def __init__(self, sessions: session_pb2_grpc.SessionServiceStub, clock: Clock = CLOCK) -> None:
+        self._sessions, self._clock = sessions, clock
         self._answers: dict[int, asyncio.Future[session_pb2.ExchangeResponse]] = {}
         self._unsent: deque[session_pb2.ExchangeRequest] = deque()
         self._more = asyncio.Event()
@@ -71,7 +73,7 @@ class Exchange:
         if self._stream is None or self._stream.done():
             self._stream = asyncio.create_task(self._run(), name="exchange")
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._clock.timeout(timeout_s):
                 answered = await answer
         except TimeoutError:
             raise SluiceError(

@@ -33,6 +33,7 @@ from gateway_svc.config import CaptureConfig
 from gateway_svc.dialects import chat, completions, messages, responses, tokens
 from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
 from gateway_svc.shared import deadline, too_late
+from sluice.clock import CLOCK, Clock
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status
 from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
 from sluice.rpc import SluiceError
@@ -203,7 +204,9 @@ def _token(headers: Headers) -> str:
     return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
-def create_app(sessions: Sessions, capture: CaptureConfig, access: Access, host: str) -> SessionPaths:
+def create_app(
+    sessions: Sessions, capture: CaptureConfig, access: Access, host: str, clock: Clock = CLOCK
+) -> SessionPaths:
     """Build the app.
 
     Args:
@@ -211,6 +214,7 @@ def create_app(sessions: Sessions, capture: CaptureConfig, access: Access, host:
         capture: The settings.
         access: Who may call, shared with the gRPC port.
         host: Address that the server is bound to.
+        clock: The time that requests are held for.
     """
     door = Door(sessions, access)
     guard = Middleware(
@@ -225,7 +229,7 @@ def create_app(sessions: Sessions, capture: CaptureConfig, access: Access, host:
     )
     app = Starlette(
         routes=[
-            *_dialects(Capture(sessions, door, capture)),
+            *_dialects(Capture(sessions, door, capture, clock)),
             *_sessions(sessions, door),
             *_description(sessions, door),
         ],
@@ -279,11 +283,12 @@ class Capture:
         sessions: Sample and record.
         door: Tells which session is meant.
         settings: The settings.
+        clock: The time that requests are held for.
     """
 
-    def __init__(self, sessions: Sessions, door: Door, settings: CaptureConfig) -> None:
+    def __init__(self, sessions: Sessions, door: Door, settings: CaptureConfig, clock: Clock) -> None:
         self.sessions = sessions
-        self._door, self._settings = door, settings
+        self._door, self._settings, self._clock = door, settings, clock
         self._names: set[str] = set()
 
     async def read(self, http: Request, kind: type[AnyBody]) -> Call[AnyBody]:
@@ -302,7 +307,7 @@ class Capture:
         if not request.stream:
             return await self.whole(call, request, reply.whole)
         deadlines = self._settings.deadlines
-        parts = paced(await self._sample(call, request), deadlines.keepalive_s, deadlines.request_s)
+        parts = paced(await self._sample(call, request), deadlines.keepalive_s, deadlines.request_s, self._clock)
         # An error before the first part, or the first comment, still has its HTTP status.
         first = await _while_there(call.http, anext(parts))
         return first if isinstance(first, Response) else EventStream(_events(first, parts, reply))
@@ -311,7 +316,7 @@ class Capture:
         self, call: Call[Any], request: CapturedRequest, write: Callable[[Result], dict[str, Any]]
     ) -> Response:
         """Sample for a request, and answer with one JSON object, unless its client disconnects."""
-        async with deadline(self._settings.deadlines.request_s):
+        async with deadline(self._settings.deadlines.request_s, self._clock):
             result = await _while_there(call.http, _result(await self._sample(call, request)))
         return result if isinstance(result, Response) else JSONResponse(write(result))
 
@@ -338,13 +343,16 @@ async def _while_there(http: Request, work: Coroutine[Any, Any, Outcome]) -> Out
         return Response(status_code=DISCONNECTED)
 
 
-async def paced(source: AsyncGenerator[Begun | Delta | Result, None], keepalive_s: float, deadline_s: float) -> Parts:
+async def paced(
+    source: AsyncGenerator[Begun | Delta | Result, None], keepalive_s: float, deadline_s: float, clock: Clock = CLOCK
+) -> Parts:
     """Yield what a source yields, and None whenever nothing has come for a time. Closing it closes the source.
 
     Args:
         source: Runs in a task of its own.
         keepalive_s: That time, in seconds.
         deadline_s: Seconds after which it fails.
+        clock: The time of both.
 
     Raises:
         SluiceError: DEADLINE_EXCEEDED; whatever the source raises.
@@ -360,12 +368,13 @@ async def paced(source: AsyncGenerator[Begun | Delta | Result, None], keepalive_
             await queue.put(error)
 
     pumping = asyncio.create_task(pump())
-    end = time.monotonic() + deadline_s
+    end = clock() + deadline_s
     try:
         while True:
-            left = end - time.monotonic()
+            left = end - clock()
             try:
-                part = await asyncio.wait_for(queue.get(), min(keepalive_s, max(left, 0)))
+                async with clock.timeout(min(keepalive_s, max(left, 0))):
+                    part = await queue.get()
             except TimeoutError:
                 if left > keepalive_s:
                     yield None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -26,6 +25,7 @@ from gateway_svc.exchange import Exchange
 from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
 from gateway_svc.shared import SharedSampling
 from sluice.backoff import Backoff
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
 from sluice.sampling.generation import bounded_id
@@ -74,8 +74,9 @@ class RecordedSessions:
         engine: Samples.
         config: The settings.
         run: Name of the run.
-        base_url: Where clients reach the HTTP port, without a path.
+        base_url: Returns where clients reach the HTTP port, without a path.
         name: This gateway, unique among those that run.
+        clock: The time of all waits.
     """
 
     def __init__(
@@ -85,14 +86,16 @@ class RecordedSessions:
         config: CaptureConfig,
         *,
         run: str,
-        base_url: str,
+        base_url: Callable[[], str],
         name: str,
+        clock: Clock = CLOCK,
     ) -> None:
         self._episodes = episode_pb2_grpc.EpisodeServiceStub(channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
-        self._exchange = Exchange(self._sessions)
+        self._clock = clock
+        self._exchange = Exchange(self._sessions, clock)
         self._engine, self._config, self._run = engine, config, run
-        self._base_url, self._name = base_url.rstrip("/"), name
+        self._base_url, self._name = base_url, name
         self._running: dict[tuple[str, bytes], SharedSampling] = {}
         self._found: OrderedDict[tuple[str, str, str], tuple[float, session_pb2.FindSessionResponse]] = OrderedDict()
 
@@ -109,7 +112,7 @@ class RecordedSessions:
 
     async def model(self) -> ServedModel:
         """Return the model that sessions sample from."""
-        async with asyncio.timeout(self._config.deadlines.orchestrator_s):
+        async with self._clock.timeout(self._config.deadlines.orchestrator_s):
             model = (await self._engine.pool.choose(BASE, "")).model
         return ServedModel(model.model, model.max_model_len)
 
@@ -124,7 +127,7 @@ class RecordedSessions:
         who = caller().name
         place = (ref.episode_id, ref.key, "" if ref.key else who)
         kept = self._found.get(place)
-        if kept is not None and kept[0] > time.monotonic():
+        if kept is not None and kept[0] > self._clock():
             self._found.move_to_end(place)
             return kept[1]
         request = session_pb2.FindSessionRequest()
@@ -138,7 +141,7 @@ class RecordedSessions:
                 "UNKNOWN_EPISODE",
                 f"the session key does not open {ref.episode_id!r}: send the key of that session, or leave its name out",
             )
-        now = time.monotonic()
+        now = self._clock()
         self._found[place] = (now + found.cacheable.ToNanoseconds() / 1e9, found)
         while len(self._found) > MOST_SESSIONS or next(iter(self._found.values()))[0] < now:
             self._found.popitem(last=False)
@@ -167,7 +170,7 @@ class RecordedSessions:
     async def open_episode(self, request: episode_pb2.OpenEpisodeRequest) -> episode_pb2.OpenEpisodeResponse:
         """Open an episode for the caller; the answer names this gateway's URLs."""
         opened = await self._call(self._episodes.OpenEpisode, request, caller().name)
-        opened.anthropic_base_url = f"{self._base_url}/sessions/{opened.episode_id}"
+        opened.anthropic_base_url = f"{self._base_url().rstrip('/')}/sessions/{opened.episode_id}"
         opened.openai_base_url = f"{opened.anthropic_base_url}/v1"
         return opened
 
@@ -272,13 +275,13 @@ class RecordedSessions:
         if shared is None:
             deadlines = self._config.deadlines
             source = self._sample(session, request, identity, request_id)
-            shared = self._running[place] = SharedSampling(source, deadlines.request_s, deadlines.linger_s)
+            shared = self._running[place] = SharedSampling(source, deadlines.request_s, deadlines.linger_s, self._clock)
             shared.task.add_done_callback(lambda _: self._running.pop(place, None))
         async with contextlib.aclosing(shared.read()) as parts:
             async for part in parts:
                 if isinstance(part, Result) and (begun := shared.undelivered) is not None:
                     # It was recorded while nobody was there: the journal must know that somebody has come since.
-                    await self._begin(session.principal, begun, time.monotonic() + self._config.deadlines.request_s)
+                    await self._begin(session.principal, begun, self._clock() + self._config.deadlines.request_s)
                     shared.undelivered = None
                 yield part
 
@@ -290,7 +293,7 @@ class RecordedSessions:
         request_id: str,
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
         """Claim, sample and record."""
-        until = time.monotonic() + self._config.deadlines.request_s
+        until = self._clock() + self._config.deadlines.request_s
         begin_time = Timestamp()
         begin_time.GetCurrentTime()
         keys = conversation_keys(request.generate.conversation)
@@ -364,7 +367,7 @@ class RecordedSessions:
         """Claim a request, or get what was recorded for it; wait while it is sampled elsewhere."""
         while True:
             begun = await self._patiently(
-                lambda timeout_s: self._exchange.begin(request, who, timeout_s), until - time.monotonic()
+                lambda timeout_s: self._exchange.begin(request, who, timeout_s), until - self._clock()
             )
             if not begun.running:
                 request.ClearField("joins")
@@ -384,7 +387,7 @@ class RecordedSessions:
             episode_id=session.episode_id, gateway=self._name, generation=generation, undelivered=undelivered
         )
         answer = await self._patiently(
-            lambda timeout_s: self._exchange.record(request, session.principal, timeout_s), until - time.monotonic()
+            lambda timeout_s: self._exchange.record(request, session.principal, timeout_s), until - self._clock()
         )
         return answer.parent
 
@@ -399,7 +402,6 @@ class RecordedSessions:
     @contextlib.contextmanager
     def _claimed(self, who: str, request: session_pb2.BeginGenerationRequest) -> Iterator[None]:
         """Keep a claim while the block runs."""
-        loop = asyncio.get_running_loop()
         renewing: asyncio.Task[None] | None = None
 
         async def renew() -> None:
@@ -409,13 +411,13 @@ class RecordedSessions:
                 except SluiceError as error:
                     # What was sampled may still be recorded: the claim only keeps others from doing the same work.
                     log.debug("a claim could not be renewed", request=request.request_id, error=str(error))
-                await asyncio.sleep(CLAIM_S / 3)
+                await self._clock.sleep(CLAIM_S / 3)
 
         def begin() -> None:
             nonlocal renewing
             renewing = asyncio.create_task(renew(), name=f"claim {request.request_id}")
 
-        timer = loop.call_later(CLAIM_S / 3, begin)  # most requests need no task for it
+        timer = self._clock.call_later(CLAIM_S / 3, begin)  # most requests need no task for it
         try:
             yield
         finally:
@@ -479,9 +481,9 @@ class RecordedSessions:
         Raises:
             SluiceError: of the last attempt.
         """
-        until, backoff = time.monotonic() + patience_s, Backoff(first_s=0.1, longest_s=2.0)
+        until, backoff = self._clock() + patience_s, Backoff(first_s=0.1, longest_s=2.0)
         while True:
-            left = until - time.monotonic()
+            left = until - self._clock()
             try:
                 return await attempt(max(_LEAST_S, min(answer_s, left)))
             except SluiceError as error:
@@ -489,7 +491,7 @@ class RecordedSessions:
                 pause_s = backoff.fail()
                 if not again or left <= pause_s:
                     raise
-                await asyncio.sleep(pause_s)
+                await self._clock.sleep(pause_s)
 
 
 async def _parts(stream: TokenStream, wanted: rollout_pb2.GenerateRequest) -> AsyncGenerator[Begun | Delta, None]:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import grpc
 
 from gateway_svc.capture import Begun, Delta, Result
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
 from sluice.v1 import session_pb2
@@ -21,10 +22,10 @@ Part: TypeAlias = Begun | Delta | Result
 
 
 @contextlib.asynccontextmanager
-async def deadline(seconds: float) -> AsyncIterator[None]:
+async def deadline(seconds: float, clock: Clock) -> AsyncIterator[None]:
     """End the block after so many seconds, with the error that clients get."""
     try:
-        async with asyncio.timeout(seconds):
+        async with clock.timeout(seconds):
             yield
     except TimeoutError:
         raise too_late(seconds) from None
@@ -46,19 +47,22 @@ class SharedSampling:
         source: Samples. It is read to its end, unless nobody has read it for a time.
         deadline_s: Seconds that it may take.
         linger_s: Seconds that it continues without a reader.
+        clock: The time of both.
 
     Attributes:
         task: Reads the source.
         undelivered: What it was claimed with, if nobody read along when it was recorded.
     """
 
-    def __init__(self, source: AsyncGenerator[Part, None], deadline_s: float, linger_s: float) -> None:
+    def __init__(
+        self, source: AsyncGenerator[Part, None], deadline_s: float, linger_s: float, clock: Clock = CLOCK
+    ) -> None:
         self._parts: list[Part] = []
-        self._linger_s = linger_s
+        self._linger_s, self._clock = linger_s, clock
         self._readers = 0
         self.undelivered: session_pb2.BeginGenerationRequest | None = None
         self._changed = asyncio.Event()
-        self._leaving: asyncio.TimerHandle | None = None
+        self._leaving: asyncio.Handle | None = None
         self.task = asyncio.create_task(self._read(source, deadline_s), name="sample for a session")
         discard_outcome(self.task)  # its last reader may leave while it fails
 
@@ -70,8 +74,7 @@ class SharedSampling:
     async def read(self) -> AsyncGenerator[Part, None]:
         """Yield all parts. Raise what ended the sampling."""
         self._readers += 1
-        if self._leaving is not None:
-            self._leaving.cancel()
+        self._stay()
         given = 0
         try:
             while True:
@@ -90,17 +93,23 @@ class SharedSampling:
         finally:
             self._readers -= 1
             if not self._readers and not self.task.done():
-                self._leaving = asyncio.get_running_loop().call_later(self._linger_s, self.task.cancel)
+                self._leaving = self._clock.call_later(self._linger_s, self.task.cancel)
 
     async def _read(self, source: AsyncGenerator[Part, None], deadline_s: float) -> None:
         try:
-            async with deadline(deadline_s), contextlib.aclosing(source):
+            async with deadline(deadline_s, self._clock), contextlib.aclosing(source):
                 async for part in source:
                     self._parts.append(part)
                     self._wake()
         finally:
+            self._stay()
             # The task is not done yet: readers look again when it is.
             asyncio.get_running_loop().call_soon(self._wake)
+
+    def _stay(self) -> None:
+        """Do not end for want of readers."""
+        if self._leaving is not None:
+            self._leaving.cancel()
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

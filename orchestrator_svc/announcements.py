@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 _LEAST_SEARCH_S = 0.05
 """Least seconds between two looks at who is announced."""
 
-_AGAIN_S = 10.0
+AGAIN_S = 10.0
 """Seconds after which the list is sent again, as the contract says."""
 
 
@@ -129,7 +129,7 @@ class Announcements:
             await self.look_up()
             ends = [lease.expires - self._pool.now for lease in self._leases.values()]
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(_LEAST_SEARCH_S, min([self._config.resolve_s, *ends]))):
+                async with self._pool.clock.timeout(max(_LEAST_SEARCH_S, min([self._config.resolve_s, *ends]))):
                     await self._search.wait()
 
     async def look_up(self) -> None:
@@ -268,7 +268,7 @@ async def watch_replicas(pool: ReplicaPool, *, from_here: bool) -> AsyncIterator
         listed = _listed(pool, from_here=from_here)
         yield listed
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_AGAIN_S):
+            async with pool.clock.timeout(AGAIN_S):
                 while _listed(pool, from_here=from_here) == listed:
                     await pool.changed()
 

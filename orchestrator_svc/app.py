@@ -8,7 +8,6 @@ import fcntl
 import gc
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -42,6 +41,7 @@ from orchestrator_svc.training import Training
 from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
 from sluice import host_files
 from sluice.client import TrainerClient
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.peers import missing_peers_reported
@@ -82,8 +82,13 @@ threads of journal and files may be at work."""
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
+async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock = CLOCK) -> None:
     """Run the run; return when it has ended and its watchers know.
+
+    Args:
+        common: Settings that all services of the run share.
+        config: Settings of the orchestrator.
+        clock: Times the run's deadlines, its pace and the calls of its environments. Replicas are polled in real time.
 
     Raises:
         ConfigError: if settings, environment or an existing run do not fit.
@@ -91,7 +96,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         UnfinishedError: if a signal ended it early.
     """
     try:
-        async with asyncio.timeout(None) as ending, _built(common, config) as (run, status, servicers):
+        async with asyncio.timeout(None) as ending, _built(common, config, clock) as (run, status, servicers):
             gc.collect()
             gc.freeze()  # what is loaded by now stays, and is not looked at again
             gc.set_threshold(*_COLLECTIONS)
@@ -189,13 +194,15 @@ def _only_writer(directory: Path) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncIterator[tuple[Run, RunStatus, _Servicers]]:
+async def _built(
+    common: CommonConfig, config: OrchestratorConfig, clock: Clock
+) -> AsyncIterator[tuple[Run, RunStatus, _Servicers]]:
     """Build the run and its parts; those with files or processes are closed in reverse order."""
     start_limit = (config.deadlines.start_s, "orchestrator.deadlines.start_s")
     async with contextlib.AsyncExitStack() as stack:
         processes = {
             each.name: await stack.enter_async_context(
-                EnvironmentProcesses(each.environment, each.args, each.environment_processes, start_limit)
+                EnvironmentProcesses(each.environment, each.args, each.environment_processes, start_limit, clock=clock)
             )
             for each in config.mix
         }
@@ -211,11 +218,11 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
         pacing = config.pacing.model_copy(update={"enabled": False}) if common.deterministic else config.pacing
         pace = Pace(pacing, config.batch_size)
 
-        waiting = Waiting()
+        waiting = Waiting(clock)
 
         def follow(fact: journal_pb2.Fact) -> None:
             curriculum.apply(fact)
-            pace.apply(fact, time.monotonic())
+            pace.apply(fact, clock())
             waiting.follow(fact)
 
         stack.enter_context(_only_writer(common.run_dir))
@@ -226,7 +233,8 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
 
-        desk = Desk(journal, config.external, waiting, run_secret(common.run_dir), posed=partial(_posed, curriculum))
+        posed = partial(_posed, curriculum)
+        desk = Desk(journal, config.external, waiting, run_secret(common.run_dir), posed=posed, clock=clock)
         workflows |= {
             each.name: External(processes[each.name], desk, config.external)
             for each in config.mix
@@ -267,7 +275,7 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
             max_steps=config.max_steps,
             max_running=config.max_running,
         )
-        status = RunStatus(common.run, config, scheduler, pool, events, curriculum=curriculum)
+        status = RunStatus(common.run, config, scheduler, pool, events, curriculum=curriculum, clock=clock)
         reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environments=processes)
         evaluations = None
         if config.evaluation.wanted:
@@ -283,13 +291,15 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
                 )
                 for each in config.mix
             ]
-            evaluations = Evaluations(config, pool, evaluated, journal, reporter)
+            evaluations = Evaluations(config, pool, evaluated, journal, reporter, clock=clock)
         client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
-        trainer = TrainerLink(client, common.run, config.deadlines)
+        trainer = TrainerLink(client, common.run, config.deadlines, clock)
         dispatcher = Dispatcher(
-            config, scheduler, journal, status, curriculum, pace=pace, runners=runners, changed=changed
+            config, scheduler, journal, status, curriculum, pace=pace, runners=runners, changed=changed, clock=clock
         )
-        training = Training(config, scheduler, journal, status, curriculum, trainer=trainer, pool=pool, changed=changed)
+        training = Training(
+            config, scheduler, journal, status, curriculum, trainer=trainer, pool=pool, changed=changed, clock=clock
+        )
         run = Run(
             settings,
             journal,
@@ -301,6 +311,7 @@ async def _built(common: CommonConfig, config: OrchestratorConfig) -> AsyncItera
             evaluations=evaluations,
             reporter=reporter,
             desk=desk,
+            clock=clock,
         )
         yield (
             run,

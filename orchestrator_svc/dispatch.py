@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.sifting import ScoredGroup, sift
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import GroupRunner, Sampling
+from sluice.clock import CLOCK, Clock
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.rpc import SluiceError
 from sluice.tasks import Turn
@@ -61,10 +61,11 @@ class Dispatcher:
         pace: Pace,
         runners: Mapping[str, GroupRunner],
         changed: asyncio.Event,
+        clock: Clock = CLOCK,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._runners, self._curriculum, self._changed = runners, curriculum, changed
-        self._pace, self._paced_s = pace, 0.0
+        self._pace, self._paced_s, self._clock = pace, 0.0, clock
         self._ledger = journal.ledger
         self._engine = next(iter(runners.values())).engine
         self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
@@ -109,9 +110,9 @@ class Dispatcher:
                     if self._lockstep is not None and none_may_start:
                         self._lockstep.hand_over()
                     self._changed.clear()
-                    waits_s = (self._curriculum.wait_s(time.monotonic()), self._paced_s or None, _LOOK_AGAIN_S)
+                    waits_s = (self._curriculum.wait_s(self._clock()), self._paced_s or None, _LOOK_AGAIN_S)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(min(each for each in waits_s if each is not None)):
+                        async with self._clock.timeout(min(each for each in waits_s if each is not None)):
                             await self._changed.wait()
         finally:
             self._note_counts({})  # the next process counts on from here
@@ -126,7 +127,7 @@ class Dispatcher:
             wanted = None
         self._paced_s = 0.0
         if wanted is not None and unfinished is None:
-            self._paced_s = self._pace.wait_s(len(self._ledger.groups), time.monotonic())
+            self._paced_s = self._pace.wait_s(len(self._ledger.groups), self._clock())
         version = self._version_to_start_on(None if self._paced_s else wanted)
         if version is None:
             return False
@@ -149,7 +150,7 @@ class Dispatcher:
         Raises:
             SluiceError: ABORTED if every task is in quarantine.
         """
-        now = time.monotonic()
+        now = self._clock()
         self._drop_redraws()
         draw = self._curriculum.choose(now, self._ledger.redraws)
         if draw is None:
@@ -212,7 +213,7 @@ class Dispatcher:
 
     def _version_to_start_on(self, wanted: Version | None) -> Version | None:
         """Return the version of a replica that may sample one more group; None while none may."""
-        now = time.monotonic()
+        now = self._clock()
         replica = self._pool.pick(wanted) if wanted is not None else None
         waits_for_version = wanted is not None and replica is None
         self._pool.wait_for(wanted if waits_for_version else None)
@@ -252,7 +253,7 @@ class Dispatcher:
         try:
             # External agents have times of their own, which begin with the first lease.
             limit_s = None if settings.workflow == EXTERNAL else self._config.deadlines.episode_s
-            async with asyncio.timeout(limit_s) as deadline:
+            async with self._clock.timeout(limit_s) as deadline:
                 runner = self._runners[group.environment]
                 records = await runner.run(
                     task,

@@ -24,9 +24,10 @@ from orchestrator_svc.sessions.desk import Desk, Waiting
 from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
 from orchestrator_svc.sessions.workflow import EvaluationGroups, ExternalEvaluation
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
+from sluice.errors import BindError
 from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
-from sluice.rpc.server import LOOPBACK, free_ports
+from sluice.rpc.server import LOOPBACK
 from sluice.tasks import settle
 from sluice.v1 import episode_pb2_grpc, session_pb2_grpc
 
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _GATEWAY_PORTS = (7105, 7115)
-"""Those of a run's gateway, which agents that are started by hand know."""
+"""Those of a run's gateway, which agents that are started by hand try first."""
+
+_ANY_PORTS = (0, 0)
+"""Free ones, which the system chooses."""
 
 _FAREWELL_S = 5.0
 """Seconds that agents get to learn that nothing is on offer any more, and to end."""
@@ -67,7 +71,7 @@ async def served_agents(
         server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, episodes, EPISODES)
         await server.start()
         stack.push_async_callback(server.stop, 0.0)
-        gateway, addresses = await _gateway(config, server.target, children, stack)
+        gateway, addresses = await stack.enter_async_context(_gateway(config, server.target, children))
         duties = [desk.run(), _must_live(gateway)]
         if config.agent_command:
             duties += [_kept_running(config, number, addresses, desk, children) for number in range(config.agents)]
@@ -84,37 +88,57 @@ async def served_agents(
         yield ExternalEvaluation(environment.name, environment, desk, groups), running
 
 
+@contextlib.asynccontextmanager
 async def _gateway(
-    config: EvalConfig, orchestrator: str, children: Children, stack: contextlib.AsyncExitStack
-) -> tuple[Child, Mapping[str, str]]:
-    """Start a gateway; return it, with the environment variables that tell agents where it is.
+    config: EvalConfig, orchestrator: str, children: Children
+) -> AsyncIterator[tuple[Child, Mapping[str, str]]]:
+    """Start a gateway, on any ports if the usual ones are taken; yield it, with the environment variables that tell agents where it is.
 
     Raises:
         ConfigError: if it does not start.
     """
-    port, http_port = free_ports(2) if config.agent_command else _GATEWAY_PORTS
-    settings = {
+    for ports in (_ANY_PORTS if config.agent_command else _GATEWAY_PORTS, _ANY_PORTS):
+        argv = [sys.executable, "-m", "sluice.cli.main", "gateway"]
+        for name, value in _gateway_settings(config, orchestrator, children, *ports).items():
+            argv += [f"--{name}", value]
+        async with children.started("gateway", argv) as gateway:
+            try:
+                grpc_port, http_port = await ready(gateway, asyncio.create_task(_serving(gateway)), config.start_s)
+            except BindError:
+                if ports == _ANY_PORTS:
+                    raise
+                continue
+            yield (
+                gateway,
+                {
+                    "SLUICE_GATEWAY": f"{LOOPBACK}:{grpc_port}",
+                    "SLUICE_GATEWAY_URL": f"http://{LOOPBACK}:{http_port}",
+                    "SLUICE_RUN": config.run,
+                },
+            )
+            return
+
+
+def _gateway_settings(
+    config: EvalConfig, orchestrator: str, children: Children, port: int, http_port: int
+) -> Mapping[str, str]:
+    return {
         "run": config.run,
         "output_dir": str(children.directory),
+        "log_level": "info",  # it logs where it listens
         "peers.orchestrator": orchestrator,
         "gateway.server.host": LOOPBACK,
         "gateway.server.port": str(port),
         "gateway.server.http_port": str(http_port),
         **{f"gateway.{name}": str(value) for name, value in config.gateway.items()},
     }
-    target = f"{LOOPBACK}:{settings['gateway.server.port']}"
-    argv = [sys.executable, "-m", "sluice.cli.main", "gateway"]
-    for name, value in settings.items():
-        argv += [f"--{name}", value]
-    gateway = await stack.enter_async_context(children.started("gateway", argv))
-    serving = asyncio.create_task(wait_until_serving(target, SecurityConfig()))
-    await ready(gateway, serving, config.start_s)
-    addresses = {
-        "SLUICE_GATEWAY": target,
-        "SLUICE_GATEWAY_URL": f"http://{LOOPBACK}:{settings['gateway.server.http_port']}",
-        "SLUICE_RUN": config.run,
-    }
-    return gateway, addresses
+
+
+async def _serving(gateway: Child) -> tuple[str, str]:
+    """Wait until a gateway serves; return its ports, of gRPC and of HTTP."""
+    target, url = [await gateway.logged("listening", field) for field in ("target", "url")]
+    await wait_until_serving(target, SecurityConfig())
+    return target.rpartition(":")[2], url.rpartition(":")[2]
 
 
 async def _all(duties: Sequence[Coroutine[Any, Any, None]]) -> None:

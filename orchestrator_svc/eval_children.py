@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from sluice.config import ConfigError
+from sluice.errors import BindError
+from sluice.supervise.restart_policy import EXIT_BIND
 from sluice.supervise.watchdog import Watchdog
+
+T = TypeVar("T")
 
 _STOP_S = 15.0
 """Seconds between SIGTERM and SIGKILL."""
+
+_LOOK_S = 0.1
+"""Seconds between two looks into a log."""
 
 _TAIL_LINES = 20
 """Lines of its log that are shown when it dies."""
@@ -27,9 +36,9 @@ class Child:
         name: What it is, for messages.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path, log_start: int) -> None:
         self.name = name
-        self._process, self._log_path = process, log_path
+        self._process, self._log_path, self._log_start = process, log_path, log_start
 
     async def ended(self) -> int:
         """Wait for its end; return its exit code."""
@@ -40,6 +49,18 @@ class Child:
         code = await self.ended()
         lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join([f"the {self.name} ended with exit code {code}; its last lines:", *lines])
+
+    async def logged(self, event: str, field: str) -> str:
+        """Wait until it has logged an event with a field; return that."""
+        while True:
+            with self._log_path.open("rb") as log:
+                log.seek(self._log_start)
+                lines = log.read().splitlines(keepends=True)
+            for line in lines:
+                record = json.loads(line) if line.startswith(b"{") and line.endswith(b"\n") else {}
+                if record.get("event") == event and field in record:
+                    return str(record[field])
+            await asyncio.sleep(_LOOK_S)
 
     async def stop(self, patience_s: float = 0.0) -> None:
         """Let it end by itself for so long; then SIGTERM, and SIGKILL for it and what it started if it does not end in time."""
@@ -81,8 +102,9 @@ class Children:
         """Start a process; end it with the block, after it had `patience_s` seconds to end by itself."""
         log_path = self.directory / f"{name.replace(' ', '-')}.log"
         with log_path.open("ab") as output:
+            log_start = output.tell()
             process = await self._watchdog.start_child(argv, stdout=output, stderr=output, environment=environment)
-        child = Child(name, process, log_path)
+        child = Child(name, process, log_path, log_start)
         try:
             yield child
         finally:
@@ -90,25 +112,26 @@ class Children:
             self._watchdog.note("-", process.pid)
 
 
-async def ready(child: Child, waiting: asyncio.Task[None], deadline_s: float) -> None:
+async def ready(child: Child, waiting: asyncio.Task[T], deadline_s: float) -> T:
     """Wait until a child serves.
 
     Args:
         child: The process.
-        waiting: Done when it does.
+        waiting: Done when it does; its result is returned.
         deadline_s: Seconds to wait.
 
     Raises:
-        ConfigError: if it died, or does not serve in time.
+        BindError: if it died because it cannot listen at its address.
+        ConfigError: if it died of something else, or does not serve in time.
     """
     died = asyncio.create_task(child.died())
     try:
         await asyncio.wait({died, waiting}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
-            raise ConfigError(died.result())
+            raise (BindError if await child.ended() == EXIT_BIND else ConfigError)(died.result())
         if not waiting.done():
             raise ConfigError(f"the {child.name} does not serve within {deadline_s:g} s (--start-s)")
-        waiting.result()
+        return waiting.result()
     finally:
         died.cancel()
         waiting.cancel()

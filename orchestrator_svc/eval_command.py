@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 
 from orchestrator_svc.config import EXTERNAL, AttemptsConfig, ExternalConfig, OrchestratorConfig
 from orchestrator_svc.eval_plot import FORMATS
+from sluice.clock import CLOCK, Clock
 from sluice.config import RUN_PATTERN, Command, ConfigError, Section, SecurityConfig, load_command
 from sluice.engines import EngineName
 from sluice.environments.config import EnvironmentProcessesConfig
@@ -404,8 +405,12 @@ class Outcome(NamedTuple):
     tokens: int
 
 
-async def run_evaluation(config: EvalConfig) -> Outcome:
+async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
     """Evaluate a model or a server.
+
+    Args:
+        config: What to evaluate, and how.
+        clock: Times the calls of the environment.
 
     Raises:
         ConfigError: if the environment, the server or the agents cannot be used, or the deadline passes.
@@ -424,7 +429,11 @@ async def run_evaluation(config: EvalConfig) -> Outcome:
     async with contextlib.AsyncExitStack() as stack:
         environment = await stack.enter_async_context(
             EnvironmentProcesses(
-                config.environment, config.environment_args, config.environment_processes, (config.start_s, "--start-s")
+                config.environment,
+                config.environment_args,
+                config.environment_processes,
+                (config.start_s, "--start-s"),
+                clock=clock,
             )
         )
         tasks = (await environment.tasks(config.split, config.seed))[: config.prompts]
@@ -555,16 +564,21 @@ def _write(path: Path, text: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _started_replica(config: EvalConfig, children: Children) -> AsyncIterator[tuple[Child, str]]:
-    """Start ``sluice rollout`` on the model, without weight sync; yield it and its address."""
-    from sluice.rpc.server import LOOPBACK, free_ports  # noqa: PLC0415 - brings gRPC
+    """Start ``sluice rollout`` on the model, without weight sync; yield it and its address.
 
-    port = free_ports(1)[0]
+    Raises:
+        ConfigError: if it does not start.
+    """
+    from orchestrator_svc.eval_children import ready  # noqa: PLC0415 - as in run_evaluation
+    from sluice.rpc.server import LOOPBACK  # noqa: PLC0415 - brings gRPC
+
     argv = [sys.executable, "-m", "sluice.cli.main", "rollout", "--model", config.model, "--run", config.run]
+    argv += ["--log-level", "info"]  # it logs where it listens
     settings = {
         "engine": config.engine,
         "follow_weights": "false",
         "server.host": LOOPBACK,
-        "server.port": str(port),
+        "server.port": "0",
         "server.http_port": "none",
         **({} if config.max_model_len is None else {"max_model_len": str(config.max_model_len)}),
         **{name: str(value) for name, value in config.rollout.items()},
@@ -572,7 +586,8 @@ async def _started_replica(config: EvalConfig, children: Children) -> AsyncItera
     for name, value in settings.items():
         argv += [f"--rollout.{name}", value]
     async with children.started("replica", argv) as replica:
-        yield replica, f"{LOOPBACK}:{port}"
+        listening = asyncio.create_task(replica.logged("listening", "target"))
+        yield replica, await ready(replica, listening, config.start_s)
 
 
 async def _wait_ready(pool: ReplicaPool, polling: asyncio.Task[None], replica: Child | None, deadline_s: float) -> None:

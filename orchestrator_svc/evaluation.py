@@ -21,6 +21,7 @@ from orchestrator_svc.config import AttemptsConfig, EnvironmentConfig, Orchestra
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.report import RunReporter, mean_measures
 from orchestrator_svc.workflows import GroupRunner, Sampling
+from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task
 from sluice.environments.wire import plain_messages, plain_tools
 from sluice.rpc import SluiceError
@@ -114,11 +115,13 @@ class Evaluations:
         environments: Sequence[Evaluated],
         journal: Journal,
         reporter: RunReporter,
+        *,
+        clock: Clock = CLOCK,
     ) -> None:
         self.failed = 0
         self.held_all_replicas = False
         self._config, self._pool, self._environments = config, pool, environments
-        self._journal, self._reporter = journal, reporter
+        self._journal, self._reporter, self._clock = journal, reporter, clock
         names = [each.settings.name for each in environments]
         self.standing = Standing(config.evaluation.metric, names, config.evaluation.min_gain)
         self.standing.take_all(each.evaluation_recorded.evaluation for each in journal.recorded("evaluation_recorded"))
@@ -166,10 +169,10 @@ class Evaluations:
             TimeoutError: if it takes longer than `evaluation.deadline_s`.
         """
         settings = self._config.evaluation
-        async with asyncio.timeout(settings.deadline_s):
+        async with self._clock.timeout(settings.deadline_s):
             replica = await self._pool.choose(wanted)
             self.held_all_replicas |= len(self._pool.replicas) == 1
-            hold = _Hold(replica, self._config.deadlines.hold_s, self._journal)
+            hold = _Hold(replica, self._config.deadlines.hold_s, self._journal, self._clock)
             try:
                 version = await hold.begin(wanted if exactly else None)
                 return version, await self._attempt_all_under(hold, replica, version)
@@ -207,6 +210,7 @@ class _Hold:
     replica: Replica
     ttl_s: float
     journal: Journal
+    clock: Clock = CLOCK
 
     async def begin(self, version: Version | None) -> Version:
         """Hold the replica at the version that it serves, or take it to another one and wait until it serves that; return it.
@@ -220,7 +224,7 @@ class _Hold:
             served = await self._ask(version)
             if version in (None, served):
                 return served
-            await asyncio.sleep(_LOOK_S)
+            await self.clock.sleep(_LOOK_S)
 
     async def _ask(self, version: Version | None) -> Version:
         """Ask for the hold once more, and return the version that the replica serves now."""
@@ -240,18 +244,18 @@ class _Hold:
         Raises:
             SluiceError: if it cannot be renewed before it ends: the weights may change.
         """
-        ends = time.monotonic() + self.ttl_s
+        ends = self.clock() + self.ttl_s
         while True:
-            await asyncio.sleep(self.ttl_s / 4)
-            began = time.monotonic()
+            await self.clock.sleep(self.ttl_s / 4)
+            began = self.clock()
             try:
-                async with asyncio.timeout(self.ttl_s / 4):
+                async with self.clock.timeout(self.ttl_s / 4):
                     served = await self._ask(version)
                 if served != version:
                     ends = 0.0
                     raise SluiceError.aborted("VERSION_CHANGED", f"it serves version {served} now")
             except (SluiceError, TimeoutError) as error:
-                if time.monotonic() + self.ttl_s / 2 > ends:
+                if self.clock() + self.ttl_s / 2 > ends:
                     raise SluiceError.aborted(
                         "HOLD_LOST", f"replica {self.replica.name} cannot be held at version {version}: {error}"
                     ) from error

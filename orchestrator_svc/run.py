@@ -9,7 +9,6 @@ in a task of its own and awaits it. An error in any of them ends the run.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from orchestrator_svc.report import AppliedStep, RunReporter
 from orchestrator_svc.sessions.desk import Desk
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.training import Training
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.v1 import journal_pb2, orchestrator_pb2
@@ -58,15 +58,16 @@ class Run:
         evaluations: Evaluations | None,
         reporter: RunReporter,
         desk: Desk,
+        clock: Clock = CLOCK,
     ) -> None:
-        self._desk = desk
+        self._desk, self._clock = desk, clock
         self._settings, self._config = settings, settings.config
         self._journal, self._status, self._pool, self._announcements = journal, status, pool, announcements
         self._dispatcher, self._training = dispatcher, training
         self._evaluations, self._reporter = evaluations, reporter
         self._saving: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
-        now = time.monotonic()
+        now = self._clock()
         self._save_due = Every(self._config.checkpoint, now)
         self._evaluation_due = Every(self._config.evaluation, now)
         self._stop_reason = ""
@@ -162,7 +163,7 @@ class Run:
             await self._keep_best(self._evaluations.standing)
         deadline_s = self._config.deadlines.start_s
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._clock.timeout(deadline_s):
                 await self._pool.choose(BASE)
         except TimeoutError as error:
             raise self._pool.none_for(deadline_s, "orchestrator.deadlines.start_s") from error
@@ -182,7 +183,7 @@ class Run:
             await self._reporter.step(step)
             if step.past:
                 return
-            now = time.monotonic()
+            now = self._clock()
             if self._save_due.at(step.version.number, now) and (self._saving is None or self._saving.done()):
                 self._saving = beside.create_task(self._save(), name="checkpoint")
             if self._evaluations is not None and self._evaluation_due.at(step.version.number, now):
@@ -235,7 +236,7 @@ class Run:
 
     async def _report_load(self) -> None:
         while True:
-            await asyncio.sleep(self._config.load_report_s)
+            await self._clock.sleep(self._config.load_report_s)
             self._status.report_load()
 
     async def _end(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
@@ -15,6 +14,7 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.scheduler import Scheduler
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
@@ -62,14 +62,15 @@ class RunStatus:
         events: EventLog,
         *,
         curriculum: Curriculum,
+        clock: Clock = CLOCK,
     ) -> None:
-        self._curriculum = curriculum
+        self._curriculum, self._clock = curriculum, clock
         self.events, self.history = events, TrajectoryHistory()
         self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
         self.error = ""
         self.metrics: dict[str, float] = {}
         self.max_staleness_seen = 0
-        now = time.monotonic()
+        now = self._clock()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
         self.loop_lag = LoopLag()
         self._began, self._elapsed_before_s = now, scheduler.ledger.elapsed_s
@@ -84,11 +85,11 @@ class RunStatus:
     @property
     def elapsed_s(self) -> float:
         """Seconds that the run has lasted, earlier processes included."""
-        return self._elapsed_before_s + time.monotonic() - self._began
+        return self._elapsed_before_s + self._clock() - self._began
 
     def shares(self) -> tuple[ShareSince, ShareSince, ShareSince]:
         """Return the shares of time since each was taken last: trainer idle, dispatch blocked, rollout idle."""
-        now = time.monotonic()
+        now = self._clock()
         return (
             ShareSince(self.trainer_idle, now),
             ShareSince(self.dispatch_blocked, now),
@@ -132,7 +133,7 @@ class RunStatus:
 
     def report_load(self) -> None:
         """Report the load since the last report."""
-        now = time.monotonic()
+        now = self._clock()
         tokens = self._pool.generated_tokens()
         then, before = self._last_load
         self._last_load = (now, tokens)
@@ -184,7 +185,7 @@ class RunStatus:
 
     def scrape(self) -> Iterator[Metric]:
         """Yield the run as Prometheus metrics."""
-        ledger, bound, now = self._ledger, self._scheduler.bound, time.monotonic()
+        ledger, bound, now = self._ledger, self._scheduler.bound, self._clock()
         states = orchestrator_pb2.RunState
         named = {
             name.removeprefix("RUN_STATE_").lower(): float(states.Value(name) == self.state)

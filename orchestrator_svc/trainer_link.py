@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -13,6 +11,7 @@ import structlog
 
 from orchestrator_svc.config import DeadlinesConfig
 from sluice.client import TrainerClient
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import ENDLESS, Lineage, Version
@@ -44,8 +43,8 @@ class TrainerLink:
         away_s: Seconds that such calls have waited so far.
     """
 
-    def __init__(self, client: TrainerClient, run: str, deadlines: DeadlinesConfig) -> None:
-        self.client, self.run, self._deadlines = client, run, deadlines
+    def __init__(self, client: TrainerClient, run: str, deadlines: DeadlinesConfig, clock: Clock = CLOCK) -> None:
+        self.client, self.run, self._deadlines, self._clock = client, run, deadlines, clock
         self.away, self.away_s = 0, 0.0
 
     async def wait_until_there(self, deadline_s: float) -> trainer_pb2.GetTrainerStateResponse:
@@ -140,11 +139,11 @@ class TrainerLink:
                 return await self.client.submit_batch(header, trajectories, timeout_s=self._deadlines.submit_s)
             except SluiceError as error:
                 if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    await asyncio.sleep(error.retry_after_s or RETRY_S)
+                    await self._clock.sleep(error.retry_after_s or RETRY_S)
                     continue
                 await self._explain(error, header.target_version.epoch)
                 log.warning("batch is submitted again", batch=header.batch_id, error=str(error))
-            await asyncio.sleep(RETRY_S)
+            await self._clock.sleep(RETRY_S)
 
     async def steps(self, epoch: int, from_number: int) -> AsyncIterator[trainer_pb2.StepReport]:
         """Yield the reports of the epoch's batches, each once and in order, across broken connections.
@@ -165,7 +164,7 @@ class TrainerLink:
             except SluiceError as error:
                 await self._explain(error, epoch)
                 log.warning("the stream of steps broke; watching again", error=str(error))
-            await asyncio.sleep(RETRY_S)
+            await self._clock.sleep(RETRY_S)
 
     async def past_steps(self, first: int, last: int) -> dict[int, trainer_pb2.StepReport]:
         """Return the reports of the applied batches `first` to `last` by number, without those that the trainer no longer keeps.
@@ -195,13 +194,13 @@ class TrainerLink:
             EpochLostError: if so.
             SluiceError: the failure, if repeating cannot help.
         """
-        since = time.monotonic()
+        since = self._clock()
         self.away += 1
         try:
             state = await self.wait_until_there(self._deadlines.lost_s)
         finally:
             self.away -= 1
-            self.away_s += time.monotonic() - since
+            self.away_s += self._clock() - since
         present = Version.from_proto(state.policy_version)
         if present.epoch != epoch or state.phase in _ENDED_PHASES:
             raise EpochLostError(
@@ -212,15 +211,15 @@ class TrainerLink:
 
     async def _persist(self, ask: Callable[[], Awaitable[_Answer]], deadline_s: float, what: str) -> _Answer:
         """Ask until there is an answer or the deadline."""
-        give_up = time.monotonic() + deadline_s
+        give_up = self._clock() + deadline_s
         while True:
             try:
                 return await ask()
             except SluiceError as error:
                 if error.code not in _TRANSIENT:
                     raise
-                if time.monotonic() >= give_up:
+                if self._clock() >= give_up:
                     raise SluiceError(
                         error.code, error.reason, f"{what} within {deadline_s:g} s: {error.message}"
                     ) from error
-                await asyncio.sleep(error.retry_after_s or RETRY_S)
+                await self._clock.sleep(error.retry_after_s or RETRY_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -30,6 +29,7 @@ from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.trainer_link import RETRY_S, EpochLostError, TrainerLink
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate, slopes
+from sluice.clock import CLOCK, Clock
 from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
@@ -75,9 +75,10 @@ class Training:
         trainer: TrainerLink,
         pool: ReplicaPool,
         changed: asyncio.Event,
+        clock: Clock = CLOCK,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
-        self._curriculum = curriculum
+        self._curriculum, self._clock = curriculum, clock
         self._trainer, self._pool, self._changed = trainer, pool, changed
         self._ledger = journal.ledger
         self._at_trainer: set[int] = set()
@@ -312,7 +313,7 @@ class Training:
                 left_s = self._step_left_s()
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
+                    async with self._clock.timeout(left_s):
                         await self._changed.wait()
             for each in work:
                 each.cancel()
@@ -341,11 +342,11 @@ class Training:
 
     def _trainer_time(self) -> float:
         """Return a clock in seconds that stands still while the trainer is away."""
-        return time.monotonic() - self._trainer.away_s
+        return self._clock() - self._trainer.away_s
 
     def _note_load(self) -> None:
         """Note whether the trainer has something to do."""
-        self._status.trainer_idle.set(not self._at_trainer, time.monotonic())
+        self._status.trainer_idle.set(not self._at_trainer, self._clock())
         if not (self._at_trainer or self._submitting):
             self._step_began = None
         elif self._step_began is None:
@@ -454,7 +455,7 @@ class Training:
             self._changed.clear()
             await self._changed.wait()
         try:
-            async with asyncio.timeout(self._config.deadlines.lost_s):
+            async with self._clock.timeout(self._config.deadlines.lost_s):
                 while not (digest := self._pool.tokenizer_digest()):
                     self._changed.clear()
                     await self._changed.wait()

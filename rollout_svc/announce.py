@@ -10,6 +10,7 @@ import structlog
 
 from rollout_svc.drain import Drain
 from sluice.backoff import Backoff
+from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import orchestrator_pb2 as pb
@@ -38,10 +39,13 @@ class Announcer:
         run: Name of the run.
         replica: Name of the replica.
         address: Where the orchestrator reaches it.
+        clock: The time, for pauses.
     """
 
-    def __init__(self, orchestrator: str, security: SecurityConfig, *, run: str, replica: str, address: str) -> None:
-        self._orchestrator, self._security = orchestrator, security
+    def __init__(
+        self, orchestrator: str, security: SecurityConfig, *, run: str, replica: str, address: str, clock: Clock = CLOCK
+    ) -> None:
+        self._orchestrator, self._security, self._clock = orchestrator, security, clock
         self._run, self._replica, self._address = f"runs/{run}", replica, address
         self._left = asyncio.Event()
 
@@ -51,7 +55,7 @@ class Announcer:
         Call this when the drain has begun, and end the replica after it.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
+            async with self._clock.timeout(LEAVE_S):
                 await self._left.wait()
 
     async def run(self, drain: Drain) -> None:
@@ -87,7 +91,7 @@ class Announcer:
                     registered, pause_s = True, lease_s / BEATS
                     backoff.succeed()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
+                    async with self._clock.timeout(pause_s):
                         await drain.begun.wait()
             if asked:  # an answer may have been lost
                 with contextlib.suppress(SluiceError):  # it notices by itself, a little later

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+import contextlib
+
+from sluice.clock import CLOCK, Clock
 
 
 class Drain:
     """Whether a replica leaves, and how much time its requests have left. Asked again, it only gets shorter.
 
     Args:
-        clock: Monotonic seconds.
+        clock: The time of the grace.
 
     Attributes:
         begun: Set when the replica was asked to leave.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
         self.begun = asyncio.Event()
         self._clock = clock
         self._end = float("inf")
@@ -40,7 +41,9 @@ class Drain:
             self._shorter.clear()
             waits = [asyncio.ensure_future(each.wait()) for each in (idle, self._shorter)]
             try:
-                await asyncio.wait(waits, timeout=self.left_s, return_when=asyncio.FIRST_COMPLETED)
+                with contextlib.suppress(TimeoutError):
+                    async with self._clock.timeout(self.left_s if self.begun.is_set() else None):
+                        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for wait in waits:
                     wait.cancel()

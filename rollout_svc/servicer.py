@@ -32,6 +32,7 @@ from rollout_svc.engines.base import (
 from rollout_svc.responses import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, Prompt, TextStream
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc, tokens_pb2
@@ -92,6 +93,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run: `runs/{run}` that this replica belongs to.
         request_s: Seconds for a request without a deadline.
         drain: Whether the replica leaves.
+        clock: The time of `request_s`.
     """
 
     def __init__(
@@ -103,9 +105,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         *,
         request_s: float,
         drain: Drain,
+        clock: Clock = CLOCK,
     ) -> None:
         self._run, self._engine, self._tokenizer, self._limits = run, engine, tokenizer, limits
-        self._request_s, self._drain = request_s, drain
+        self._request_s, self._drain, self._clock = request_s, drain, clock
         self._responses = ResponseCache(limits.answer_ttl_s, limits.max_answers, limits.max_answer_bytes)
         self._in_progress: dict[int, GenerationRequest] = {}
         self.samples = 0
@@ -140,7 +143,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context | None = None) -> pb.GenerateResponse:
         """Sample and respond when all samples have ended. The HTTP port calls this, too."""
         try:
-            async with asyncio.timeout_at(self._end(context)):
+            async with self._clock.timeout(self._limit_s(context)):
                 if not request.request_id:
                     return await self._generate(request)
                 content = request.SerializeToString(deterministic=True)
@@ -185,7 +188,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         It writes the messages itself: its deadline also holds for a message that a stalled caller does not take.
         """
         try:
-            async with asyncio.timeout_at(self._end(context)), contextlib.aclosing(self._messages(request)) as messages:
+            async with (
+                self._clock.timeout(self._limit_s(context)),
+                contextlib.aclosing(self._messages(request)) as messages,
+            ):
                 async for message in messages:
                     await context.write(message)
         except TimeoutError as error:
@@ -193,11 +199,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def stream(self, request: pb.GenerateStreamRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Sample and yield tokens as they are sampled, for the HTTP port. Closing the iterator aborts the sampling."""
-        end = self._end(None)
+        end = self._clock() + self._request_s
         async with contextlib.aclosing(self._messages(request)) as messages:
             while True:
                 try:
-                    async with asyncio.timeout_at(end):
+                    async with self._clock.timeout(end - self._clock()):
                         message = await anext(messages, None)
                 except TimeoutError as error:
                     raise self._late() from error
@@ -262,11 +268,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         name = f"{wanted.request_id}/{index}"
         return await self._tokenizer.message_of(request, name, before, [*wanted.continued, *token_ids])
 
-    def _end(self, context: Context | None) -> float | None:
-        """Return when a request must end, as a time of the event loop. None if its caller set a deadline, at which gRPC cancels it."""
-        if context is not None and context.time_remaining() is not None:
-            return None
-        return asyncio.get_running_loop().time() + self._request_s
+    def _limit_s(self, context: Context | None) -> float | None:
+        """Return the seconds for a request. None if its caller set a deadline, at which gRPC cancels it."""
+        return self._request_s if context is None or context.time_remaining() is None else None
 
     def _late(self) -> SluiceError:
         message = f"the request did not end within {self._request_s:g} s (rollout.deadlines.request_s): lower max_tokens, or raise it"
@@ -339,7 +343,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             return
         log.info("handing over what is left", samples=self.samples)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HAND_OVER_S):
+            async with self._clock.timeout(HAND_OVER_S):
                 while self.samples:  # one that was admitted lately may not have reached the engine yet
                     with contextlib.suppress(EngineError):  # a dead engine ends its requests itself
                         await asyncio.gather(*map(self._engine.current.abort, self.request_ids))

@@ -15,6 +15,7 @@ import xxhash
 from google.protobuf.struct_pb2 import Struct, Value
 
 from rollout_svc.replies import CALLS, MAX_BEFORE_REPLY, THINK_START, ReplyFormat, Said, reply_format
+from sluice.clock import CLOCK, Clock
 from sluice.render import ChatRenderer, TemplateArgumentError, TemplateError, tokenizer_digest
 from sluice.rpc import SluiceError
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
@@ -97,13 +98,16 @@ class ModelTokenizer:
     Args:
         tokenizer: The model's tokenizer. None: prompts must be token ids.
         replies: How the model's replies are read. None: as its template writes them.
+        clock: The time of the deadlines.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, replies: ReplyFormat | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, replies: ReplyFormat | None = None, clock: Clock = CLOCK
+    ) -> None:
+        self._tokenizer, self._clock = tokenizer, clock
         self.replies = reply_format(tokenizer, "auto", "auto") if replies is None else replies
         self._said_malformed = False
-        self._parsing = DeadlineThreads("parsing", PARSE_THREADS, PARSE_DEADLINE_S, MAX_HUNG_RENDERINGS)
+        self._parsing = DeadlineThreads("parsing", PARSE_THREADS, PARSE_DEADLINE_S, MAX_HUNG_RENDERINGS, clock)
         self.digest = tokenizer_digest(tokenizer) if tokenizer is not None else ""
         # One renderer per set of template arguments, since each renderer examines the template once.
         self._renderer = functools.lru_cache(maxsize=32)(self._build_renderer)
@@ -111,7 +115,7 @@ class ModelTokenizer:
         self._special_ids, self._byte_ids = _special_ids(tokenizer), _byte_ids(tokenizer)
         kept = self.replies.kept or frozenset()
         self._unread_ids = frozenset(id_ for id_ in self._special_ids if self.token_text(id_) not in kept)
-        self._threads = DeadlineThreads("rendering", RENDER_THREADS, RENDER_DEADLINE_S, MAX_HUNG_RENDERINGS)
+        self._threads = DeadlineThreads("rendering", RENDER_THREADS, RENDER_DEADLINE_S, MAX_HUNG_RENDERINGS, clock)
 
     async def prompt_of(self, request: rollout_pb2.GenerateRequest) -> Prompt:
         """Return the token ids of a request's prompt.
@@ -306,7 +310,7 @@ class ModelTokenizer:
             SluiceError: INVALID_ARGUMENT if it takes too long, UNAVAILABLE if no thread is free.
         """
         try:
-            async with asyncio.timeout(2 * RENDER_DEADLINE_S):
+            async with self._clock.timeout(2 * RENDER_DEADLINE_S):
                 return await self._threads.run(work)
         except CallHungError as error:  # the prompt is at fault: another replica would take as long
             raise SluiceError.invalid_argument(

@@ -26,6 +26,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from sluice.backoff import Backoff
+from sluice.clock import CLOCK, Clock
 from sluice.plain_data import plain_data
 from sluice.rpc import ClientSecurity, SluiceError, connect
 from sluice.v1 import episode_pb2, episode_pb2_grpc, tokens_pb2
@@ -166,14 +167,21 @@ class AgentClient:
         run: Name of the run.
         security: Token of a principal with the role `agent`, and TLS: a `sluice.rpc.ClientSecurity`, or the settings of a process.
         patience_s: Seconds that a lease is asked for again while no gateway answers; by default `PATIENCE_S`.
+        clock: The time of a drain.
     """
 
     def __init__(
-        self, target: str, run: str, security: Security | None = None, *, patience_s: float | None = None
+        self,
+        target: str,
+        run: str,
+        security: Security | None = None,
+        *,
+        patience_s: float | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         self._channel = connect(target, security or ClientSecurity(), role="agent")
         self._stub = episode_pb2_grpc.EpisodeServiceStub(self._channel)
-        self._run, self._patience_s = run, patience_s
+        self._run, self._patience_s, self._clock = run, patience_s, clock
 
     async def __aenter__(self) -> Self:
         return self
@@ -224,7 +232,9 @@ class AgentClient:
             if stopping in done:
                 for number in leasing:
                     workers[number].cancel()
-                await asyncio.wait(workers, timeout=drain_s)
+                with contextlib.suppress(TimeoutError):
+                    async with self._clock.timeout(drain_s):
+                        await asyncio.wait(workers)
             else:
                 for worker in done:
                     worker.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 
@@ -21,6 +22,10 @@ class Clock:
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[asyncio.Timeout]:
         """Return a context whose body is cancelled after so many seconds, with TimeoutError; None: never."""
         return asyncio.timeout(seconds)
+
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
+        """Call back after so many seconds, unless the handle is cancelled before: no task is needed for it."""
+        return asyncio.get_running_loop().call_later(seconds, callback)
 
 
 CLOCK = Clock()

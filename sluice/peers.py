@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import structlog
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, ConfigError
 from sluice.doctor.finding import State
 from sluice.doctor.peers import check_peer
@@ -20,15 +21,18 @@ log = structlog.get_logger(__name__)
 
 
 @contextlib.asynccontextmanager
-async def missing_peers_reported(peers: Mapping[str, str], common: CommonConfig) -> AsyncIterator[None]:
+async def missing_peers_reported(
+    peers: Mapping[str, str], common: CommonConfig, clock: Clock = CLOCK
+) -> AsyncIterator[None]:
     """While the block runs, log an error each time that `peers_start_s` have passed and a peer has not served yet.
 
     Args:
         peers: Addresses of the services that this one needs, by name.
         common: Deadline, tokens and TLS.
+        clock: Tells how long a peer has been missing.
     """
     waits = [
-        asyncio.create_task(_report_until_serving(peer, target, common), name=f"waits for {peer}")
+        asyncio.create_task(_report_until_serving(peer, target, common, clock), name=f"waits for {peer}")
         for peer, target in peers.items()
     ]
     try:
@@ -39,12 +43,11 @@ async def missing_peers_reported(peers: Mapping[str, str], common: CommonConfig)
         await asyncio.gather(*waits, return_exceptions=True)
 
 
-async def _report_until_serving(peer: str, target: str, common: CommonConfig) -> None:
-    loop = asyncio.get_running_loop()
-    started = loop.time()
+async def _report_until_serving(peer: str, target: str, common: CommonConfig, clock: Clock) -> None:
+    started = clock()
     while True:
         try:
-            async with asyncio.timeout(common.peers_start_s):
+            async with clock.timeout(common.peers_start_s):
                 await wait_until_serving(target, common.security)
         except TimeoutError:
             finding = await check_peer(peer, target, common.security)
@@ -53,7 +56,7 @@ async def _report_until_serving(peer: str, target: str, common: CommonConfig) ->
                     "a service that this one needs is missing; waiting on",
                     peer=peer,
                     address=target,
-                    waited_s=round(loop.time() - started, 1),
+                    waited_s=round(clock() - started, 1),
                     reason=finding.found.removeprefix(f"{target}: "),
                     remedy=finding.remedy,
                 )

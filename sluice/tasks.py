@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from sluice.clock import CLOCK, Clock
 
 T = TypeVar("T")
 
@@ -61,12 +64,13 @@ async def run_to_end(work: asyncio.Future[T], *, on_cancel: Callable[[], object]
         raise
 
 
-async def settle(*work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
+async def settle(*work: asyncio.Future[Any], timeout_s: float | None = None, clock: Clock = CLOCK) -> bool:
     """Wait until all work has ended, and discard the outcome, also of what ends after the timeout.
 
     Args:
         work: Tasks or futures; they are not cancelled.
         timeout_s: Seconds to wait; None waits until the work has ended.
+        clock: Of these seconds.
 
     Returns:
         Whether all work ended in time.
@@ -74,8 +78,17 @@ async def settle(*work: asyncio.Future[Any], timeout_s: float | None = None) -> 
     discard_outcome(*work)
     if not work:
         return True
-    _, late = await asyncio.wait(work, timeout=timeout_s)
-    return not late
+    with contextlib.suppress(TimeoutError):
+        async with clock.timeout(timeout_s):
+            await asyncio.wait(work)
+    return all(each.done() for each in work)
+
+
+async def first_ended(*work: asyncio.Future[Any], timeout_s: float, clock: Clock = CLOCK) -> None:
+    """Wait until one of these has ended, for so many seconds at most. None is cancelled."""
+    with contextlib.suppress(TimeoutError):
+        async with clock.timeout(timeout_s):
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
 
 
 def discard_outcome(*work: asyncio.Future[Any]) -> None:

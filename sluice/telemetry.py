@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from sluice.clock import CLOCK, Clock
 from sluice.config.secrets import hide
 
 LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
@@ -114,17 +115,17 @@ class LoopLag:
     delay, and not one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock = clock
         self._lags: deque[float] = deque(maxlen=_LAGS_KEPT)
 
     async def run(self) -> None:
         """Look until cancelled."""
-        loop = asyncio.get_running_loop()
-        due = loop.time()
+        due = self._clock()
         while True:
             due += _LOOK_S
-            await asyncio.sleep(due - loop.time())
-            lag = max(0.0, loop.time() - due)
+            await self._clock.sleep(due - self._clock())
+            lag = max(0.0, self._clock() - due)
             self._lags.append(lag)
             LOOP_LAG_SECONDS.observe(lag)
 

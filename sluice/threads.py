@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
+from sluice.clock import CLOCK, Clock
+
 T = TypeVar("T")
 
 Calls: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
@@ -84,17 +86,18 @@ class DeadlineThreads:
         threads: Calls that run at a time; further ones wait.
         deadline_s: Seconds that one call may run.
         most_hung: Calls that may hang at a time before further ones are refused.
+        clock: The time of the deadline.
 
     Attributes:
         hung: Calls that missed their deadline so far.
         hanging: Calls without a caller whose threads have not ended yet.
     """
 
-    def __init__(self, name: str, threads: int, deadline_s: float, most_hung: int) -> None:
+    def __init__(self, name: str, threads: int, deadline_s: float, most_hung: int, clock: Clock = CLOCK) -> None:
         self.hung = self.hanging = 0
         self._name = name
         self._places = asyncio.Semaphore(threads)
-        self._deadline_s, self._most_hung = deadline_s, most_hung
+        self._deadline_s, self._most_hung, self._clock = deadline_s, most_hung, clock
         self._free: list[Calls] = []
         """Queues of the threads that wait for a call."""
         weakref.finalize(self, _end_all, self._free)
@@ -112,7 +115,7 @@ class DeadlineThreads:
                 raise TooManyHungError(f"{self.hanging} calls have not ended by their deadline")
             answer = self._start(function, arguments)
             try:
-                async with asyncio.timeout(self._deadline_s) as deadline:
+                async with self._clock.timeout(self._deadline_s) as deadline:
                     return await answer
             except TimeoutError as error:
                 if not deadline.expired():

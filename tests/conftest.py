@@ -20,14 +20,9 @@ _COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order tests by folder; the order within a folder stays.
-
-    Tests of forking come first: they need a process that has not used gRPC, and are skipped in any other.
-    """
+    """Order tests by folder; the order within a folder stays."""
 
     def place(item: pytest.Item) -> int:
-        if item.path.name == "test_forking.py":
-            return -1
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         return _COSTLY_FIRST.index(folder) if folder in _COSTLY_FIRST else len(_COSTLY_FIRST)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from rollout_svc.engines.base import InferenceEngine, Progress, Sample
+from rollout_svc.engines.slots.engine import TransformersEngine
 
 DEADLINE_S = 60.0
 
@@ -28,3 +32,44 @@ async def parts_of(stream: AsyncIterator[Progress]) -> AsyncIterator[Sample]:
     async for progress in stream:
         for part in progress.parts:
             yield part
+
+
+@contextlib.contextmanager
+def first_tokens_only(engine: InferenceEngine) -> Iterator[None]:
+    """Let a transformers engine sample the first tokens of each request and no more, so that none ends. Commands are done as ever."""
+    assert isinstance(engine, TransformersEngine)
+    loop = engine._running
+    assert loop is not None
+    step = loop.batch.step
+
+    def admit_only(waiting, version):
+        if len(waiting):
+            return step(waiting, version)
+        loop._wake.wait()
+        loop._wake.clear()
+        return []
+
+    loop.batch.step = admit_only
+    try:
+        yield
+    finally:
+        loop.batch.step = step
+        loop._wake.set()
+
+
+def step_until_stopped(engine: InferenceEngine, tokens: int) -> threading.Event:
+    """Let the step that follows so many new tokens of a transformers engine last until it is stopped. The event says that it has begun."""
+    assert isinstance(engine, TransformersEngine)
+    loop = engine._running
+    assert loop is not None
+    step, target, begun = loop.batch.step, loop.batch.generated_tokens + tokens, threading.Event()
+
+    def last(waiting, version):
+        if loop.batch.generated_tokens >= target:
+            begun.set()
+            while not loop._stopping:
+                time.sleep(0.001)
+        return step(waiting, version)
+
+    loop.batch.step = last
+    return begun

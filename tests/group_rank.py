@@ -21,8 +21,13 @@ from trainer_svc.compute_config import ParallelDims
 from trainer_svc.parallel.mesh import make_mesh
 from trainer_svc.service.rank_group import RankFailedError, RankGroup, RankLink
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 250.0
 """What a collective, or the answer to a command, may take."""
+
+SHORT_S = 1.0
+"""The same where it is exceeded on purpose: nothing that works has to be done within it."""
+
+POLL_S = 0.02
 
 NOTES: dict[str, object] = {}
 
@@ -34,6 +39,19 @@ def row(name: str, length: int) -> Sequence:
     return Sequence(torch.arange(length), mask, values, values, trajectory_id=name)
 
 
+def limit(link: RankLink, seconds: float) -> None:
+    """Change what a collective, or the answer to a command, may take on a link."""
+    link._timeout = timedelta(seconds=seconds)
+    dist.distributed_c10d._set_pg_timeout(link._timeout, link._group)
+    for store in link._stores.values():
+        store.set_timeout(link._timeout)
+
+
+def note(name: str) -> Path:
+    """Return the file by which one rank says something to the other."""
+    return Path(sys.argv[1], name)
+
+
 def lead(data: RankLink, tensor: RankLink, silent: RankLink) -> None:
     rows = [row(name, length) for name, length in (("a", 9), ("b", 5), ("c", 4))]
     broken: list[bool] = []
@@ -42,7 +60,11 @@ def lead(data: RankLink, tensor: RankLink, silent: RankLink) -> None:
         NOTES["data"] = [each.trajectory_id for each in assignment.rows]
     with RankGroup(tensor).on_all_ranks("train", rows) as assignment:
         NOTES["tensor"] = [each.trajectory_id for each in assignment.rows]
-    time.sleep(1.2 * TIMEOUT_S)  # a run that pauses: nobody is in a collective meanwhile
+    limit(data, SHORT_S)
+    while not note("waits").exists():
+        time.sleep(POLL_S)
+    time.sleep(2 * SHORT_S)  # a run that pauses: nobody is in a collective meanwhile
+    limit(data, TIMEOUT_S)
     with ranks.on_all_ranks("train", rows[:1]) as assignment:
         NOTES["after a pause"] = [each.trajectory_id for each in assignment.rows]
     try:
@@ -57,6 +79,7 @@ def lead(data: RankLink, tensor: RankLink, silent: RankLink) -> None:
         except SluiceError as error:
             NOTES["failed"] = f"{error.code.name} {error.reason} {error.message}"
     NOTES["told"] = len(broken)
+    limit(silent, SHORT_S)
     try:
         with RankGroup(silent).on_all_ranks("load"):
             pass
@@ -66,7 +89,11 @@ def lead(data: RankLink, tensor: RankLink, silent: RankLink) -> None:
 
 def follow(data: RankLink, tensor: RankLink, _silent: RankLink) -> None:
     for link, what in ((data, "data"), (tensor, "tensor"), (data, "after a pause")):
+        if what == "after a pause":
+            limit(link, SHORT_S)
+            note("waits").touch()
         link.next("compute")
+        limit(link, TIMEOUT_S)
         NOTES[what] = [each.trajectory_id for each in link.receive_rows()]
         link.done()
     NOTES["save"] = link.next("compute")["do"]
@@ -81,7 +108,7 @@ def follow(data: RankLink, tensor: RankLink, _silent: RankLink) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     timeout = timedelta(seconds=TIMEOUT_S)
     links = [
         RankLink(make_mesh(dims, torch.device("cpu"), timeout), TIMEOUT_S)

@@ -15,11 +15,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 POLL_S = 0.02
+START_S = 300.0
+"""Real seconds for a process to import PyTorch; only a broken one takes them."""
+END_S = 60.0
+"""The same for one to end that was killed."""
 TESTS = Path(__file__).parent
 
 
@@ -85,14 +90,45 @@ class RankPrograms:
         with self.changed:
             self._process.stdin.write(json.dumps({"start": request}) + "\n")
             self._process.stdin.flush()
-            assert self.changed.wait_for(lambda: self._started, 60), "the process that forks ranks does not answer"
+            assert self.changed.wait_for(lambda: self._started, START_S), "the process that forks ranks does not answer"
             return Rank(self, self._started.pop())
+
+    @contextmanager
+    def group(
+        self, count: int, module: str, *arguments: str, outputs: Sequence[Path] | None = None
+    ) -> Iterator[list[Rank]]:
+        """Fork ranks that find each other, and kill at the end those that are left.
+
+        They meet at a store that this process holds, as torchrun's agent does: nobody chooses a port that another one may take.
+
+        Args:
+            count: How many.
+            module: As of `start`, and so are the arguments.
+            arguments: The same for all.
+            outputs: A file for the output of each; None leaves it ours.
+        """
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        ranks: list[Rank] = []
+        try:
+            for rank in range(count):
+                output = None if outputs is None else outputs[rank]
+                ranks.append(self.start(module, *arguments, environment=shared | {"RANK": str(rank)}, output=output))
+            yield ranks
+        finally:
+            for each in ranks:
+                each.kill()
+            for each in ranks:
+                each.wait(END_S)
 
     def close(self) -> None:
         """End the process, and the ranks that are left."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(2 * END_S)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -178,7 +214,7 @@ def serve() -> None:
             fork(json.loads(line)["start"])
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + END_S
     while ranks and time.monotonic() < deadline:
         report_ended()
         time.sleep(POLL_S)

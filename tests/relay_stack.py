@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
 import torch
+from held_ports import held_ports
 from safetensors.torch import load_file
 from weightsync_stack import RESOURCE, RUN, EngineDouble, following
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
@@ -24,7 +26,7 @@ from weightsync.receive.pull import PullLimits
 from weightsync.receiver import ReceiverOptions, WeightReceiver
 from weightsync.staged import ApplyReport, StagedVersion
 
-LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=5, first_pause_s=0.01)
+LIMITS = PullLimits(idle_s=60, attempts=5, first_pause_s=0.01)
 
 
 class Link:
@@ -122,9 +124,13 @@ async def linked(target: str) -> AsyncIterator[Link]:
 class Node:
     """A weight service, root or relay, that can be stopped and started again on its port and directory."""
 
-    def __init__(self, directory: Path, security: SecurityConfig | None = None, **settings: object) -> None:
+    def __init__(
+        self, directory: Path, security: SecurityConfig | None = None, *, clock: Clock = CLOCK, **settings: object
+    ) -> None:
         self.directory = directory / RUN / "weights"
-        self.port = 0
+        self._held = ExitStack()  # closed when this object goes
+        (self._port,) = self._held.enter_context(held_ports(1))
+        self.clock = clock
         self._common = CommonConfig(output_dir=directory, run=RUN, security=security or SecurityConfig())
         self.settings = settings
         self._stack = AsyncExitStack()
@@ -137,14 +143,13 @@ class Node:
 
     @property
     def target(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"127.0.0.1:{self._port}"
 
     async def start(self) -> None:
         config = WeightSyncConfig.model_validate(
-            {"server": ServerConfig(port=self.port, drain_s=0), "min_free_bytes": 0, "keep": 5, **self.settings}
+            {"server": ServerConfig(port=self._port, drain_s=0), "min_free_bytes": 0, "keep": 5, **self.settings}
         )
-        self.service = await self._stack.enter_async_context(serving(self._common, config))
-        self.port = int(self.service.server.target.rpartition(":")[2])
+        self.service = await self._stack.enter_async_context(serving(self._common, config, clock=self.clock))
 
     async def stop(self) -> None:
         self.service = None
@@ -178,10 +183,12 @@ class Engine(EngineDouble):
         return ApplyReport(staged.version, 0.0, 0.0)
 
     @asynccontextmanager
-    async def receiving(self, target: str, stage_dir: Path, **options: object) -> AsyncIterator[WeightReceiver]:
+    async def receiving(
+        self, target: str, stage_dir: Path, *, clock: Clock = CLOCK, **options: object
+    ) -> AsyncIterator[WeightReceiver]:
         async with connect(target, SecurityConfig()) as channel:
             chosen = ReceiverOptions(**{"pull": LIMITS, **options})  # type: ignore[arg-type]
-            receiver = WeightReceiver(channel, RUN, self.name, stage_dir, self, options=chosen)
+            receiver = WeightReceiver(channel, RUN, self.name, stage_dir, self, options=chosen, clock=clock)
             async with following(receiver):
                 yield receiver
 
@@ -194,10 +201,10 @@ async def push(node: Node, version: Version, tensors: dict[str, torch.Tensor]) -
 async def listing(node: Node) -> pb.ListVersionsResponse:
     async with connect(node.target, SecurityConfig()) as channel:
         stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
-        return await stub.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
+        return await stub.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=60)
 
 
 async def sources(node: Node) -> list[pb.WeightSource]:
     async with connect(node.target, SecurityConfig()) as channel:
         stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        return list((await stub.ListSources(pb.ListSourcesRequest(run=RESOURCE), timeout=30)).sources)
+        return list((await stub.ListSources(pb.ListSourcesRequest(run=RESOURCE), timeout=60)).sources)

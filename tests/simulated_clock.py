@@ -17,6 +17,18 @@ _ROUNDS = 20
 """Turns of the event loop in which whoever was woken comes to its next wait, where that takes no I/O."""
 
 
+class _Callback(asyncio.Handle):
+    """What `call_later` returns."""
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        super().__init__(forget, (), asyncio.get_running_loop())
+        self._forget = forget
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._forget()
+
+
 class SimulatedClock(Clock):
     """A clock that stands still until `advance`. Real I/O runs beside it: wait for its effect with `until`.
 
@@ -50,10 +62,14 @@ class SimulatedClock(Clock):
                 return
             if seconds <= 0:
                 limit.reschedule(loop.time())
-                yield limit
-                return
             with self._wait(seconds, lambda: limit.reschedule(loop.time())):
                 yield limit
+
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
+        number = next(self._order)
+        heapq.heappush(self._waits, (self.now + seconds, number, callback))
+        self._open.add(number)
+        return _Callback(lambda: self._open.discard(number))
 
     @contextlib.contextmanager
     def _wait(self, seconds: float, end: Callable[[], None]):
@@ -67,7 +83,7 @@ class SimulatedClock(Clock):
 
     @property
     def waits(self) -> int:
-        """How many sleeps and timeouts are open."""
+        """How many sleeps, timeouts and callbacks are to come."""
         return len(self._open)
 
     async def advance(self, seconds: float) -> None:
@@ -77,6 +93,7 @@ class SimulatedClock(Clock):
         while self._waits and self._waits[0][0] <= end:
             at, number, finish = heapq.heappop(self._waits)
             if number in self._open:
+                self._open.discard(number)
                 self.now = max(self.now, at)
                 finish()
                 await self._settle()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from threading import Barrier
 
 import torch
+from simulated_clock import LIMIT_S
 
 __all__ = ["Meeting", "ThreadRanks", "on_ranks"]
 
@@ -24,9 +25,9 @@ class Meeting:
 
     def exchange(self, index: int, value: object) -> list:
         self.brought[index] = value
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(LIMIT_S)
         everything = [self.brought[rank] for rank in range(self.size)]
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(LIMIT_S)
         return everything
 
 
@@ -57,4 +58,4 @@ def on_ranks(shares: list, work: Callable) -> list:
     meeting = Meeting.of(len(shares))
     with ThreadPoolExecutor(len(shares)) as pool:
         futures = [pool.submit(work, share, ThreadRanks(meeting, index)) for index, share in enumerate(shares)]
-        return [future.result(timeout=20) for future in futures]
+        return [future.result(2 * LIMIT_S) for future in futures]

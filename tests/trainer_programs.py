@@ -12,7 +12,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from benchmarks.children import free_port
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.client import TrainerClient
 from sluice.rpc import SluiceError
@@ -20,15 +19,20 @@ from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
 
 RUN = "proc"
-START_S = 180.0
+START_S = 280.0
+"""Real seconds for what a program has to do next, its imports included; only a broken one takes them."""
 
 
 class Programs:
-    """`sluice` programs of one run, from one file."""
+    """`sluice` programs of one run, from one file.
+
+    Attributes:
+        addresses: Where each is served: unix sockets, which no other test can take.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.ports = {"weightsync": free_port(), "trainer": free_port()}
+        self.addresses = {name: f"unix:{directory}/{name}.sock" for name in ("weightsync", "trainer")}
         model = directory / "tiny"
         init_model(model, ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48), seed=3)
         self.file = directory / "rl.toml"
@@ -37,14 +41,14 @@ class Programs:
             output_dir = "{directory / "outputs"}"
             model = "{model}"
             [peers]
-            weightsync = "127.0.0.1:{self.ports["weightsync"]}"
+            weightsync = "{self.addresses["weightsync"]}"
             [weightsync]
-            server = {{ port = {self.ports["weightsync"]} }}
+            server = {{ host = "{self.addresses["weightsync"]}" }}
             min_free_bytes = 0
             [trainer]
             lr = 1e-3
             threads = 1
-            server = {{ port = {self.ports["trainer"]} }}
+            server = {{ host = "{self.addresses["trainer"]}" }}
             """)
 
     @asynccontextmanager
@@ -68,7 +72,7 @@ class Programs:
             log.close()
 
     def client(self) -> TrainerClient:
-        return TrainerClient(f"127.0.0.1:{self.ports['trainer']}")
+        return TrainerClient(self.addresses["trainer"])
 
 
 async def ready(client: TrainerClient, process: asyncio.subprocess.Process) -> trainer_pb2.GetTrainerStateResponse:
@@ -115,7 +119,7 @@ async def train(
 ) -> trainer_pb2.StepReport:
     """Submit the batch of this number, the same in every epoch, and wait for its report."""
     await submit(client, number, epoch, digest, run, learning_rate=learning_rate)
-    async with aclosing(client.watch_steps(run, number, timeout_s=60)) as watch:
+    async with aclosing(client.watch_steps(run, number, timeout_s=START_S)) as watch:
         async for response in watch:
             return response.step
     raise AssertionError("the stream ended without a report")

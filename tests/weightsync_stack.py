@@ -13,6 +13,7 @@ import grpc
 import torch
 import xxhash
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
@@ -101,13 +102,13 @@ class Stack:
                     damage(chunk)
                 yield pb.PushWeightsRequest(chunk=chunk)
 
-        return await self.sync.PushWeights(requests(), timeout=30)
+        return await self.sync.PushWeights(requests(), timeout=60)
 
     async def commit(self, manifest: pb.Manifest) -> pb.CommitVersionResponse:
-        return await self.sync.CommitVersion(pb.CommitVersionRequest(manifest=manifest), timeout=30)
+        return await self.sync.CommitVersion(pb.CommitVersionRequest(manifest=manifest), timeout=60)
 
     async def visible(self) -> list[Version]:
-        response = await self.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
+        response = await self.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=60)
         return [Version.from_proto(manifest.version) for manifest in response.versions]
 
     async def pull(
@@ -122,7 +123,7 @@ class Stack:
             base=None if base is None else base.to_proto(),
         )
         received = b""
-        async for response in self.delivery.PullWeights(request, timeout=30):
+        async for response in self.delivery.PullWeights(request, timeout=60):
             assert response.chunk.offset == offset + len(received)
             received += response.chunk.data
         return received
@@ -130,12 +131,12 @@ class Stack:
 
 @asynccontextmanager
 async def running_stack(
-    output_dir: Path, *, port: int = 0, model: str = "", **settings: object
+    output_dir: Path, *, port: int = 0, model: str = "", clock: Clock = CLOCK, **settings: object
 ) -> AsyncIterator[Stack]:
     """Serve on loopback until the block ends."""
     common = CommonConfig(output_dir=output_dir, run=RUN, model=model)
     config = WeightSyncConfig.model_validate({"server": ServerConfig(port=port), "min_free_bytes": 0, **settings})
-    runs = build_runs(common, config)
+    runs = build_runs(common, config, clock=clock)
     ingest, delivery = WeightSyncServicer(runs), WeightDeliveryServicer(runs)
     server = RpcServer("weightsync", config.server, SecurityConfig())
     server.add(weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, ingest, "sluice.v1.WeightSyncService")
@@ -245,7 +246,7 @@ def error_of(caught: grpc.aio.AioRpcError) -> SluiceError:
     return SluiceError.from_rpc(caught)
 
 
-async def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
     """Return when the condition holds; fail after the deadline."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 - any condition, of any process

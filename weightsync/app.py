@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, ConfigError, Service
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError, connect
@@ -40,7 +41,11 @@ _UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT
 
 
 def build_runs(
-    common: CommonConfig, config: WeightSyncConfig, upstream: Upstream | None = None, mirror: Mirror | None = None
+    common: CommonConfig,
+    config: WeightSyncConfig,
+    upstream: Upstream | None = None,
+    mirror: Mirror | None = None,
+    clock: Clock = CLOCK,
 ) -> Runs:
     """Build the runs of a service as its settings describe them."""
 
@@ -53,7 +58,7 @@ def build_runs(
         # Another run's base model is not known here; its versions hold weights alone.
         return common.model if run == common.run else ""
 
-    return Runs(config, directory_of, model_of, upstream, mirror=mirror)
+    return Runs(config, directory_of, model_of, upstream, mirror=mirror, clock=clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterator[Serving]:
+async def serving(common: CommonConfig, config: WeightSyncConfig, *, clock: Clock = CLOCK) -> AsyncIterator[Serving]:
     """Serve until the block ends; raise ConfigError if the settings do not work, as of relays that feed each other."""
     async with AsyncExitStack() as stack:
         relay: Relay | None = None
@@ -89,7 +94,7 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
         if config.mirror is not None:
             bucket = Bucket.open(config.mirror, config.mirror_deadline_s)
             mirror = Mirror(bucket, lambda run: common.output_dir / run / "checkpoints", part_bytes=PART_BYTES)
-        runs = build_runs(common, config, relay or reader, mirror)
+        runs = build_runs(common, config, relay or reader, mirror, clock)
         stack.push_async_callback(runs.close)
         server = RpcServer(
             "weightsync", config.server, common.security, call_log=common.run_dir / "calls/weightsync.jsonl"

@@ -26,6 +26,7 @@ import grpc
 import structlog
 
 from sluice.backoff import Backoff
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
@@ -251,6 +252,7 @@ class WeightReceiver:
         stage_dir: Directory in shared memory, such as ``/dev/shm``; receivers of one run and host share what they stage in
             it, and remove what dead ones left.
         engine: Applies what is staged, and says what it holds.
+        clock: Decides when policies, deadlines and pauses end.
     """
 
     def __init__(
@@ -262,14 +264,20 @@ class WeightReceiver:
         engine: Engine,
         *,
         options: ReceiverOptions | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         self._run, self._engine, self._options = run_resource(run), engine, options or ReceiverOptions()
+        self._clock = clock
         self._wake = asyncio.Event()
         limits = self._options.pull
-        self._sources = Sources(channel, self._run, replica, self._options.connect_to, limits=self._options.sources)
+        self._sources = Sources(
+            channel, self._run, replica, self._options.connect_to, limits=self._options.sources, clock=clock
+        )
         self._manifests = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
-        self._watch = VersionWatch(self._sources.watch, self._run, replica, self._wake.set, hurry=self._sources.changed)
-        self._reporter = Reporter(self._sources.report, self._run, replica, self._serving)
+        self._watch = VersionWatch(
+            self._sources.watch, self._run, replica, self._wake.set, hurry=self._sources.changed, clock=clock
+        )
+        self._reporter = Reporter(self._sources.report, self._run, replica, self._serving, clock=clock)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
         self._builder = VersionBuilder(
             self._sources, self._run, self._threads, limits, local_files=self._options.local_files
@@ -313,9 +321,7 @@ class WeightReceiver:
         self, mode: PolicyMode, version: Version | None = None, *, owner: str = "", ttl_s: float | None = None
     ) -> Policy:
         """Set which versions the replica takes; see `WeightPolicy.set` for the meaning and the errors."""
-        policy = self._policy.set(
-            mode, version, owner=owner, ttl_s=ttl_s, serving=self._serving(), now=time.monotonic()
-        )
+        policy = self._policy.set(mode, version, owner=owner, ttl_s=ttl_s, serving=self._serving(), now=self._clock())
         self._wake.set()
         return policy
 
@@ -335,12 +341,12 @@ class WeightReceiver:
             SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or UNAVAILABLE if the version could not be pulled or applied; the
                 message says what serves.
         """
-        self._policy.check_owner(owner, time.monotonic())
+        self._policy.check_owner(owner, self._clock())
         request = _UpdateRequest(version, asyncio.get_running_loop().create_future())
         self._requests.append(request)
         self._wake.set()
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._clock.timeout(deadline_s):
                 return await request.done
         except TimeoutError as error:
             raise SluiceError(
@@ -396,7 +402,7 @@ class WeightReceiver:
             Exception: what `use` raises.
         """
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._clock.timeout(deadline_s):
                 manifest = await self._manifest(version)
                 base, weights = Version.from_proto(manifest.base), (await self._look()).weights
                 if manifest.kind != pb.VERSION_KIND_ADAPTER or not self._engine.serves_adapters:
@@ -427,7 +433,7 @@ class WeightReceiver:
             staged_version=None if self._staged is None else self._staged.staged.version,
             newest=self._watch.newest_version,
             connected=self._watch.connected,
-            policy=self._policy.current(time.monotonic()),
+            policy=self._policy.current(self._clock()),
             updates=self._updates,
             last_error=self._error,
             last_update=self._last_update,
@@ -442,7 +448,7 @@ class WeightReceiver:
             if request is not None:
                 await self._try(request.version, or_newer=request.version is None, done=request.done)
                 continue
-            held, now = await self._look(), time.monotonic()
+            held, now = await self._look(), self._clock()
             wanted = self._policy.wanted(held.serving, self._watch.newest_version, now)
             if wanted is None:
                 await self._sleep(_IDLE_S)
@@ -535,7 +541,7 @@ class WeightReceiver:
     async def _bounded(self, version: Version, work: Awaitable[ApplyReport]) -> ApplyReport:
         deadline_s = self._options.apply_deadline_s
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._clock.timeout(deadline_s):
                 return await work
         except TimeoutError as error:
             raise ApplyError(f"version {version} was not applied within {deadline_s:g} s") from error
@@ -623,7 +629,7 @@ class WeightReceiver:
     async def _sleep(self, pause_s: float) -> None:
         """Wait until something changes, the policy runs out, or the pause is over."""
         try:
-            async with asyncio.timeout(min(pause_s, max(0.01, self._policy.expires_in(time.monotonic())))):
+            async with self._clock.timeout(min(pause_s, max(0.01, self._policy.expires_in(self._clock())))):
                 await self._wake.wait()
         except TimeoutError:
             return

@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from sluice.backoff import Backoff
+from sluice.clock import Clock
 from sluice.host_files import host_id
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
@@ -171,7 +172,7 @@ class Follower:
     async def run_forever(self, address: str) -> None:
         """Follow until cancelled; engines reach this relay at `address`."""
         run, name = run_resource(self._run.name), relay_name(address)
-        self._watch = VersionWatch(self._stub.WatchVersions, run, name, self._announcement.set)
+        self._watch = VersionWatch(self._stub.WatchVersions, run, name, self._announcement.set, clock=self._runs.clock)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch.run_forever())
             tasks.create_task(self.forwarder.run_forever())
@@ -192,7 +193,7 @@ class Follower:
                     pause_s = backoff.fail()
             self._measure_lag(announced)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with self._runs.clock.timeout(pause_s):
                     await self._announcement.wait()
 
     async def _try(self, announced: pb.Manifest) -> bool:
@@ -256,7 +257,7 @@ class Follower:
             self.forwarder.put(self._report(name, address))
             lease_s = min(self.forwarder.lease_s, self._runs.config.lease_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(renewal_s(lease_s)):
+                async with self._runs.clock.timeout(renewal_s(lease_s)):
                     await self._news.wait()
 
     def _report(self, name: str, address: str) -> pb.ReportVersionRequest:
@@ -279,7 +280,7 @@ class Forwarder:
 
     Args:
         stub: The service behind.
-        clock: Seconds, monotonic.
+        clock: Decides when to try again, and which reports are too old.
         own_lease_s: Seconds that this service grants its replicas; an older report is not forwarded.
 
     Attributes:
@@ -287,7 +288,7 @@ class Forwarder:
     """
 
     def __init__(
-        self, stub: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub, clock: Callable[[], float], own_lease_s: float
+        self, stub: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub, clock: Clock, own_lease_s: float
     ) -> None:
         self.lease_s = math.inf
         self._stub = stub
@@ -317,7 +318,7 @@ class Forwarder:
                 backoff.succeed()
                 await self._news.wait()
             else:
-                await asyncio.sleep(backoff.fail())
+                await self._clock.sleep(backoff.fail())
 
     async def _send_all(self) -> bool:
         """Send what waits, oldest first; return False if the service behind could not be reached."""

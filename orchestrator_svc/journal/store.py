@@ -26,6 +26,7 @@ from orchestrator_svc.journal.facts import LedgerError, Place
 from orchestrator_svc.journal.ledger import Group, Ledger
 from orchestrator_svc.journal.migration import FORMAT, migrate
 from orchestrator_svc.journal.segments import Disk, JournalError, SegmentError, SegmentWriter, read_payload
+from sluice.clock import CLOCK, Clock
 from sluice.tasks import discard_outcome
 from sluice.threads import SerialThread
 from sluice.v1 import journal_pb2, orchestrator_pb2
@@ -133,6 +134,7 @@ class Journal:
         limits: When the journal writes, and how much may wait.
         follow: Gets every fact after the ledger took it, those of earlier processes first.
         disk: Does the writing.
+        clock: Times the waits for the disk.
 
     Attributes:
         ledger: The state of the run. Only `record` changes it.
@@ -152,11 +154,12 @@ class Journal:
         limits: JournalLimits | None = None,
         follow: Callable[[journal_pb2.Fact], None] | None = None,
         disk: Disk | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._directory = run_dir / "journal"
         self._follow = follow
-        self._disk = disk or Disk()
+        self._disk, self._clock = disk or Disk(), clock
         self._connection = _open(run_dir / DATABASE, environment)
         self._run = self._connection.execute  # in the journal's thread only, but for this constructor
         self._limits = limits or JournalLimits()
@@ -299,7 +302,7 @@ class Journal:
         """
         wanted = self.ledger.last_seq
         try:
-            async with asyncio.timeout(_DISK_S):
+            async with self._clock.timeout(_DISK_S):
                 while self._durable_seq < wanted and self._failure is None:
                     if self._taken_seq < wanted:
                         self._awaited.set()
@@ -360,8 +363,10 @@ class Journal:
             closing = self._thread.submit(close)
             self._thread.end()
             discard_outcome(closing)
-        await asyncio.wait({closing}, timeout=_CLOSE_S)
-        if not closing.done():
+        try:
+            async with self._clock.timeout(_CLOSE_S):
+                await asyncio.wait({closing})
+        except TimeoutError:
             log.warning("the disk does not let the journal close; its files stay open", path=str(self._directory))
 
     # Writing.
@@ -371,7 +376,7 @@ class Journal:
         try:
             while self._waiting.facts:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._limits.fsync_interval_s):
+                    async with self._clock.timeout(self._limits.fsync_interval_s):
                         await self._awaited.wait()
                 work = self._take_waiting(delete=self._waiting.deletes)
                 self._taken_seq = work.facts[-1][0]

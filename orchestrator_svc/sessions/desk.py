@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.sessions.claims import Claims
 from orchestrator_svc.sessions.lending import Lending
+from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY
@@ -64,9 +64,14 @@ class Posed:
 
 
 class Waiting:
-    """Wakes those who wait for something; a fact of the journal, or what a claim does."""
+    """Wakes those who wait for something; a fact of the journal, or what a claim does.
 
-    def __init__(self) -> None:
+    Args:
+        clock: The time that they wait for at most.
+    """
+
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock = clock
         self._waiters: dict[Hashable, set[asyncio.Event]] = {}
 
     def wake(self, key: Hashable) -> None:
@@ -80,7 +85,7 @@ class Waiting:
         self._waiters.setdefault(key, set()).add(event)
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
+                async with self._clock.timeout(seconds):
                     await event.wait()
         finally:
             self._waiters[key].discard(event)
@@ -110,7 +115,7 @@ class Desk:
         waiting: Follows the facts of the journal.
         secret: Session keys are derived with it.
         posed: Says what a group is about; None if its task is gone.
-        clock: Monotonic seconds.
+        clock: The time of leases, sessions and claims.
 
     Attributes:
         lending: Who has which episode.
@@ -128,7 +133,7 @@ class Desk:
         secret: bytes,
         *,
         posed: Callable[[Group], Posed | None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
         self._posed = posed
         self.journal, self.limits, self.clock, self.waiting = journal, limits, clock, waiting
@@ -140,6 +145,7 @@ class Desk:
         self._cache: OrderedDict[tuple[str, str], session_pb2.RecordedGeneration] = OrderedDict()
         self.cached_bytes = 0
         self._gateways: Counter[str] = Counter()
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """End leases, sessions and claims whose time is over, until cancelled.
@@ -152,7 +158,7 @@ class Desk:
             self.expire(now)
             # What begins meanwhile ends no earlier than this.
             least = min(self.limits.lease_s, self.limits.idle_s)
-            await asyncio.sleep(max(0.0, min(self.lending.next_deadline() - now, least)))
+            await self.clock.sleep(max(0.0, min(self.lending.next_deadline() - now, least)))
 
     def expire(self, now: float) -> None:
         """End what has no time left, and let go of the generations of sessions that have ended: nothing reads them again."""
@@ -178,9 +184,13 @@ class Desk:
         finally:
             self._gateways[gateway] -= 1
             if gateway and not self._gateways[gateway]:
-                asyncio.get_running_loop().call_later(BACK_S, self._end_claims, gateway)
+                ending = asyncio.create_task(self._end_claims(gateway), name=f"claims of {gateway}")
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
 
-    def _end_claims(self, gateway: str) -> None:
+    async def _end_claims(self, gateway: str) -> None:
+        """End the claims of a gateway that is not back in time."""
+        await self.clock.sleep(BACK_S)
         if self._gateways[gateway]:
             return
         del self._gateways[gateway]

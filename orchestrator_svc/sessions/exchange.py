@@ -14,6 +14,7 @@ from typing import TypeAlias
 import grpc
 import structlog
 
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.rpc.access import name_request
 from sluice.rpc.server import MethodMetrics, unexpected_failure
@@ -53,7 +54,12 @@ log = structlog.get_logger(__name__)
 
 
 async def answer_exchange(
-    requests: AsyncIterator[session_pb2.ExchangeRequest], write: Write, begin: Begin, record: Record
+    requests: AsyncIterator[session_pb2.ExchangeRequest],
+    write: Write,
+    begin: Begin,
+    record: Record,
+    *,
+    clock: Clock = CLOCK,
 ) -> None:
     """Answer the calls of one stream, each when it is done, until the stream ends or is `STREAM_S` old.
 
@@ -62,6 +68,7 @@ async def answer_exchange(
         write: Sends an answer.
         begin: Serves BeginGeneration: principal, request, and the seconds that it may wait for the same request elsewhere.
         record: Serves RecordGeneration: principal and request.
+        clock: Tells the age of the stream.
     """
     calls = set[asyncio.Task[None]]()
     places, writing = asyncio.Semaphore(MOST_CALLS), asyncio.Lock()
@@ -78,7 +85,7 @@ async def answer_exchange(
 
     try:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STREAM_S):
+            async with clock.timeout(STREAM_S):
                 async for request in requests:
                     await places.acquire()
                     call = asyncio.create_task(serve(request))

@@ -34,7 +34,8 @@ from sluice.config import (
     service_names,
 )
 from sluice.config.secrets import redact_text, secret_values
-from sluice.supervise.restart_policy import EXIT_CONFIG, EXIT_FOR_GOOD
+from sluice.errors import BindError
+from sluice.supervise.restart_policy import EXIT_BIND, EXIT_CONFIG, EXIT_FOR_GOOD
 
 if TYPE_CHECKING:
     import asyncio
@@ -120,14 +121,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 130 interrupted; for a service also those of `run_service`.
+        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 4 a port is taken, 130 interrupted; for a service also those of
+        `run_service`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(words)
     except ConfigError as error:
         print(f"sluice: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return EXIT_BIND if isinstance(error, BindError) else EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -182,6 +184,7 @@ def run_service(name: str, argv: list[str]) -> int:
         was done.
 
     Raises:
+        BindError: if it cannot listen at its address.
         ConfigError: if the settings are wrong.
     """
     import asyncio
@@ -223,7 +226,7 @@ def run_service(name: str, argv: list[str]) -> int:
             sys.stderr.flush()
             os._exit(0)
     except ConfigError as error:
-        raise ConfigError(redact_text(str(error), secrets)) from error
+        raise type(error)(redact_text(str(error), secrets)) from error
     except UnfinishedError as stop:
         log.info("stopped before the end", reason=str(stop))
         return EXIT_UNFINISHED

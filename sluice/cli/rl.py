@@ -12,7 +12,8 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +36,7 @@ from sluice.config import (
 from sluice.config.decide import visible_devices
 from sluice.models import check_hub, check_model
 from sluice.plan import Machines, Plan, Purpose, make_plan
-from sluice.plan.local import child_specs, known_host, local_peers, on_free_ports, this_machine
+from sluice.plan.local import child_specs, free_names, known_host, local_peers, on_free_ports, this_machine
 from sluice.plan.plan import COMPUTES
 from sluice.rpc.access import Access
 from sluice.rpc.principals import new_token, replace_private
@@ -47,6 +48,9 @@ CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 JOURNAL_FILE = "journal.sqlite"
 """Written by the orchestrator. A run without it never began, for example because its settings were wrong."""
+
+_MOST_ATTEMPTS = 3
+"""Starts of a run whose ports are taken, one after the other, by other programs."""
 
 EXIT_INTERRUPTED = 130
 EXIT_CODES = {Ending.SUCCEEDED: 0, Ending.STOPPED: EXIT_INTERRUPTED, Ending.FAILED: 1}
@@ -69,31 +73,50 @@ def run(argv: list[str]) -> int:
     config = load_run(settings, check=lambda config: check_run(config, _plan(config, options)))
     for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
         check_hub(model, setting)  # once, before every service tries to load it
-    plan = on_free_ports(_plan(config, options), config)
-    config = config.model_copy(update={"peers": local_peers(plan, config)})
     if options.resume_from:
         fork(config, options.resume_from, resume=options.resume)
     resume = options.resume or bool(options.resume_from)
-    with claim(config, resume=resume) as directory, private_settings(config) as private:
-        public = write_settings(config)
-        file, logs = private or public, directory / "logs"
-        devices, own_threads = visible_devices(os.environ), options.threads is not None
-        specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
+    with claim(config, resume=resume) as directory:
         console = Console()
         view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
-        supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
         if resume:
             view.say(describe_resume(directory))
+        began = time.monotonic()
+        outcome = run_on_free_ports(_plan(config, options), config, view, partial(_run_once, options, view))
+    report_outcome(view, outcome, config, time.monotonic() - began)
+    return EXIT_CODES[outcome.ending]
+
+
+def run_on_free_ports(
+    plan: Plan, config: RunConfig, view: RunView, run_once: Callable[[Plan, RunConfig], Outcome]
+) -> Outcome:
+    """Run a plan on ports that are free now, and again on others if another program takes one before its service listens there."""
+    for attempts_left in reversed(range(_MOST_ATTEMPTS)):
+        placed = on_free_ports(plan, config)
+        outcome = run_once(placed, config.model_copy(update={"peers": local_peers(placed, config)}))
+        if not attempts_left or not outcome.cannot_bind or not free_names(placed.place(outcome.child), config):
+            break
+        view.say(
+            f"{outcome.child} cannot listen: another program took its port; starting all again on others", "yellow"
+        )
+    return outcome
+
+
+def _run_once(options: argparse.Namespace, view: RunView, plan: Plan, config: RunConfig) -> Outcome:
+    """Run all services on the ports of the plan."""
+    with private_settings(config) as private:
+        public = write_settings(config)
+        file, logs = private or public, config.run_dir / "logs"
+        devices, own_threads = visible_devices(os.environ), options.threads is not None
+        specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
+        supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
         if plan.has("gateway"):
             host, ports = known_host(config, "gateway"), plan.place("gateway")
             http, grpc = f"{host}:{ports.port('http')}", f"{host}:{ports.port()}"
             view.say(f"agents open sessions at http://{http} (POST /rl/sessions) or by gRPC at {grpc}")
         _warn_of_crowding(view, plan)
-        began = time.monotonic()
-        outcome = asyncio.run(supervise(supervisor, view, config))
-    report_outcome(view, outcome, config, time.monotonic() - began)
-    return EXIT_CODES[outcome.ending]
+        return asyncio.run(supervise(supervisor, view, config))
 
 
 def _plan(config: RunConfig, options: argparse.Namespace) -> Plan:

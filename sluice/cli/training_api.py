@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import os
 import time
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -23,15 +24,16 @@ from sluice.cli.rl import (
     plan_with,
     private_settings,
     report_failure,
+    run_on_free_ports,
     write_settings,
 )
 from sluice.config import ConfigError, Options, RunConfig, load_run, service_names
 from sluice.config.decide import visible_devices
 from sluice.plan import Plan, Purpose
-from sluice.plan.local import child_specs, known_host, local_peers, on_free_ports, this_machine
+from sluice.plan.local import child_specs, known_host, this_machine
 from sluice.rpc.access import Access
 from sluice.rpc.tls import pem_files
-from sluice.supervise.supervisor import Ending, Supervisor, run_until_signal
+from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
 
 
 def run(argv: list[str]) -> int:
@@ -48,27 +50,31 @@ def run(argv: list[str]) -> int:
         print(parser.format_help())
     options, settings = parser.parse_known_args(argv)
     config = load_run(settings, check=lambda config: _check(config, _plan(config, options)))
-    plan = on_free_ports(_plan(config, options), config)
-    config = config.model_copy(update={"peers": local_peers(plan, config)})
     if (config.run_dir / JOURNAL_FILE).exists():
         raise ConfigError(f"{config.run_dir} holds a run of `sluice rl`: choose another name with --run NAME")
-    with claim(config, resume=False) as directory, private_settings(config) as private:
-        public = write_settings(config)
-        file, logs = private or public, directory / "logs"
-        devices, own_threads = visible_devices(os.environ), options.threads is not None
-        specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
+    with claim(config, resume=False) as directory:
         view = RunView(config.run, Console(), live=False, verbose=options.verbose)
-        supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
-        view.say(f"starting {len(specs)} services, logs in {logs}")
-        view.say(f"callers reach the training API at {known_host(config, 'tuner')}:{plan.place('tuner').port()}")
         began = time.monotonic()
-        outcome = asyncio.run(run_until_signal(supervisor, lambda text: view.say(text, style="yellow")))
+        outcome = run_on_free_ports(_plan(config, options), config, view, partial(_run_once, options, view))
     if outcome.ending is Ending.FAILED:
-        report_failure(view, outcome, "failed", logs)
+        report_failure(view, outcome, "failed", directory / "logs")
     else:
         trainings = directory / "trainings"
         view.say(f"stopped after {time.monotonic() - began:.1f} s; trainings are saved in {trainings}", style="yellow")
     return EXIT_CODES[outcome.ending]
+
+
+def _run_once(options: argparse.Namespace, view: RunView, plan: Plan, config: RunConfig) -> Outcome:
+    """Run all services on the ports of the plan."""
+    with private_settings(config) as private:
+        public = write_settings(config)
+        file, logs = private or public, config.run_dir / "logs"
+        devices, own_threads = visible_devices(os.environ), options.threads is not None
+        specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
+        supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
+        view.say(f"starting {len(specs)} services, logs in {logs}")
+        view.say(f"callers reach the training API at {known_host(config, 'tuner')}:{plan.place('tuner').port()}")
+        return asyncio.run(run_until_signal(supervisor, lambda text: view.say(text, style="yellow")))
 
 
 def _plan(config: RunConfig, options: argparse.Namespace) -> Plan:

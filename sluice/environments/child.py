@@ -20,13 +20,16 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sluice.environments import loading
 from sluice.environments.base import MultiTurnEnvironment, Score, SingleTurnEnvironment, Task
 from sluice.environments.framing import FrameReader, NotPlainError, encode
 from sluice.errors import ConfigError
 from sluice.loading import without_values
+
+if TYPE_CHECKING:
+    import asyncio
 
 _RECEIVE_BYTES = 1 << 16
 _PAGE_TASKS = 1000
@@ -92,11 +95,12 @@ class Server:
         return {"id": call["id"], "value": value}
 
     def _check_cancelled(self, error: BaseException) -> None:
-        """Raise the error again if the call was cancelled by its time limit."""
+        """Raise the error again if the orchestrator cancelled the call."""
         if self._on_loop:
-            from asyncio import CancelledError  # noqa: PLC0415 - imported already where a loop runs
+            from asyncio import CancelledError, current_task  # noqa: PLC0415 - imported already where a loop runs
 
-            if isinstance(error, CancelledError):
+            task = current_task()
+            if isinstance(error, CancelledError) and task is not None and task.cancelling():
                 raise error
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - those of any method
@@ -276,28 +280,44 @@ def _serve_in_threads(connection: Connection, environment: Any, threads: int) ->
                 executor.submit(answer, call)
 
 
+class LoopCalls:
+    """The calls that run on an event loop, which the orchestrator may cancel; construct it there."""
+
+    def __init__(self, connection: Connection, environment: Any) -> None:  # noqa: ANN401 - a user's class
+        from asyncio import get_running_loop  # noqa: PLC0415 - only where it is needed
+
+        self._connection, self._loop = connection, get_running_loop()
+        self._server = Server(environment, on_loop=True)
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def take(self, message: Answer) -> None:
+        """Begin a call, or cancel one that is late."""
+        if "cancel" in message:
+            if (late := self._running.get(message["cancel"])) is not None:
+                late.cancel()
+            return
+        number = message["id"]
+        task = self._running[number] = self._loop.create_task(self._answer(message))
+        task.add_done_callback(lambda _: self._end(number))
+
+    async def _answer(self, call: Answer) -> None:
+        self._connection.send(await self._server.answer(call))
+
+    def _end(self, number: int) -> None:
+        if self._running.pop(number).cancelled():
+            self._connection.send({"id": number, "hung": True})
+
+
 def _serve_on_a_loop(connection: Connection, environment: Any) -> None:  # noqa: ANN401 - a user's class
     import asyncio  # noqa: PLC0415 - only where it is needed
 
-    async def answer(server: Server, call: Answer) -> None:
-        try:
-            async with asyncio.timeout(call["limit_s"]):
-                connection.send(await server.answer(call))
-        except TimeoutError:
-            connection.send({"id": call["id"], "hung": True})
-
     async def serve() -> None:
-        server, loop, running = Server(environment, on_loop=True), asyncio.get_running_loop(), set()
-
-        def start(call: Answer) -> None:
-            task = loop.create_task(answer(server, call))
-            running.add(task)
-            task.add_done_callback(running.discard)
+        calls, loop = LoopCalls(connection, environment), asyncio.get_running_loop()
 
         def read() -> None:
             while messages := connection.receive():
-                for call in messages:
-                    loop.call_soon_threadsafe(start, call)
+                for message in messages:
+                    loop.call_soon_threadsafe(calls.take, message)
             os._exit(0)
 
         threading.Thread(target=read, daemon=True).start()

@@ -12,13 +12,13 @@ import contextlib
 import itertools
 import os
 import secrets
-import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Self
 
 import structlog
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError
 from sluice.environments.base import Message, Score, Task
 from sluice.environments.config import EnvironmentProcessesConfig
@@ -105,6 +105,7 @@ class EnvironmentProcesses:
         arguments: Keyword arguments of the environment's class or function.
         start_limit: Seconds to construct the environment, and to list its tasks; and the setting that says so.
         section: Table of the settings that `config` is, for messages.
+        clock: Says when a call, a start or a memory check is due.
 
     Attributes:
         name: The environment's name, known once the context is entered, as the next five.
@@ -127,12 +128,15 @@ class EnvironmentProcesses:
         config: EnvironmentProcessesConfig,
         start_limit: tuple[float, str],
         section: str = "orchestrator.environment_processes",
+        *,
+        clock: Clock = CLOCK,
     ) -> None:
         self.failures: Counter[str] = Counter()
         self.processes_ended: Counter[str] = Counter()
         self._reference, self._arguments, self._config = reference, arguments, config
         self._start_s, self._start_setting = start_limit
         self._section = section
+        self._clock = clock
         self._most = config.count or min(os.cpu_count() or 1, _MOST_PROCESSES)
         self._coroutines = False
         self._numbers, self._process_numbers = itertools.count(1), itertools.count(1)
@@ -142,7 +146,7 @@ class EnvironmentProcesses:
         self._lives: dict[Worker, asyncio.Task[None]] = {}
         self._restarts = Restarts(config.max_restarts)
         self._start_at = 0.0
-        self._look_again: asyncio.TimerHandle | None = None
+        self._look_again: asyncio.Task[None] | None = None
         self._given_up = ""
         self._closing = False
 
@@ -342,9 +346,7 @@ class EnvironmentProcesses:
     def _submit(
         self, method: str, task_id: str, arguments: Mapping[str, Any], limit: tuple[float, str], worker: Worker | None
     ) -> Call:
-        call = Call(
-            next(self._numbers), method, task_id, arguments, *limit, self._loop.create_future(), self._loop.time()
-        )
+        call = Call(next(self._numbers), method, task_id, arguments, *limit, self._loop.create_future(), self._clock())
         if self._given_up:
             error = EnvironmentFailedError(Reason.GIVEN_UP, self._given_up, task_id, culprit=False)
             call.answer.set_exception(error)
@@ -392,18 +394,20 @@ class EnvironmentProcesses:
         if not queues or self._starting or self._closing or self._given_up or len(self._lives) >= self._most:
             return
         due = max(min(queue[0].since for queue in queues) + (_PATIENCE_S if self._workers else 0.0), self._start_at)
-        if self._loop.time() >= due:
+        wait_s = due - self._clock()
+        if wait_s <= 0:
             self._start_one()
         elif self._look_again is None:
-            self._look_again = self._loop.call_at(due, self._look)
+            self._look_again = asyncio.create_task(self._look(wait_s), name="start of an environment process")
 
-    def _look(self) -> None:
+    async def _look(self, wait_s: float) -> None:
+        await self._clock.sleep(wait_s)
         self._look_again = None
         self._pump()
 
     def _start_one(self) -> None:
         number = next(self._process_numbers)
-        worker = Worker(number, f"{self._mark}.{number}.", self._watchdog, self._answered)
+        worker = Worker(number, f"{self._mark}.{number}.", self._watchdog, self._answered, self._clock)
         self._starting += 1
         life = asyncio.create_task(self._live(worker), name=f"environment process {worker.number}")
         self._lives[worker] = life
@@ -454,7 +458,7 @@ class EnvironmentProcesses:
         }
         variables = passed_variables(os.environ, self._config.variables)
         try:
-            async with asyncio.timeout(self._start_s):
+            async with self._clock.timeout(self._start_s):
                 description = await worker.start(settings, variables, self._config.log_lines_per_minute)
         except TimeoutError as error:
             raise ConfigError(
@@ -533,7 +537,7 @@ class EnvironmentProcesses:
                 f" one: {end.text}): repair the environment, or raise {self._section}.max_restarts"
             )
         else:
-            self._start_at = self._loop.time() + delay
+            self._start_at = self._clock() + delay
         for call in [*running, *worker.waiting]:
             self._again(call, end, ran=call.number in worker.running)
         self._pump()
@@ -582,14 +586,14 @@ class EnvironmentProcesses:
             return [worker.memory_mib(most) for worker in workers]
 
         while most:
-            await asyncio.sleep(memory_look_s(room_mib, took_s))
-            began, workers = time.monotonic(), tuple(self._lives)
+            await self._clock.sleep(memory_look_s(room_mib, took_s))
+            began, workers = self._clock(), tuple(self._lives)
             used = await asyncio.to_thread(look, workers)
             for worker, mib in zip(workers, used, strict=True):
                 if mib > most:
                     text = f"was killed: it had {mib:.0f} MiB of memory, more than {most} ({self._section}.memory_mib)"
                     worker.end_because(End(Reason.MEMORY, text))
-            room_mib, took_s = most - max(used, default=0.0), time.monotonic() - began
+            room_mib, took_s = most - max(used, default=0.0), self._clock() - began
 
 
 _MISSING = Score(None)

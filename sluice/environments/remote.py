@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import grpc
 
 from sluice.backoff import Backoff
+from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig
 from sluice.environments.base import Message, Score, Task, Turn
 from sluice.environments.wire import chat_messages, plain_messages, plain_tools, task_message, task_of
@@ -52,7 +53,7 @@ def connect_environment(address: str, **security: Any) -> RemoteEnvironment:  # 
         ConfigError: if no server answers, or its environment can neither be stepped nor scored.
     """
     settings = SecurityConfig.model_validate(security)
-    described = asyncio.run(_describe(address, settings))
+    described = asyncio.run(describe(address, settings))
     single, multi = SCORE in described.features, described.multi_turn
     if not (single or multi):
         raise ConfigError(
@@ -63,14 +64,19 @@ def connect_environment(address: str, **security: Any) -> RemoteEnvironment:  # 
     return kind(address, settings, described.environment)
 
 
-async def _describe(address: str, security: SecurityConfig) -> environment_pb2.DescribeResponse:
+async def describe(address: str, security: SecurityConfig, clock: Clock = CLOCK) -> environment_pb2.DescribeResponse:
+    """Return what a server says of its environment.
+
+    Raises:
+        ConfigError: if it does not answer within `DESCRIBE_S`, or refuses.
+    """
     async with contextlib.AsyncExitStack() as stack:
         channel = connect(address, security, role="dispatcher")
         stack.push_async_callback(channel.close)
-        describe = environment_pb2_grpc.EnvironmentServiceStub(channel).Describe
+        method = environment_pb2_grpc.EnvironmentServiceStub(channel).Describe
         try:
-            async with asyncio.timeout(DESCRIBE_S):
-                return await _patiently(describe, environment_pb2.DescribeRequest())
+            async with clock.timeout(DESCRIBE_S):
+                return await _patiently(method, environment_pb2.DescribeRequest())
         except (SluiceError, TimeoutError) as error:
             problem = error.message if isinstance(error, SluiceError) else f"no answer within {DESCRIBE_S:g} s"
             raise ConfigError(

@@ -20,6 +20,7 @@ import grpc
 import structlog
 
 import sluice
+from sluice.clock import Clock
 from sluice.config import ConfigError
 from sluice.config.secrets import is_secret_name
 from sluice.environments.framing import BrokenFrameError, FrameReader, encode
@@ -103,7 +104,7 @@ class Call:
     Attributes:
         limit_s: Seconds that it may run; `setting` says so.
         answer: Takes what the method returned, or an `EnvironmentFailedError`; cancelled once nobody waits for it.
-        since: When it was submitted, on the loop's clock.
+        since: When it was submitted, on the clock of the processes.
         worker: Process that runs it, or ran it last.
         alone: Whether nothing else may run beside it: it may have ended a process.
         losses: Processes that ended under it.
@@ -120,7 +121,7 @@ class Call:
     worker: Worker | None = None
     alone: bool = False
     losses: int = 0
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -170,6 +171,7 @@ class Worker(asyncio.Protocol):
         mark: Value of `MARK` for this process; that of no other one begins so.
         watchdog: Ends the process if the orchestrator is killed.
         on_answer: Called with each call that is answered, when there is room for another one.
+        clock: Says when a call is late.
 
     Attributes:
         room: Calls that it may run at a time.
@@ -180,7 +182,12 @@ class Worker(asyncio.Protocol):
     """
 
     def __init__(
-        self, number: int, mark: str, watchdog: Watchdog, on_answer: Callable[[Worker, Call, dict[str, Any]], None]
+        self,
+        number: int,
+        mark: str,
+        watchdog: Watchdog,
+        on_answer: Callable[[Worker, Call, dict[str, Any]], None],
+        clock: Clock,
     ) -> None:
         self.number, self.room, self.episodes = number, 0, 0
         self._mark = mark
@@ -188,7 +195,7 @@ class Worker(asyncio.Protocol):
         self.waiting: deque[Call] = deque()
         self.ended = asyncio.Event()
         self.end: End | None = None
-        self._watchdog, self._on_answer = watchdog, on_answer
+        self._watchdog, self._on_answer, self._clock = watchdog, on_answer, clock
         self._reader = FrameReader()
         self._environment = ""
         self._started = asyncio.Event()
@@ -227,7 +234,7 @@ class Worker(asyncio.Protocol):
             ours.close()
             raise
         self._following = [
-            asyncio.create_task(self._follow_output(process, BoundedLines(log_lines_per_minute, loop.time()))),
+            asyncio.create_task(self._follow_output(process, BoundedLines(log_lines_per_minute, self._clock()))),
             asyncio.create_task(self._follow_exit(process)),
         ]
         self._transport.write(encode(settings))
@@ -249,18 +256,17 @@ class Worker(asyncio.Protocol):
         return not self.running or not (call.alone or any(each.alone for each in self.running.values()))
 
     def run(self, call: Call, extra_s: float) -> None:
-        """Send a call. After its time limit and `extra_s` the process ends.
+        """Send a call. After its time limit the process ends; with `extra_s` the call is cancelled first, and has so long to end.
 
         Raises:
             NotPlainError: if its arguments cannot be sent.
         """
         if self._transport is None:
             raise RuntimeError("the process is not started")
-        message = {"id": call.number, "method": call.method, "arguments": call.arguments, "limit_s": call.limit_s}
-        self._transport.write(encode(message))
+        self._transport.write(encode({"id": call.number, "method": call.method, "arguments": call.arguments}))
         call.worker = self
         self.running[call.number] = call
-        call.timer = asyncio.get_running_loop().call_later(call.limit_s + extra_s, self._late, call)
+        call.timer = asyncio.create_task(self._limit(self._transport, call, extra_s), name=f"limit of {call.name}")
 
     def end_because(self, end: End) -> None:
         """Let the process end; the first reason stays."""
@@ -269,7 +275,11 @@ class Worker(asyncio.Protocol):
             self.ended.set()
             self._started.set()
 
-    def _late(self, call: Call) -> None:
+    async def _limit(self, transport: asyncio.Transport, call: Call, extra_s: float) -> None:
+        await self._clock.sleep(call.limit_s)
+        if extra_s:
+            transport.write(encode({"cancel": call.number}))
+            await self._clock.sleep(extra_s)
         text = f"was killed: {call.name} did not end within {call.limit_s:g} s ({call.setting})"
         self.end_because(End(Reason.HUNG, text, call))
 
@@ -332,7 +342,7 @@ class Worker(asyncio.Protocol):
                 process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of its threads, to the log
             grace_s = max(grace_s, _STACKS_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
+            async with self._clock.timeout(grace_s):
                 await process.wait()
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -341,12 +351,12 @@ class Worker(asyncio.Protocol):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)
         await asyncio.to_thread(guard.kill_marked, f"{MARK}={self._mark}")
-        await settle(*self._following, timeout_s=_LAST_LINES_S)
+        await settle(*self._following, timeout_s=_LAST_LINES_S, clock=self._clock)
         for task in self._following:
             task.cancel()
         await settle(*self._following)
         try:
-            async with asyncio.timeout(_KILL_S):
+            async with self._clock.timeout(_KILL_S):
                 code = await process.wait()
         except TimeoutError:
             log.error("a killed process does not end: is a disk hanging?", process=self.number, pid=process.pid)  # noqa: TRY400 - says all
@@ -360,11 +370,10 @@ class Worker(asyncio.Protocol):
         self.connection_lost(None)
 
     async def _follow_output(self, process: asyncio.subprocess.Process, lines: BoundedLines) -> None:
-        clock = asyncio.get_running_loop().time
         data = b"-"
         while data and process.stdout is not None:
             data = await process.stdout.read(_READ_BYTES)
-            for line in lines.feed(data, clock()):
+            for line in lines.feed(data, self._clock()):
                 self._last_lines.append(line)
                 log.info("environment prints", environment=self._environment, process=self.number, text=line)
 

@@ -15,6 +15,7 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,7 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sluice.config import ConfigError, SecurityConfig, ServerConfig
+from sluice.clock import CLOCK, Clock
+from sluice.config import SecurityConfig, ServerConfig
+from sluice.errors import BindError
 from sluice.openai.errors import error_response, too_large, too_slow
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
 from sluice.rpc.access import Access, check_exposure, is_local, name_request, roles_for
@@ -160,10 +163,14 @@ class _HttpProtocol(_BoundedProtocol, AutoHTTPProtocol):  # type: ignore[misc, v
 class _CertificateProtocol(_BoundedProtocol, H11Protocol):
     """HTTP over mutual TLS: `scope["state"]` has the names of the client's certificate, and when it was shown."""
 
+    def __init__(self, *args: Any, clock: Clock, **options: Any) -> None:  # noqa: ANN401 - as uvicorn's own
+        super().__init__(*args, **options)
+        self._clock = clock
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
         names = certificate_names(transport.get_extra_info("peercert") or {})
-        self.app_state = {**self.app_state, CERTIFICATE: names, CONNECTED_S: time.monotonic()}
+        self.app_state = {**self.app_state, CERTIFICATE: names, CONNECTED_S: self._clock()}
 
 
 class _Server(uvicorn.Server):
@@ -182,19 +189,23 @@ class HttpServer:
         host: Address to bind. If it is a unix socket of gRPC, HTTP listens on loopback.
         port: TCP port; 0 picks a free one.
         security: TLS, and whether an unprotected address is allowed.
+        clock: Tells the age of connections.
+
+    Attributes:
+        port: The bound port, once it has started.
 
     Raises:
         ConfigError: if the address is reachable from the network and nothing protects it, or the certificate cannot be used.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, security: SecurityConfig) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, security: SecurityConfig, *, clock: Clock = CLOCK) -> None:
         self._host = LOOPBACK if host.startswith(UNIX) else host.strip("[]")
         check_exposure(ServerConfig(host=self._host, port=port), security)
-        self._port, self._security = port, security
+        self.port, self._security = port, security
         context = server_context(security, ssl.CERT_REQUIRED)
         self._uvicorn = _Server(
             uvicorn.Config(
-                _ending_old_connections(app, security.connection_age_s) if security.require_client_cert else app,
+                _ending_old_connections(app, security.connection_age_s, clock) if security.require_client_cert else app,
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -202,7 +213,9 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # nothing here asks for the address of a client
-                http=_CertificateProtocol if security.require_client_cert else _HttpProtocol,
+                http=partial(_CertificateProtocol, clock=clock)  # type: ignore[arg-type]  # makes one
+                if security.require_client_cert
+                else _HttpProtocol,
                 ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
         )
@@ -215,18 +228,18 @@ class HttpServer:
             The bound port.
 
         Raises:
-            ConfigError: if the address cannot be bound.
+            BindError: if the address cannot be bound.
         """
         listener = self._bind()
-        port = int(listener.getsockname()[1])
+        self.port = int(listener.getsockname()[1])
         self._serving = asyncio.create_task(self._uvicorn.serve([listener]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._uvicorn.started and not self._serving.done():
                 await asyncio.wait({self._serving}, timeout=STEP_S)
         if self._serving.done():
             await self._serving
-        log.info("listening", url=f"{self._scheme}://{self._host}:{port}")
-        return port
+        log.info("listening", url=f"{self._scheme}://{self._host}:{self.port}")
+        return self.port
 
     async def stop(self, grace: float = 5.0) -> None:
         """Refuse new connections, give requests in progress `grace` seconds, then cancel them. Idempotent."""
@@ -258,10 +271,10 @@ class HttpServer:
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listener = socket.create_server((self._host, self._port), family=family, backlog=2048)
+            listener = socket.create_server((self._host, self.port), family=family, backlog=2048)
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {self._host}:{self._port} for HTTP: {error.strerror or error}; is the port taken? "
+            raise BindError(
+                f"cannot listen on {self._host}:{self.port} for HTTP: {error.strerror or error}; is the port taken? "
                 "set server.http_port, 0 picks a free one"
             ) from error
         # A connection inherits it: the kernel cuts a client off that does not read.
@@ -270,14 +283,14 @@ class HttpServer:
         return listener
 
 
-def _ending_old_connections(app: ASGIApp, oldest_s: float) -> ASGIApp:
+def _ending_old_connections(app: ASGIApp, oldest_s: float, clock: Clock) -> ASGIApp:
     """Return the app, whose responses ask a client to connect again after some time, and so to show a certificate that is valid then."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         connected_s = scope.get("state", {}).get(CONNECTED_S, math.inf)
 
         async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start" and time.monotonic() - connected_s > oldest_s:
+            if message["type"] == "http.response.start" and clock() - connected_s > oldest_s:
                 MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 

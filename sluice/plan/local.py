@@ -50,14 +50,17 @@ def on_free_ports(plan: Plan, run: RunConfig) -> Plan:
     Ports of metrics stay, and so do those of `KNOWN` parts unless the settings say 0: others must know them.
     """
     planned = {(place.instance, port.name): port.number for place in plan.places for port in place.ports}
-    parts = {place.instance: place.part for place in plan.places}
-    servers = {name: _server(run, name) for name in KNOWN if plan.has(name)}
-    known = {(name, "grpc"): each.port for name, each in servers.items()}
-    known |= {(name, "http"): each.http_port or 0 for name, each in servers.items()}
-    moved = [
-        (instance, name) for instance, name in planned if name != "metrics" and not known.get((parts[instance], name))
-    ]
+    moved = [(place.instance, name) for place in plan.places for name in free_names(place, run)]
     return plan.with_ports(planned | dict(zip(moved, free_ports(len(moved)), strict=True)))
+
+
+def free_names(place: Place, run: RunConfig) -> list[str]:
+    """Return the names of the ports of a place whose numbers nobody has to know beforehand."""
+    known: dict[str, int | None] = {}
+    if place.part in KNOWN:
+        server = _server(run, place.part)
+        known = {"grpc": server.port, "http": server.http_port}
+    return [each.name for each in place.ports if each.name != "metrics" and not known.get(each.name)]
 
 
 def known_host(run: RunConfig, part: str) -> str:

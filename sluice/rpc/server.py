@@ -28,6 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
+from sluice.errors import BindError
 from sluice.rpc.access import ADMIN_SERVICE, INFO_SERVICE, Access, check_exposure, name_request, roles_for
 from sluice.rpc.call_log import LOGGED, CallLog
 from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
@@ -262,7 +263,8 @@ class RpcServer:
             The bound port, 0 for a unix socket.
 
         Raises:
-            ConfigError: if the address cannot be bound or a key file cannot be read.
+            BindError: if the address cannot be bound.
+            ConfigError: if a key file cannot be read.
         """
         oldest_s = self._oldest_s()
         unimplemented = {*self._unimplemented, *_missing_methods(health.SERVICE_NAME, self._health)}
@@ -315,7 +317,7 @@ class RpcServer:
                 server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
             )
         except RuntimeError as error:
-            raise ConfigError(
+            raise BindError(
                 f"cannot listen on {wanted}: {error}; is the port taken? port 0 picks a free one"
             ) from error
         if wanted.startswith(UNIX):

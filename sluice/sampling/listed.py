@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import grpc
 import structlog
 
@@ -62,7 +59,7 @@ async def follow_list(pool: ReplicaPool, sessions: session_pb2_grpc.SessionServi
         try:
             async for listed in sessions.WatchReplicas(session_pb2.WatchReplicasRequest(gateway=gateway)):
                 backoff.succeed()
-                pool.use(replicas.take(listed, time.monotonic()))
+                pool.use(replicas.take(listed, pool.clock()))
         except grpc.aio.AioRpcError as failure:
             error = SluiceError.from_rpc(failure)
             if error.reason == TOO_OLD:
@@ -71,11 +68,11 @@ async def follow_list(pool: ReplicaPool, sessions: session_pb2_grpc.SessionServi
                 error.reason == "DRAINING"
             ):  # the run has ended, or the orchestrator is replaced: only what follows is a problem
                 log.info("the orchestrator is shutting down")
-                await asyncio.sleep(_REPLACED_S)
+                await pool.clock.sleep(_REPLACED_S)
                 continue
             problem = str(error)
         if not backoff.failures:
             log.warning(
                 "the orchestrator lists no replicas, so those that are known stay in use; trying again", error=problem
             )
-        await asyncio.sleep(backoff.fail())
+        await pool.clock.sleep(backoff.fail())

@@ -9,7 +9,6 @@ request continues at other replicas from the tokens that arrived, all its sample
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import grpc
 import structlog
 
+from sluice.clock import Clock
 from sluice.rpc import SluiceError
 from sluice.sampling.config import ReplicasConfig
 from sluice.sampling.generation import Generation, Part, bounded_id
@@ -73,11 +73,12 @@ class TokenStream:
         generation: The request and its samples.
         coalesce_s: Seconds of tokens that a replica is asked to send in one message; None: as the settings say.
         alive_s: Seconds without news after which a sign of life comes, also while no replica has the request.
+        clock: The time.
     """
 
-    def __init__(self, generation: Generation, coalesce_s: float | None, alive_s: float) -> None:
+    def __init__(self, generation: Generation, coalesce_s: float | None, alive_s: float, clock: Clock) -> None:
         self.coalesce_s = coalesce_s
-        self._generation, self._alive_s = generation, alive_s
+        self._generation, self._alive_s, self._clock = generation, alive_s, clock
         self._unread: list[rollout_pb2.SampleDelta] = []
         self._opened = False
         self._changed = asyncio.Event()
@@ -112,7 +113,7 @@ class TokenStream:
                 self._ended.result()
                 return
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._alive_s):
+                async with self._clock.timeout(self._alive_s):
                     await self._changed.wait()
             if not self._changed.is_set():
                 yield rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk())
@@ -222,7 +223,7 @@ class PolicyEngine:
             SluiceError: as `agenerate`, from the iteration.
         """
         generation = self._generation(request)
-        stream = TokenStream(generation, coalesce_s, alive_s)
+        stream = TokenStream(generation, coalesce_s, alive_s, self.pool.clock)
         sampling = asyncio.create_task(self._sample(_Asked(generation, prefix_keys, stream)), name="stream tokens")
         discard_outcome(sampling)  # the reader may leave while it fails
         sampling.add_done_callback(stream.end)
@@ -339,7 +340,7 @@ class PolicyEngine:
         request = rollout_pb2.GenerateStreamRequest(request=part.request)
         request.coalesce.FromMilliseconds(int(every_s * 1000))
         call = replica.rollout.GenerateStream(request, timeout=self._deadline_s)
-        began = heard = time.monotonic()
+        began = heard = self.pool.clock()
         samples, name = len(part.samples), part.request.request_id
         try:
             with replica.working(call, samples, streams=True, stalls=part.stalls) as work:
@@ -350,11 +351,11 @@ class PolicyEngine:
                     replica.received(work, message.chunk)
                     if self.lockstep is not None and message.HasField("chunk"):
                         self.lockstep.arrived(name)
-                    heard = time.monotonic()
+                    heard = self.pool.clock()
         except SluiceError as error:
             if _is_lost(error):
                 rate = part.gained / samples / max(heard - began, _SHORTEST_S) if part.gained else self._sample_rate
-                unsent_s = min(time.monotonic() - heard, every_s)
+                unsent_s = min(self.pool.clock() - heard, every_s)
                 waiting = sum(each.waiting for each in part.samples)
                 self.counts["tokens_lost"] += round(min(_MOST_UNSENT, rate * unsent_s) * waiting)
             raise
@@ -381,7 +382,7 @@ class PolicyEngine:
         elif replica.loss is None:
             replica.work_failed(error)
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
-            await asyncio.sleep(error.retry_after_s or _BUSY_RETRY_S)
+            await self.pool.clock.sleep(error.retry_after_s or _BUSY_RETRY_S)
 
 
 def coalescing_s(config: ReplicasConfig, streams: int, wanted_s: float | None = None) -> float:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.rpc.channel import token_file
@@ -41,8 +41,10 @@ class ReplicaPool:
         group: Samples that are dispatched together.
         holds_back: Whether new requests wait here, first in, first out, while each replica has as many samples as it is given at a
             time. Without it whoever makes requests asks `has_room`.
+        clock: The time, for waits and limits.
 
     Attributes:
+        clock: The time, also for what samples through this pool.
         counts: What happened at replicas, by name; `PolicyEngine` counts here too. Evictions are "evicted_" and a `Loss`.
 
     Raises:
@@ -59,6 +61,7 @@ class ReplicaPool:
         concurrency: ConcurrencyConfig | None = None,
         group: int = 1,
         holds_back: bool = False,
+        clock: Clock = CLOCK,
     ) -> None:
         token_file(security, "dispatcher")
         self._addresses = []
@@ -70,12 +73,12 @@ class ReplicaPool:
             else:
                 self._addresses.append(address)
         self.counts: Counter[str] = Counter()
-        self.config = config
+        self.config, self.clock = config, clock
         self._security, self._on_change = security, on_change
         self._limit = ConcurrencyLimit(concurrency or ConcurrencyConfig(), group)
         self._group = group
         self._tick_s = min(_TICK_S, config.progress_s / 10)
-        self._clock = ListeningClock(self._tick_s, time.monotonic())
+        self._listening = ListeningClock(self._tick_s, clock())
         self._replicas: dict[str, Replica] = {}
         self._pollers: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -121,7 +124,7 @@ class ReplicaPool:
                     self._search.clear()
                     await self._follow_names()
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self.config.resolve_s):
+                        async with self.clock.timeout(self.config.resolve_s):
                             await self._search.wait()
         finally:
             self._tasks = None
@@ -157,7 +160,9 @@ class ReplicaPool:
     def _join(self, target: str, announced_as: str | None) -> None:
         replica = self._replicas.get(target)
         if replica is None and self._tasks is not None:
-            replica = Replica(target, self._security, self.config, self._limit.anew(), self._clock)
+            replica = Replica(
+                target, self._security, self.config, self._limit.anew(), self._listening, clock=self.clock
+            )
             self._replicas[target] = replica
             self._pollers[target] = self._tasks.create_task(self._poll(replica), name=f"poll {target}")
             self._wake()
@@ -166,7 +171,7 @@ class ReplicaPool:
 
     async def _poll(self, replica: Replica) -> None:
         while True:
-            awaited, began = self._awaited_of(replica), time.monotonic()
+            awaited, began = self._awaited_of(replica), self.clock()
             try:
                 if await replica.poll(awaited):
                     log.info(
@@ -177,14 +182,16 @@ class ReplicaPool:
                 if is_broken(error):
                     self.evict(replica, Loss.DEAD)
             else:
-                replica.limit.report(replica.engine_load, replica.in_flight, self._clock.now, held_back=self._held_back)
+                replica.limit.report(
+                    replica.engine_load, replica.in_flight, self._listening.now, held_back=self._held_back
+                )
             if replica.model.tokenizer_digest:
                 self._last_digest, self._last_dtype = replica.model.tokenizer_digest, self.sampler_dtype()
             self._tell_changes(replica)
             self.let_in()
             if replica.leaving and not replica.works:
                 self._search.set()
-            await self._pause(replica, 0.0 if awaited is None else time.monotonic() - began)
+            await self._pause(replica, 0.0 if awaited is None else self.clock() - began)
 
     def _tell_changes(self, replica: Replica) -> None:
         now = (replica.version, replica.why_not())
@@ -214,17 +221,17 @@ class ReplicaPool:
         """
         if self._awaited_of(replica) is not None:
             if waited_s:
-                await asyncio.sleep(max(0.0, self.config.waiting_poll_s - waited_s))
+                await self.clock.sleep(max(0.0, self.config.waiting_poll_s - waited_s))
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.poll_s):
+            async with self.clock.timeout(self.config.poll_s):
                 await self._wants_another.wait()
 
     async def _watch(self) -> None:
         """Evict replicas that hang, and cancel the calls of lost ones that another replica can take."""
         while True:
-            await asyncio.sleep(self._tick_s)
-            now = self._clock.tick(time.monotonic())
+            await self.clock.sleep(self._tick_s)
+            now = self._listening.tick(self.clock())
             for replica in self.replicas:
                 if (loss := replica.hang(now)) is not None:
                     self.evict(replica, loss)
@@ -263,12 +270,12 @@ class ReplicaPool:
                 calls=len(replica.works),
             )
         self._tell_changes(replica)
-        self._move(replica, self._clock.now)
+        self._move(replica, self._listening.now)
 
     @property
     def now(self) -> float:
         """Seconds in which this process listened to others: how long they have been silent does not count its own pauses."""
-        return self._clock.now
+        return self._listening.now
 
     def use(self, replicas: Mapping[str, str]) -> None:
         """Use these replicas from now on, beside those at configured addresses, and no longer those of the call before.
@@ -296,7 +303,7 @@ class ReplicaPool:
 
     def refused(self, replica: Replica) -> None:
         """Give a replica fewer samples at a time: its queue is full."""
-        replica.limit.refused(replica.in_flight, self._clock.now)
+        replica.limit.refused(replica.in_flight, self._listening.now)
 
     def wait_for(self, wanted: Version | None) -> None:
         """Poll often while dispatch waits for a version; None: it waits for none."""
@@ -372,7 +379,7 @@ class ReplicaPool:
         while (replica := self.pick(wanted, avoid, keys)) is None:
             with contextlib.suppress(TimeoutError):
                 # Cooldowns end without a notice.
-                async with asyncio.timeout(self.config.poll_s):
+                async with self.clock.timeout(self.config.poll_s):
                     await self.changed()
         self._homes.remember(keys, replica.target)
         return replica

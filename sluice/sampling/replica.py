@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import TypeAlias
 
 import grpc
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.sampling.concurrency import ConcurrencyLimit, EngineLoad
@@ -89,7 +89,9 @@ class Replica:
         security: SecurityConfig,
         config: ReplicasConfig,
         limit: ConcurrencyLimit,
-        clock: ListeningClock,
+        listening: ListeningClock,
+        *,
+        clock: Clock = CLOCK,
     ) -> None:
         self.target = target
         self.status = rollout_pb2.GetStatusResponse()
@@ -105,9 +107,9 @@ class Replica:
         self._channel = connect(target, security, role="dispatcher")
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self.admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
-        self._config, self._clock = config, clock
+        self._config, self._listening, self._clock = config, listening, clock
         self._patience = Patience(config.progress_s, config.switch_s, config.paused_s)
-        self.progress = ReplicaProgress(clock.now, clock.now)
+        self.progress = ReplicaProgress(listening.now, listening.now)
         self._others = 0
         self._paused_since: float | None = None
         self._failed_work = self._stalls = 0
@@ -140,7 +142,7 @@ class Replica:
     @property
     def paused_long(self) -> bool:
         """Whether it has been paused, or has switched to other weights, for longer than an update takes."""
-        return self._paused_since is not None and self._clock.now - self._paused_since > self._config.progress_s
+        return self._paused_since is not None and self._listening.now - self._paused_since > self._config.progress_s
 
     async def poll(self, awaited: Version | None = None) -> bool:
         """Ask for its status. Return whether another process answers now.
@@ -171,7 +173,7 @@ class Replica:
         self._poll_error = ""
         if is_another:
             self._begin_anew()
-        now = self._clock.now
+        now = self._listening.now
         self.progress.polled(status, now)
         self.status, self.version, self.seen = status, Version.from_proto(status.policy_version), True
         self._others = max(0, status.running + status.queued - self.in_flight)
@@ -217,7 +219,7 @@ class Replica:
     def _begin_anew(self) -> None:
         """Forget what another process at this address said: it may have had another model, version and load."""
         self.give_up_all("was replaced by another process at its address")
-        self.progress = ReplicaProgress(self._clock.now, self._clock.now)
+        self.progress = ReplicaProgress(self._listening.now, self._listening.now)
         self.left = False
         self.limit = self.limit.anew()
         self._failed_work = self._stalls = 0
@@ -230,13 +232,13 @@ class Replica:
         """
         rest = min(_LONGEST_STALL_REST_S, self._config.progress_s * 2**self._stalls)
         self._stalls += 1
-        self._rest_until = time.monotonic() + rest
+        self._rest_until = self._clock() + rest
         self._last_error = "its engine stalled"
 
     def work_failed(self, error: SluiceError) -> None:
         """Record a failed request: the replica gets no work for a while. Those that fail together count as one."""
         self._last_error = str(error)
-        now = time.monotonic()
+        now = self._clock()
         if now < self._rest_until:
             return
         self._rest_until = now + min(_LONGEST_COOLDOWN_S, _FIRST_COOLDOWN_S * 2 ** min(self._failed_work, 10))
@@ -261,7 +263,7 @@ class Replica:
         Raises:
             SluiceError: what the replica answered, or UNAVAILABLE if the call was given up.
         """
-        work = Work(call, samples, stalls, StreamProgress(self._clock.now) if streams else None)
+        work = Work(call, samples, stalls, StreamProgress(self._listening.now) if streams else None)
         self.works.add(work)
         self.in_flight += samples
         try:
@@ -280,7 +282,7 @@ class Replica:
 
     def received(self, work: Work, chunk: rollout_pb2.StreamChunk) -> None:
         """Note a message of a stream."""
-        now = self._clock.now
+        now = self._listening.now
         self.progress.received(chunk, now)
         if chunk.deltas:
             work.stalls = 0
@@ -307,7 +309,7 @@ class Replica:
             return self.why_lost() or f"does not answer: {self._last_error}"
         if reason := self.why_out() or self._why_not_ready():
             return reason
-        if time.monotonic() < self._rest_until:
+        if self._clock() < self._rest_until:
             return f"failed lately: {self._last_error}"
         if wanted is not None and self.version < wanted:
             return f"serves version {self.version}, wanted is {wanted} or newer"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from sluice.clock import CLOCK, Clock
 from sluice.supervise.watchdog import Watchdog
 
 _LOST = -int(signal.SIGKILL)
@@ -69,12 +70,19 @@ class ForkServer:
         argv: Its command; empty if the service is always executed.
         environment: All variables of the processes.
         deadline_s: Seconds in which it must have forked: an import may hang.
+        clock: Time of that deadline.
     """
 
     def __init__(
-        self, argv: Sequence[str], environment: Mapping[str, str], watchdog: Watchdog, deadline_s: float
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        watchdog: Watchdog,
+        deadline_s: float,
+        clock: Clock = CLOCK,
     ) -> None:
-        self._argv, self._environment, self._watchdog, self._deadline_s = argv, environment, watchdog, deadline_s
+        self._argv, self._environment, self._watchdog = argv, environment, watchdog
+        self._deadline_s, self._clock = deadline_s, clock
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._replies = asyncio.StreamReader()
@@ -112,7 +120,7 @@ class ForkServer:
             their_output = -1
             reply = b""
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._deadline_s):
+                async with self._clock.timeout(self._deadline_s):
                     reply = await _line(self._replies)
             if not reply.isdigit():
                 if reply == b"cold":

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -84,12 +85,14 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
     Args:
         nodes: The nodes.
         run_id: Prefix of the launcher's own keys.
+        clock: Seconds, monotonic.
     """
 
-    def __init__(self, nodes: Nodes, run_id: str) -> None:
-        self._nodes, self._run_id = nodes, run_id
+    def __init__(self, nodes: Nodes, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._nodes, self._run_id, self._clock = nodes, run_id, clock
         self._store: TCPStore | None = None
         self._seen: dict[int, tuple[int, float]] = {}
+        self._ended = threading.Event()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all nodes have joined.
@@ -97,17 +100,17 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         Raises:
             NodesMissingError: if they have not at the deadline.
         """
-        deadline = time.monotonic() + self._nodes.join_s
+        deadline = self._clock() + self._nodes.join_s
         store = self._join(deadline)
         keys = [_joined(rank) for rank in range(self._nodes.count)]
         try:
-            store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            store.wait(keys, timedelta(seconds=max(0.001, deadline - self._clock())))
         except DistError as error:
             raise NodesMissingError(self._who_is_missing(store, keys)) from error
         self._store = store  # the ranks use it as long as the launcher lives
         if self._nodes.count > 1:
             others = (rank for rank in range(self._nodes.count) if rank != self._nodes.rank)
-            self._seen = dict.fromkeys(others, (0, time.monotonic()))
+            self._seen = dict.fromkeys(others, (0, self._clock()))
             threading.Thread(target=self._exchange_signs, args=(store.port,), name="signs of life", daemon=True).start()
         return RendezvousInfo(
             PrefixStore(self._run_id, store),
@@ -123,7 +126,7 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         """
         nodes = self._nodes
         while True:
-            left_s = deadline - time.monotonic()
+            left_s = deadline - self._clock()
             reason = "the ranks before still run there"
             try:
                 timeout = timedelta(seconds=max(0.1, min(_CONNECT_S, left_s)))
@@ -139,7 +142,7 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
                         f"cannot listen at {nodes} for the other nodes: {reason}; use another port"
                         " (trainer.parallel.rendezvous_port), or end what uses it"
                     ) from error
-            if time.monotonic() + _AGAIN_S >= deadline:
+            if self._clock() + _AGAIN_S >= deadline:
                 raise NodesMissingError(
                     f"node {nodes.rank} of {nodes.count} did not join the first node at {nodes} within {nodes.join_s:g} s:"
                     f" {reason}; is node 0 up, and does nothing block that port?"
@@ -162,7 +165,7 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         Raises:
             NodesMissingError: if a node is gone.
         """
-        nodes, now = self._nodes, time.monotonic()
+        nodes, now = self._nodes, self._clock()
         silent = [rank for rank, (_, at) in self._seen.items() if now - at > nodes.lost_s]
         if silent:
             # All signs come through the first node: if none comes any more, it is the one that cannot be reached.
@@ -175,17 +178,20 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         return 0
 
     def _exchange_signs(self, port: int) -> None:
-        """Give and note signs of life until the first node cannot be reached. Its calls have no deadline, so a thread makes them."""
+        """Give and note signs of life until `shutdown`, or until the first node cannot be reached.
+
+        The calls have no deadline, so a thread makes them.
+        """
         nodes = self._nodes
         with contextlib.suppress(DistError):
             store = TCPStore(nodes.host, port, is_master=False, timeout=timedelta(seconds=nodes.lost_s))
-            while True:
+            while not self._ended.is_set():
                 store.add(_beat(nodes.rank), 1)
                 for rank, (beat, _) in list(self._seen.items()):
                     current = store.add(_beat(rank), 0)
                     if current != beat:
-                        self._seen[rank] = (current, time.monotonic())
-                time.sleep(nodes.lost_s / _BEATS)
+                        self._seen[rank] = (current, self._clock())
+                self._ended.wait(nodes.lost_s / _BEATS)
 
     @property
     def use_agent_store(self) -> bool:
@@ -208,7 +214,8 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         """Do nothing."""
 
     def shutdown(self) -> bool:
-        """Do nothing: the store ends with the process."""
+        """Give no more signs of life. The store ends with the process."""
+        self._ended.set()
         return True
 
 

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 EXIT_CONFIG = 2
 """Exit code of a child whose settings are wrong: a restart would read the same settings. Once they have served, something else is
-wrong that may pass, such as a port that another program took while the child was dead."""
+wrong that may pass."""
 
 EXIT_FOR_GOOD = 3
 """Exit code of a child that gave up: a restart would fail the same way."""
+
+EXIT_BIND = 4
+"""Exit code of a child that cannot listen at its address: another program took the port. Once it has served, that may pass."""
+
+_WRONG_AT_START = {EXIT_CONFIG: "its settings are wrong", EXIT_BIND: "it cannot listen at its address"}
+"""Why a child that never served is not started again, by exit code."""
 
 START_S = 600.0
 """Seconds until a child must serve, unless a flag says otherwise."""
@@ -68,8 +74,8 @@ def after_exit(
         was_ready: Whether it, or an earlier process of this child, ever served.
         fruitless: Processes of this child in a row, up to the one that ended, that did not serve for `SETTLED_S`.
     """
-    if code == EXIT_CONFIG and not was_ready:
-        return GiveUp("its settings are wrong")
+    if code in _WRONG_AT_START and not was_ready:
+        return GiveUp(_WRONG_AT_START[code])
     if code == EXIT_FOR_GOOD:
         return GiveUp("it gave up")
     if most == 0:

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +21,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol, Self
 
+from sluice.clock import CLOCK, Clock
 from sluice.supervise.fork_server import Forked, ForkServer
-from sluice.supervise.restart_policy import MOST_RESTARTS, SETTLED_S, START_S, GiveUp, after_exit
+from sluice.supervise.restart_policy import EXIT_BIND, MOST_RESTARTS, SETTLED_S, START_S, GiveUp, after_exit
 from sluice.supervise.watchdog import Watchdog
-from sluice.tasks import discard_outcome
+from sluice.tasks import discard_outcome, first_ended
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 """Severities by name."""
@@ -115,12 +115,14 @@ class Outcome:
         child: The child whose end decided it; empty if a signal stopped the run.
         reason: How and why that child ended, for people.
         tail: Last lines of its log, if it failed.
+        cannot_bind: Whether it failed because it cannot listen at its address.
     """
 
     ending: Ending
     child: str = ""
     reason: str = ""
     tail: tuple[str, ...] = ()
+    cannot_bind: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class Supervisor:
             and this bound the whole stop.
         orphan_grace_s: Seconds between SIGTERM and SIGKILL of the children if this process is killed. None: the longest drain and
             the margin.
+        clock: Time of starts, drains and restarts.
     """
 
     def __init__(
@@ -169,9 +172,10 @@ class Supervisor:
         max_restarts: int = MOST_RESTARTS,
         stop_margin_s: float = STOP_MARGIN_S,
         orphan_grace_s: float | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         self._specs, self._listener, self._max_restarts = specs, listener, max_restarts
-        self._stop_margin_s, self._orphan_grace_s = stop_margin_s, orphan_grace_s
+        self._stop_margin_s, self._orphan_grace_s, self._clock = stop_margin_s, orphan_grace_s, clock
         self._children: dict[str, Child] = {}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
@@ -214,18 +218,18 @@ class Supervisor:
         log = ChildLog(spec.log_path)
         was_ready, fruitless = False, 0
         environment = {**os.environ, **spec.environment}
-        async with ForkServer(spec.fork_server, environment, watchdog, spec.start_s) as forks:
+        async with ForkServer(spec.fork_server, environment, watchdog, spec.start_s, self._clock) as forks:
             while True:
                 self._listener.on_state(spec.name, ChildState.STARTING, "")
                 child = await Child.start(
-                    spec, log, watchdog, forks, lambda line: self._listener.on_line(spec.name, line)
+                    spec, log, watchdog, forks, lambda line: self._listener.on_line(spec.name, line), clock=self._clock
                 )
                 self._children[spec.name] = child
                 ended = asyncio.create_task(child.ended())
                 discard_outcome(ended)
                 try:
                     ready = await self._serving(spec, ended)
-                    was_ready, ready_at = was_ready or ready, time.monotonic()
+                    was_ready, ready_at = was_ready or ready, self._clock()
                     if not ready and not ended.done():
                         reason = f"did not serve{spec.address and f' at {spec.address}'} within {spec.start_s:g} s (--start-deadline)"
                         return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
@@ -237,24 +241,24 @@ class Supervisor:
                 if code == 0 and spec.may_leave and was_ready:
                     self._listener.on_state(spec.name, ChildState.LEFT, spec.may_leave)
                     return None
-                now = time.monotonic()
+                now = self._clock()
                 fruitless = 0 if ready and now - ready_at >= SETTLED_S else fruitless + 1
                 decision = after_exit(code, now, restarts, self._max_restarts, was_ready=was_ready, fruitless=fruitless)
                 died = f"ended with {describe_exit(code)}"
                 if isinstance(decision, GiveUp):
                     reason = f"{died}, and {decision.reason}" if decision.reason else died
-                    return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
+                    return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()), code == EXIT_BIND)
                 restarts.append(now)
                 when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
                 detail = f"{died}; restart {decision.attempt} of {self._max_restarts} {when}"
                 self._listener.on_state(spec.name, ChildState.RESTARTING, detail)
-                await asyncio.sleep(decision.delay_s)
+                await self._clock.sleep(decision.delay_s)
 
     async def _serving(self, spec: ChildSpec, ended: asyncio.Task[int]) -> bool:
         """Wait until the child serves; return False if it ended first, or at the deadline."""
         ready = asyncio.ensure_future(spec.wait_ready())
         try:
-            await asyncio.wait({ready, ended}, timeout=spec.start_s, return_when=asyncio.FIRST_COMPLETED)
+            await first_ended(ready, ended, timeout_s=spec.start_s, clock=self._clock)
             if not ready.done():
                 return False
             ready.result()
@@ -270,10 +274,10 @@ class Supervisor:
         if not ended.done():
             self._listener.on_state(name, ChildState.STOPPING, "")
             child.terminate()
-            await asyncio.wait({ended}, timeout=child.spec.drain_s + self._stop_margin_s)
+            await first_ended(ended, timeout_s=child.spec.drain_s + self._stop_margin_s, clock=self._clock)
         if not ended.done():
             child.kill()
-            await asyncio.wait({ended}, timeout=_KILL_GRACE_S)
+            await first_ended(ended, timeout_s=_KILL_GRACE_S, clock=self._clock)
         del self._children[name]
         self._listener.on_state(name, ChildState.ENDED, "")
 
@@ -318,13 +322,22 @@ class Child:
         process: asyncio.subprocess.Process | Forked,
         output: asyncio.Task[None],
         watchdog: Watchdog,
+        *,
+        clock: Clock,
     ) -> None:
         self.spec, self.pid = spec, process.pid
-        self._process, self._output, self._watchdog = process, output, watchdog
+        self._process, self._output, self._watchdog, self._clock = process, output, watchdog, clock
 
     @classmethod
     async def start(
-        cls, spec: ChildSpec, log: ChildLog, watchdog: Watchdog, forks: ForkServer, on_line: Callable[[LogLine], None]
+        cls,
+        spec: ChildSpec,
+        log: ChildLog,
+        watchdog: Watchdog,
+        forks: ForkServer,
+        on_line: Callable[[LogLine], None],
+        *,
+        clock: Clock,
     ) -> Self:
         """Start it: forked if that is possible, otherwise as a new program."""
         process: asyncio.subprocess.Process | Forked | None = await forks.fork()
@@ -337,7 +350,7 @@ class Child:
             )
         if process.stdout is None:
             raise RuntimeError("a child's output must be a pipe")
-        return cls(spec, process, asyncio.create_task(log.follow(process.stdout, on_line)), watchdog)
+        return cls(spec, process, asyncio.create_task(log.follow(process.stdout, on_line)), watchdog, clock=clock)
 
     async def ended(self) -> int:
         """Wait for its end, kill the processes that it left behind, and read the rest of its output.
@@ -348,7 +361,7 @@ class Child:
         code = await self._process.wait()
         self.kill()
         self._watchdog.note("-", self.pid)
-        await asyncio.wait({self._output}, timeout=_OUTPUT_GRACE_S)
+        await first_ended(self._output, timeout_s=_OUTPUT_GRACE_S, clock=self._clock)
         self._output.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._output

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from simulated_clock import SimulatedClock
 
 from sluice.environments.base import Task
 from sluice.environments.config import EnvironmentProcessesConfig
@@ -19,6 +20,22 @@ FILE = Path(__file__).parents[1] / "unit" / "misbehaving_environment.py"
 DEADLINE_S = 200.0
 EPISODES = 80
 STEPS = 5
+CALL_S = 60.0
+STRIDE_S = CALL_S / 4
+
+
+async def let_those_be_late_who_sleep(clock: SimulatedClock, environment: EnvironmentProcesses) -> None:
+    """Let time pass so that those that sleep are late, and no other: an awake call sees three strides at most, a quarter of its limit each."""
+    while True:
+        running = [(worker, call) for worker in environment._workers for call in worker.running.values()]
+        awake = [(worker, call) for worker, call in running if call.arguments.get("completion") != "sleep"]
+        await clock.advance(STRIDE_S if len(awake) < len(running) else 1.0)
+        left_s = STRIDE_S
+        while not all(worker.ended.is_set() or call.number not in worker.running for worker, call in awake):
+            await asyncio.sleep(0.001)
+            if left_s > 0:  # calls may wait until a process has ended, which has limits of its own
+                await clock.advance(0.1)
+                left_s -= 0.1
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -28,7 +45,8 @@ async def test_episodes_end_as_they_would_alone_while_others_kill_their_process(
     ended: dict[int, str] = {}
     poison = {number: rng.choice(["exit", "kill", "segfault", "sleep"]) for number in range(0, EPISODES, 16)}
     leaving = {number: rng.uniform(0.0, 0.3) for number in range(5, EPISODES, 10)}
-    config = EnvironmentProcessesConfig(count=2, call_s=3.0, max_restarts=EPISODES)
+    config = EnvironmentProcessesConfig(count=2, call_s=CALL_S, max_restarts=EPISODES)
+    clock = SimulatedClock()
 
     async def play(number: int) -> None:
         async with environment.episode(Task(str(number), {"do": ""}), number) as episode:
@@ -55,7 +73,8 @@ async def test_episodes_end_as_they_would_alone_while_others_kill_their_process(
         ended[number] = "failed" if isinstance(outcome, EnvironmentFailedError) else "left" if outcome else "whole"
 
     async with asyncio.timeout(DEADLINE_S):
-        async with EnvironmentProcesses(f"{FILE}:Several", {}, config, (60.0, "start_s")) as environment:
+        async with EnvironmentProcesses(f"{FILE}:Several", {}, config, (1e6, "start_s"), clock=clock) as environment:
+            passing = asyncio.create_task(let_those_be_late_who_sleep(clock, environment))
             async with asyncio.TaskGroup() as group:
                 for number in range(EPISODES):
                     group.create_task(attend(number))
@@ -65,4 +84,5 @@ async def test_episodes_end_as_they_would_alone_while_others_kill_their_process(
             task = Task("last", {"do": ""})
             async with environment.episode(task, 0) as one, environment.episode(task, 0) as two:
                 open_episodes = [(await each.step("open")).reward for each in (one, two)]
+            passing.cancel()
             assert open_episodes in ([1.0, 1.0], [2.0, 2.0]), "these two, in two processes or in one"

@@ -58,7 +58,7 @@ async def test_what_agents_were_told_is_trained_once_although_the_orchestrator_d
         problems: list[str] = []
 
         async def agent(number: int) -> None:
-            async with gateway(scene.port, ("ann", "bob")[number % 2]) as door:
+            async with gateway(scene.target, ("ann", "bob")[number % 2]) as door:
                 door.name = f"gateway-{number}"
                 while True:
                     try:

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from supervised import ending, eventually
 
 from sluice.cli.init_model import ModelShape, init_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DEADLINE_S = 60.0
 ENVIRONMENT = """
 from sluice.environments.base import Task
 
@@ -63,12 +63,6 @@ def processes_with(word: str) -> dict[int, str]:
     return found
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - processes that are not ours announce nothing
-            await asyncio.sleep(0.05)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_an_evaluation_that_is_killed_takes_its_replica_along(tmp_path: Path, number: signal.Signals):
@@ -85,10 +79,10 @@ async def test_an_evaluation_that_is_killed_takes_its_replica_along(tmp_path: Pa
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await until(lambda: any(" rollout " in command for command in processes_with(str(model)).values()))
+        await eventually(lambda: any(" rollout " in command for command in processes_with(str(model)).values()))
         evaluation.send_signal(number)
-        await asyncio.wait_for(evaluation.wait(), DEADLINE_S)
-        await until(lambda: not processes_with(str(model)))
+        await ending(evaluation.wait())
+        await eventually(lambda: not processes_with(str(model)))
     finally:
         for pid in processes_with(str(model)):
             with contextlib.suppress(ProcessLookupError):
@@ -108,10 +102,10 @@ async def test_what_an_environment_started_ends_with_the_orchestrator(tmp_path: 
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await until(lambda: len(processes_with(mark)) > 3)  # the evaluation, the environment and its two children
+        await eventually(lambda: len(processes_with(mark)) > 3)  # the evaluation, the environment and its two children
         evaluation.send_signal(number)
-        await asyncio.wait_for(evaluation.wait(), DEADLINE_S)
-        await until(lambda: not processes_with(mark))
+        await ending(evaluation.wait())
+        await eventually(lambda: not processes_with(mark))
     finally:
         for pid in processes_with(mark):
             with contextlib.suppress(ProcessLookupError):

@@ -44,7 +44,7 @@ async def test_the_end_of_the_forked_engine_does_not_hide_why_the_replica_failed
             *("--engine", "vllm", "--max-model-len", "64"),
             *("--server.port", "0", "--server.http-port", str(port)),
         )
-    assert code == 2
+    assert code == 4
     assert output.rstrip().splitlines()[-1].startswith(f"sluice: cannot listen on 127.0.0.1:{port} for HTTP")
     assert "stopped while starting" not in output
     assert "Exception ignored" not in output

@@ -19,10 +19,13 @@ from sluice.versions import Version
 from weightsync.publisher import WeightPublisher
 from weightsync.receive.shared_area import remove_stale
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LIMIT_S = 300.0
+"""Limit of what takes a receiver some seconds: it imports PyTorch."""
 
 RECEIVER = """
-import asyncio, random, sys
+import asyncio, contextlib, random, sys
 from pathlib import Path
 from safetensors.numpy import load_file
 from sluice.config import SecurityConfig
@@ -34,6 +37,7 @@ from sluice.versions import BASE
 
 target, run, replica, stage_dir, mode = sys.argv[1:]
 build = VersionBuilder.build
+random.seed(replica)
 
 async def slow_build(self, target, base, descriptor):
     print("building", flush=True)
@@ -42,6 +46,13 @@ async def slow_build(self, target, base, descriptor):
     return await build(self, target, base, descriptor)
 
 VersionBuilder.build = slow_build
+
+def with_content():
+    count = 0
+    for path in Path(stage_dir).glob("*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            count += path.stat().st_size > 0
+    return count
 
 class Engine:
     serves_adapters, version = False, BASE
@@ -54,12 +65,12 @@ class Engine:
         if mode == "slow":
             await asyncio.sleep(random.random() / 4)
         self.version = staged.version
-        print(f"applied {staged.version} {float(tensors['w'][0])}", flush=True)
+        print(f"applied {staged.version} {float(tensors['w'][0])} beside {with_content()}", flush=True)
         return ApplyReport(staged.version, 0.0, 0.0)
 
 async def main():
     async with connect(target, SecurityConfig()) as channel:
-        options = ReceiverOptions(local_files=False, pull=PullLimits(attempts=3))
+        options = ReceiverOptions(local_files=False, pull=PullLimits(room_wait_s=3600, copy_wait_s=3600))
         await WeightReceiver(channel, run, replica, Path(stage_dir), Engine(), options=options).run_forever()
 
 asyncio.run(main())
@@ -79,11 +90,12 @@ async def receiver(stack: Stack, replica: str, stage_dir: Path, mode: str = "pla
         await process.wait()
 
 
-async def line_of(process: Process, wanted: str) -> None:
+async def line_of(process: Process, wanted: str) -> str:
     assert process.stdout is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while not (line := (await process.stdout.readline()).decode()).startswith(wanted):
             assert line, "the receiver ended"
+    return line
 
 
 @pytest_asyncio.fixture
@@ -97,7 +109,7 @@ def tensors(number: int) -> dict[str, torch.Tensor]:
 
 
 async def push(publisher: WeightPublisher, number: int) -> None:
-    await publisher.update(Version(1, number), tensors(number), deadline_s=60)
+    await publisher.update(Version(1, number), tensors(number), deadline_s=LIMIT_S)
 
 
 def staged(stage_dir: Path) -> list[str]:
@@ -105,12 +117,18 @@ def staged(stage_dir: Path) -> list[str]:
 
 
 def with_content(stage_dir: Path) -> int:
-    """Files that take memory."""
-    count = 0
-    for path in stage_dir.glob("*/*"):
-        with contextlib.suppress(FileNotFoundError):
-            count += path.stat().st_size > 0
-    return count
+    """Files that take memory at the same moment: those that have content, and are still there when all were looked at."""
+
+    def inodes() -> set[int]:
+        found = set()
+        for path in stage_dir.glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                if status.st_size:
+                    found.add(status.st_ino)
+        return found
+
+    return len(inodes() & inodes())
 
 
 async def test_a_killed_builder_is_followed_by_another_process(stack: Stack, tmp_path: Path) -> None:
@@ -120,7 +138,9 @@ async def test_a_killed_builder_is_followed_by_another_process(stack: Stack, tmp
     async with receiver(stack, "builder", stage_dir, "hang") as builder:
         await line_of(builder, "building")
         async with receiver(stack, "other", stage_dir) as other:
-            await eventually(lambda: other.pid is not None and staged(stage_dir) == ["v1.1.build", "v1.1.part"])
+            await eventually(
+                lambda: other.pid is not None and staged(stage_dir) == ["v1.1.build", "v1.1.part"], LIMIT_S
+            )
             builder.kill()
             await builder.wait()
             await line_of(other, "applied 1.1 1.0")
@@ -140,7 +160,7 @@ async def test_a_killed_user_takes_no_file_from_the_others_and_leaves_none(stack
         assert staged(stage_dir) == ["v1.1.safetensors"]
         await push(publisher, 2)
         await line_of(second, "applied 1.2 2.0")
-        await eventually(lambda: staged(stage_dir) == ["v1.2.safetensors"])
+        await eventually(lambda: staged(stage_dir) == ["v1.2.safetensors"], LIMIT_S)
 
 
 async def test_four_receivers_hold_a_base_and_one_staged_copy_however_fast_versions_come(
@@ -148,7 +168,7 @@ async def test_four_receivers_hold_a_base_and_one_staged_copy_however_fast_versi
 ) -> None:
     stage_dir = tmp_path / "shm"
     publisher = WeightPublisher(stack.channel, RUN)
-    most = 0
+    most, held = 0, set()
 
     async def watch() -> None:
         nonlocal most
@@ -168,8 +188,10 @@ async def test_four_receivers_hold_a_base_and_one_staged_copy_however_fast_versi
             await line_of(replica, "applied 1.1 1.0")
         for number in range(2, 16):  # as fast as one of them takes them; the others lag or lead
             await push(publisher, number)
-            await line_of(first, f"applied 1.{number} {float(number)}")
+            held.add((await line_of(first, f"applied 1.{number} {float(number)}")).split()[-1])
         for replica in others:
-            await line_of(replica, "applied 1.15 15.0")
+            held.add((await line_of(replica, "applied 1.15 15.0")).split()[-1])
     watching.cancel()
-    assert most == 2
+    await asyncio.wait({watching})
+    assert held == {"2"}, "an engine that takes a version holds its base and the one that is staged"
+    assert most <= 2

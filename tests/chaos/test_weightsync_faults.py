@@ -9,7 +9,7 @@ from weight_faults.cells import CELLS, Cell
 from weight_faults.damage import DAMAGES, Damage
 from weight_faults.matrix import run_cell
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)

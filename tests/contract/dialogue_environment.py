@@ -9,7 +9,7 @@ from sluice.environments.base import Task, Turn
 class Dialogue:
     """Says "again" until the last turn; the reward of a turn is its number.
 
-    Episodes with an odd seed may hang, or end their process in the second turn. With `fickle`, messages name the process.
+    Episodes with an odd seed may hang, which they print, or end their process in the second turn. With `fickle`, messages name the process.
     """
 
     name = "dialogue"
@@ -23,6 +23,7 @@ class Dialogue:
 
     def reset(self, task, seed):
         if self.odd_seeds_hang and seed % 2:
+            print("hangs")
             time.sleep(3600)
         return DialogueEpisode(self.turns, self.word, dies=self.odd_seeds_die and seed % 2)
 

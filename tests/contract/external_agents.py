@@ -16,7 +16,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 _TOKENS = itertools.count(1000)
 
 
@@ -52,7 +52,7 @@ class Gateway:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
-                    return await getattr(stub, method)(request, metadata=sent, timeout=20, wait_for_ready=True)
+                    return await getattr(stub, method)(request, metadata=sent, timeout=PATIENCE_S, wait_for_ready=True)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.UNAVAILABLE:
                         raise
@@ -62,7 +62,7 @@ class Gateway:
         request = episode_pb2.LeaseTasksRequest(
             run=self.run, request_id=request_id or f"lease-{self.name}-{next(self.numbers)}", max_tasks=1, **fields
         )
-        request.wait.CopyFrom(Duration(seconds=10))
+        request.wait.CopyFrom(Duration(seconds=60))
         return list((await self.call("LeaseTasks", request)).tasks)
 
     async def open(self, lease: str, request_id: str = "") -> episode_pb2.OpenEpisodeResponse:
@@ -118,8 +118,10 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway(port: int, principal: str = "ann", security: SecurityConfig | None = None) -> AsyncIterator[Gateway]:
-    async with connect(f"127.0.0.1:{port}", security or SecurityConfig(), role="gateway") as channel:
+async def gateway(
+    target: str, principal: str = "ann", security: SecurityConfig | None = None
+) -> AsyncIterator[Gateway]:
+    async with connect(target, security or SecurityConfig(), role="gateway") as channel:
         yield Gateway(
             session_pb2_grpc.SessionServiceStub(channel),
             episode_pb2_grpc.EpisodeServiceStub(channel),

@@ -159,7 +159,8 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
 class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     """Applies batches, at once if `automatic`, and publishes each version to the replicas.
 
-    Like a real trainer it takes a repeated batch id for a duplicate only if the trajectories are the same.
+    Like a real trainer it takes a repeated batch id for a duplicate only if the trajectories are the same. Checkpoints wait
+    for `saving`.
     """
 
     replicas: list[RolloutDouble] = field(default_factory=list)
@@ -177,6 +178,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     history: dict[int, list[tokens_pb2.Trajectory]] = field(default_factory=dict)
     headers: list[trainer_pb2.BatchHeader] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
+    saving: asyncio.Event = field(default_factory=asyncio.Event)
     saved: list[trainer_pb2.Checkpoint] = field(default_factory=list)
     restored: list[str] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
@@ -188,6 +190,9 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     estimator: str = ""
     objectives: Sequence[str] = ()
     verdict: Callable[[tokens_pb2.Trajectory], str] = lambda trajectory: ""
+
+    def __post_init__(self) -> None:
+        self.saving.set()
 
     async def ListCheckpoints(self, request, context):
         return trainer_pb2.ListCheckpointsResponse(checkpoints=self.saved[::-1])
@@ -325,6 +330,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             await changed.wait()
 
     async def SaveCheckpoint(self, request, context):
+        await self.saving.wait()
         self.checkpoints.append(self.version.number)
         self.checkpoint = self.version
         name = f"step_{self.version.number}"
@@ -386,8 +392,8 @@ def common_settings(directory, trainer: str, replicas: list[str], orchestrator: 
     return CommonConfig(**{"run": "test", "output_dir": directory, "model": "double", "peers": peers, **settings})
 
 
-def orchestrator_settings(directory, port: int, **settings) -> OrchestratorConfig:
-    """A small run: two groups of two episodes a batch, four steps."""
+def orchestrator_settings(directory, host: str, **settings) -> OrchestratorConfig:
+    """A small run: two groups of two episodes a batch, four steps. It is served at `host`, such as ``unix:/path``."""
     environment = directory / "letters_env.py"
     environment.write_text(ENVIRONMENT)
     given = {
@@ -395,8 +401,8 @@ def orchestrator_settings(directory, port: int, **settings) -> OrchestratorConfi
         "batch_size": 2,
         "group_size": 2,
         "max_steps": 4,
-        "server": {"port": port},
+        "server": {"host": host},
         "load_report_s": 0.05,
-        "deadlines": {"watchers_s": 2.0, "start_s": 20.0, "lost_s": 20.0},
+        "deadlines": {"watchers_s": 60.0, "start_s": 60.0, "lost_s": 60.0},
     }
     return OrchestratorConfig.model_validate({**given, **settings})

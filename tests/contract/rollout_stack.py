@@ -22,6 +22,7 @@ from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
 from rollout_svc.weights import ReplicaWeights
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.openai.server import HttpServer
 from sluice.rpc import RpcServer, SluiceError, connect
@@ -78,7 +79,8 @@ class Replica:
     max_requests: int = 64
     request_s: float = 60.0
     call_log: Path | None = None
-    drain: Drain = field(default_factory=Drain)
+    clock: Clock = CLOCK
+    drain: Drain = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
     servicer: RolloutServicer = field(init=False)
     target: str = field(init=False)
@@ -89,10 +91,17 @@ class Replica:
     async def __aenter__(self) -> Replica:
         common = CommonConfig(run=RUN, model=str(self.model), security=self.security)
         config = RolloutConfig(follow_weights=False, replica="one", limits=self.limits)
+        self.drain = Drain(self.clock)
         self.supervisor = EngineSupervisor(self.engine, 0, lambda _serving: None)
         tokenizer = ModelTokenizer(AutoTokenizer.from_pretrained(self.model))
         self.servicer = RolloutServicer(
-            f"runs/{RUN}", self.supervisor, tokenizer, self.limits, request_s=self.request_s, drain=self.drain
+            f"runs/{RUN}",
+            self.supervisor,
+            tokenizer,
+            self.limits,
+            request_s=self.request_s,
+            drain=self.drain,
+            clock=self.clock,
         )
         weights = ReplicaWeights(common, config, self.supervisor)
         self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer, drain=self.drain, drain_s=5.0)

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from orchestrator_doubles import serve_rollout
+from simulated_clock import SimulatedClock
 
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
+from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.replica import Replica
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import Version
 
@@ -19,6 +24,11 @@ PROMPT = [11, 12, 13]
 QUEUED, RUNNING = rollout_pb2.REQUEST_STAGE_QUEUED, rollout_pb2.REQUEST_STAGE_RUNNING
 PAUSED, SWITCHING = rollout_pb2.REQUEST_STAGE_PAUSED, rollout_pb2.REQUEST_STAGE_SWITCHING
 ABORT, LENGTH = tokens_pb2.FINISH_REASON_ABORT, tokens_pb2.FINISH_REASON_LENGTH
+
+STEP_S = 0.25
+"""Simulated seconds that pass at a time: as many as between two ticks of a pool."""
+
+Result = TypeVar("Result")
 
 
 def sampled(first: int, count: int) -> list[int]:
@@ -43,8 +53,8 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
         prefill_s: Seconds of the first step of each request, in which signs of life are all that is sent.
         paused: Whether sampling is paused.
         switching: Whether the engine switches to other weights.
-        after_opening: Called when a request has begun.
-        open: Requests that are answered now; `most_open` were at a time.
+        clock: The time that `pace_s` and `prefill_s` are measured by.
+        open: Requests that are answered now; `most_open` were at a time, and `resting` wait for the next message to be due.
     """
 
     name: str
@@ -62,9 +72,10 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
     prefill_s: float = 0.0
     paused: bool = False
     switching: bool = False
-    after_opening: Callable[[], object] = lambda: None
+    clock: Clock = CLOCK
     steps: int = 1
     open: int = 0
+    resting: int = 0
     most_open: int = 0
     models_asked: int = 0
     requests: list[rollout_pb2.GenerateRequest] = field(default_factory=list)
@@ -88,15 +99,13 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
         continued = wanted.HasField("continues")
         opening = {"prompt_token_ids": prompt, "tokenizer_digest": self.digest, "continued": continued}
         yield rollout_pb2.GenerateStreamResponse(opening=opening)
-        self.after_opening()
         begun = prompt[len(prompt) - wanted.continued_tokens :]
         firsts = [begun[0] if begun else 33 + (wanted.sampling.seed + index) % 90 for index in range(wanted.n or 1)]
         done, most, number = 0, wanted.sampling.max_tokens, 0
-        clock = asyncio.get_running_loop().time
-        computed_at = clock() + self.prefill_s
+        computed_at = self.clock() + self.prefill_s
         while done < most:
-            await asyncio.sleep(self.pace_s)
-            if clock() < computed_at:
+            await self._rest(self.clock.sleep(self.pace_s))
+            if self.clock() < computed_at:
                 yield rollout_pb2.GenerateStreamResponse(chunk={"stage": RUNNING, "engine_steps": self.steps})
                 continue
             number += 1
@@ -104,7 +113,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
             stage = SWITCHING if self.switching else PAUSED if self.paused else RUNNING
             chunk = rollout_pb2.StreamChunk(stage=stage, engine_steps=self.steps)
             if self.silent_after is not None and number > self.silent_after:
-                await asyncio.Event().wait()
+                await self._rest(asyncio.Event().wait())
             if stage == RUNNING and not stalled:
                 self.steps += 1
                 chunk.engine_steps = self.steps
@@ -127,6 +136,13 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
                         )
                 done = most if aborted else done
             yield rollout_pb2.GenerateStreamResponse(chunk=chunk)
+
+    async def _rest(self, wait: Awaitable[object]) -> None:
+        self.resting += 1
+        try:
+            await wait
+        finally:
+            self.resting -= 1
 
     def _add(self, chunk, index: int, offset: int, ids: list[int]) -> None:
         span = tokens_pb2.VersionSpan(start=offset, policy_version=self.version.to_proto())
@@ -175,6 +191,16 @@ class Cable:
         """Take connections, at the same port as before."""
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether bytes are held back."""
+        return not self._flows.is_set()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether connections are refused."""
+        return self._server is None or not self._server.is_serving()
 
     def freeze(self) -> None:
         """Hold all bytes back, as a stopped process or a cut network does."""
@@ -227,3 +253,62 @@ async def connected(replica: ScriptedReplica) -> AsyncIterator[tuple[str, Cable]
         finally:
             cable.thaw()
             await cable.cut()
+
+
+class Timeline:
+    """Lets simulated time pass for a pool and the replicas behind cables: what they send at one time arrives before the next.
+
+    Args:
+        clock: The clock of the pool. The replicas get it, too.
+        pool: Knows the replicas.
+        replicas: The replicas and their cables.
+    """
+
+    def __init__(
+        self, clock: SimulatedClock, pool: ReplicaPool, replicas: Sequence[tuple[ScriptedReplica, Cable]]
+    ) -> None:
+        self.clock, self._pool, self._replicas = clock, pool, replicas
+        for replica, _ in replicas:
+            replica.clock = clock
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Let time pass until a condition holds; the caller has a deadline."""
+        while not condition():
+            await self.clock.advance(STEP_S)
+            await until(self._all_arrived)
+
+    async def result(self, task: asyncio.Task[Result]) -> Result:
+        """Let time pass until a task is done, and return its result."""
+        await self.until(task.done)
+        return await task
+
+    async def wait(self, seconds: float) -> None:
+        """Let some time pass."""
+        end = self.clock() + seconds
+        await self.until(lambda: self.clock() >= end)
+
+    def _all_arrived(self) -> bool:
+        known = {each.target.rpartition(":")[2]: each for each in self._pool.replicas if each.seen}
+        return all(
+            self._arrived(replica, cable, known[str(cable.port)])
+            for replica, cable in self._replicas
+            if not cable.is_frozen and str(cable.port) in known
+        )
+
+    def _arrived(self, replica: ScriptedReplica, cable: Cable, known: Replica) -> bool:
+        """Return whether the pool has all that a replica has sent, and the replica all that the pool has asked for."""
+        if known.loss is None and self._pool.now - known.progress.heard_at > self._pool.config.poll_s:
+            return False
+        if cable.is_cut:
+            return True
+        streams = [work.progress for work in known.works if work.progress is not None]
+        if not len(streams) == replica.open == replica.resting:
+            return False
+        silent = replica.silent_after is not None
+        return silent or all(self._pool.now - each.heard_at <= replica.pace_s for each in streams)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a state that messages over gRPC bring about; the caller has a deadline."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)

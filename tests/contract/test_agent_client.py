@@ -9,14 +9,12 @@ import contextlib
 import pytest
 from orchestrator_doubles import RolloutDouble
 from test_external_episodes import EXTERNAL
+from test_gateway_run import served_gateway
 from test_orchestrator_run import DEADLINE_S, make_scene, trained
 
-from gateway_svc.app import serve
-from gateway_svc.config import GatewayConfig
 from sluice.agent import AgentClient, Episode
-from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
+from sluice.config import SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
-from sluice.rpc.server import free_ports
 from sluice.v1 import episode_pb2, episode_pb2_grpc
 from sluice.v1.tokens_pb2 import ChatMessage
 
@@ -46,25 +44,18 @@ async def test_episodes_are_played_until_the_run_has_ended_and_those_that_fail_a
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, [RolloutDouble()])
         running = scene.start(**EXTERNAL)
-        grpc_port, http_port = free_ports(2)
-        peers = PeersConfig(orchestrator=f"127.0.0.1:{scene.port}")
-        common = CommonConfig(run="test", output_dir=scene.directory, model="double", peers=peers)
-        settings = GatewayConfig.model_validate({"server": {"port": grpc_port, "http_port": http_port}})
-        serving = asyncio.create_task(serve(common, settings))
-        async with AgentClient(f"127.0.0.1:{grpc_port}", "test") as agent:
+        target, _ = await stack.enter_async_context(served_gateway(scene))
+        async with AgentClient(target, "test") as agent:
             played = await agent.run(play, at_a_time=3)
         await running
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
     names = {name.partition(".")[0] for name in trained(scene)}
     assert len(names) <= played <= len(attempts) - 2
     assert len(attempts) >= 8, "two batches of two groups of two episodes, and those that were given up"
 
 
-async def test_without_a_gateway_the_agent_says_what_to_check(monkeypatch) -> None:
+async def test_without_a_gateway_the_agent_says_what_to_check(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("sluice.agent.PATIENCE_S", 1.0)
-    (port,) = free_ports(1)
-    async with AgentClient(f"127.0.0.1:{port}", "test") as agent:
+    async with AgentClient(f"unix:{tmp_path}/none", "test") as agent:
         with pytest.raises(SluiceError, match=r"no gateway answered for 1 s .*gateway\.server\.port"):
             await agent.run(fails)
 

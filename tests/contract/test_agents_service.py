@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
+from simulated_clock import SimulatedClock
 
 from agents_svc.app import serve
 from agents_svc.config import AgentsConfig
 from agents_svc.player import Player, load_agent
 from sluice.agent import AgentClient, Episode
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import episode_pb2, episode_pb2_grpc
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 AGENTS = """
 import asyncio, os, threading, time
@@ -161,11 +163,12 @@ async def lending(lender: Lender):
         await server.stop(0.0)
 
 
-async def played(agents: Path, name: str, lends: int = 3, **settings: Any) -> Lender:
+async def played(agents: Path, name: str, lends: int = 3, clock: Clock = CLOCK, **settings: Any) -> Lender:
     lender = Lender(lends)
     async with lending(lender) as target:
         common = CommonConfig(run="test", output_dir=agents.parent, peers=PeersConfig(gateway=target))
-        await serve(common, AgentsConfig.model_validate({"agent": f"{agents}:{name}", "at_a_time": 2, **settings}))
+        config = AgentsConfig.model_validate({"agent": f"{agents}:{name}", "at_a_time": 2, **settings})
+        await serve(common, config, clock)
     return lender
 
 
@@ -212,10 +215,16 @@ async def test_an_episode_whose_agent_raises_is_given_up_and_the_others_go_on(ag
     )
 
 
-@pytest.mark.parametrize(("name", "why"), [("Late", "episode_s"), ("LateFunction", "episode_s"), ("Broken", "good")])
-async def test_agents_of_which_no_episode_ends_in_order_give_up_and_say_why(agents, name, why) -> None:
+@pytest.mark.parametrize(
+    ("name", "step_s", "why"), [("Late", 1.0, "episode_s"), ("LateFunction", 1.0, "episode_s"), ("Broken", 0.0, "good")]
+)
+async def test_agents_of_which_no_episode_ends_in_order_give_up_and_say_why(agents, name, step_s, why) -> None:
+    clock = SimulatedClock()
+    settings = {"most_failures": 4, "episode_s": 60.0, "server": {"drain_s": 0}}
+    playing = asyncio.create_task(played(agents, name, 100, clock, **settings))
+    await clock.until(playing.done, step_s=step_s)
     with pytest.raises(FailedForGoodError, match=rf"(?s)episodes in a row failed .*{why}.*--resume"):
-        await played(agents, name, 100, most_failures=4, episode_s=0.2, server={"drain_s": 0})
+        await playing
 
 
 async def test_failures_at_the_same_moment_are_not_enough_to_give_up() -> None:
@@ -262,7 +271,8 @@ def test_a_missing_class_is_found_before_anything_starts(tmp_path) -> None:
         AgentsConfig(agent=f"{tmp_path}/none.py:Agent").check_start(run)
 
 
-async def test_agents_that_are_stopped_end_what_they_can_and_give_the_rest_back(agents) -> None:
+async def test_agents_that_are_stopped_end_what_they_can_and_give_the_rest_back(agents, monkeypatch) -> None:
+    monkeypatch.setattr("sluice.agent.RETURN_S", DEADLINE_S)
     begun, stop, slow_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
     lender = Lender(2)
 
@@ -276,9 +286,16 @@ async def test_agents_that_are_stopped_end_what_they_can_and_give_the_rest_back(
         await slow_ended.wait()
         return 0.0
 
+    def workers() -> list[asyncio.Task[Any]]:
+        return [each for each in asyncio.all_tasks() if each.get_name().startswith("agent ")]
+
     lender.loses = True
-    async with lending(lender) as target, AgentClient(target, "test") as client:
-        assert await client.run(play, at_a_time=4, stop=stop, drain_s=1.0) == 1
+    clock = SimulatedClock()
+    async with lending(lender) as target, AgentClient(target, "test", clock=clock) as client:
+        running = asyncio.create_task(client.run(play, at_a_time=4, stop=stop, drain_s=1.0))
+        await clock.until(lambda: clock.waits and len(workers()) == 1)  # the drain goes on for the one that is slow
+        await clock.advance(1.0)
+        assert await running == 1
     assert lender.submitted == {"1": 1.0}
     given_back = lender.abandoned.pop("3")
     assert given_back == lender.abandoned["2"] == ("its agent was stopped", True), (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
+from collections import ChainMap
 from pathlib import Path
 
 import httpx
@@ -12,12 +14,16 @@ import pytest
 import yaml
 from test_orchestrator_run import DEADLINE_S, make_scene
 
-from sluice.rpc.server import free_ports
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("agent", "admin", "dispatcher")
+
+
+def listening(log: Path) -> dict[str, str]:
+    """Return where a service says that it listens: `target` for gRPC, `url` for HTTP."""
+    records = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line[0] + line[-1] == "{\n"]
+    return dict(ChainMap(*(each for each in records if each["event"] == "listening")))
 
 
 async def test_a_gateway_of_compose_is_healthy_and_asks_the_orchestrator_for_those_who_have_a_token(tmp_path) -> None:
@@ -30,25 +36,25 @@ async def test_a_gateway_of_compose_is_healthy_and_asks_the_orchestrator_for_tho
         file.chmod(0o600)
     names = dict(zip(ROLES, ("token_file", "admin_token_file", "dispatcher_token_file"), strict=True))
     security = {names[role]: file for role, file in tokens.items()}
-    grpc_port, http_port = free_ports(2)
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, [])
         scene.trainer.automatic = False
         running = scene.start(common={"security": security})
         flags = {f"security.{setting.replace('_', '-')}": file for setting, file in security.items()}
-        flags |= {"run": "test", "output-dir": tmp_path, "peers.orchestrator": f"127.0.0.1:{scene.port}"}
-        flags |= {"gateway.server.port": grpc_port, "gateway.server.http-port": http_port}
+        flags |= {"run": "test", "output-dir": tmp_path, "peers.orchestrator": scene.target}
+        flags |= {"gateway.server.port": 0, "gateway.server.http-port": 0, "log-level": "info"}
         argv = [*words, *(f"--{name}={value}" for name, value in flags.items())]
-        gateway = await asyncio.create_subprocess_exec(sys.executable, "-m", "sluice.cli.main", *argv, cwd=ROOT)
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=30))
+        output = stack.enter_context((tmp_path / "gateway.log").open("wb"))
+        gateway = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "sluice.cli.main", *argv, cwd=ROOT, stdout=output, stderr=output
+        )
         try:
-            while True:
-                assert gateway.returncode is None
-                with contextlib.suppress(httpx.ConnectError):
-                    refused = await http.post("/rl/sessions", json={})
-                    break
+            while not {"target", "url"} <= (addresses := listening(tmp_path / "gateway.log")).keys():
+                assert gateway.returncode is None, (tmp_path / "gateway.log").read_text()
                 await asyncio.sleep(0.1)
-            check = [*service["healthcheck"]["test"][2:-1], f"127.0.0.1:{grpc_port}"]
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=addresses["url"], timeout=60))
+            refused = await http.post("/rl/sessions", json={})
+            check = [*service["healthcheck"]["test"][2:-1], addresses["target"]]
             health = await asyncio.create_subprocess_exec(sys.executable, "-m", "sluice.cli.main", *check)
             assert await health.wait() == 0
             headers = {"authorization": f"Bearer {tokens['agent'].read_text()}"}

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import re
+import socket
 import sys
 
 import pytest
 from orchestrator_doubles import RolloutDouble, serve_rollout
 from test_external_episodes import BARE
 
+from orchestrator_svc.eval_agents import _GATEWAY_PORTS
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from sluice.config import ConfigError
 from sluice.versions import Version
 
 pytestmark = pytest.mark.slow
+
+LIMIT_S = 280.0
 
 AGENT = '''
 """Plays one episode over HTTP, and ends; one task is too hard for it."""
@@ -29,7 +36,7 @@ def post(path, body, key=""):
         print(path, error.code, error.read().decode())
         sys.exit(error.code != 429)
 
-session = post("/rl/sessions", {"wait_s": 5})
+session = post("/rl/sessions", {"wait_s": 30})
 assert session["evaluation"], session
 level = int(session["task"]["data"]["level"])
 end = f"/rl/sessions/{session['id']}/end"
@@ -80,6 +87,32 @@ async def test_agents_play_held_out_tasks_and_what_they_fail_is_counted(argv, tm
     assert metrics["failed_episodes"] == 3, "two samples of the hard task, and a greedy one"
     assert result["tokens"] == 6 * 2 * 2, "six episodes of two turns of two tokens"
     assert "reward, sampled    0.5000  95% -0.4800 to 1.4800" in capsys.readouterr().out
+
+
+async def test_a_gateway_whose_usual_ports_are_taken_takes_others_and_says_which(argv, tmp_path, capsys) -> None:
+    config = EvalConfig(address=argv[1], environment=argv[3], workflow="external", prompts=1, samples=1, greedy=False)
+    said = ""
+    with contextlib.ExitStack() as taken:
+        for port in _GATEWAY_PORTS:
+            with contextlib.suppress(OSError):  # another program has it already
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+        evaluating = asyncio.create_task(run_evaluation(config))
+        async with asyncio.timeout(LIMIT_S):
+            while not evaluating.done() and not said.endswith("\n"):
+                said += capsys.readouterr().err
+                await asyncio.sleep(0.05)
+        found = re.search(r"agents may connect: gRPC (\S+), HTTP (\S+), run", said)
+        assert found, said or await evaluating
+        ports = {int(address.rpartition(":")[2]) for address in found.groups()}
+        assert len(ports) == 2
+        assert not ports & set(_GATEWAY_PORTS)
+        agent = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(tmp_path / "agent.py")), env={**os.environ, "SLUICE_GATEWAY_URL": found[2]}
+        )
+        outcome = await asyncio.wait_for(evaluating, LIMIT_S)
+        assert await agent.wait() == 0
+    assert outcome.tasks == 1
+    assert [sample.reward for sample in outcome.result.samples] == [0.0]
 
 
 @pytest.mark.parametrize(

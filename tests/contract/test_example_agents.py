@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 from test_external_episodes import EXTERNAL, trained_ids
-from test_gateway_run import ToolReplica, running_gateway
+from test_gateway_run import ToolReplica, running_gateway, served_gateway
 from test_orchestrator_run import DEADLINE_S, make_scene
 
-from sluice.rpc.server import free_ports
 from sluice.v1 import tokens_pb2
 
 pytestmark = pytest.mark.slow
@@ -119,9 +118,8 @@ async def plays_the_guessing_game(outputs: Path, *argv: str, directory: Path) ->
         scene = await make_scene(outputs, stack, [Guesser()])
         game = f"{EXAMPLES}/number_guess/env.py:NumberGuess"
         running = scene.start(**EXTERNAL, environment=game, batch_size=4, group_size=4)
-        (port,) = free_ports(1)
-        await stack.enter_async_context(running_gateway(scene, port))
-        agent = await stack.enter_async_context(program(*argv, f"127.0.0.1:{port}", "test", directory=directory))
+        target, _ = await stack.enter_async_context(served_gateway(scene))
+        agent = await stack.enter_async_context(program(*argv, target, "test", directory=directory))
         await running
         assert await agent.wait() == 0
     given = rewards(scene.run_dir)

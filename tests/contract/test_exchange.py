@@ -9,26 +9,30 @@ import contextlib
 import grpc
 import pytest
 from google.rpc.status_pb2 import Status
+from held_ports import held_ports
+from simulated_clock import SimulatedClock
 
 from gateway_svc.exchange import Exchange
 from orchestrator_svc.sessions import exchange as served
+from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import session_pb2, session_pb2_grpc
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Orchestrator(session_pb2_grpc.SessionServiceServicer):
     """Begins what `let` allows, records everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self.clock = clock
         self.let, self.began, self.streams = asyncio.Event(), asyncio.Event(), 0
         self.callers: list[str] = []
 
     async def Exchange(self, requests, context):
         self.streams += 1
-        await served.answer_exchange(requests, context.write, self._begin, self._record)
+        await served.answer_exchange(requests, context.write, self._begin, self._record, clock=self.clock)
 
     async def _begin(self, principal, request, most_s):
         self.callers.append(principal)
@@ -57,9 +61,9 @@ async def serving(orchestrator, port=0):
 
 
 @contextlib.asynccontextmanager
-async def calling(port):
+async def calling(port, clock=CLOCK):
     async with connect(f"127.0.0.1:{port}", SecurityConfig(), role="gateway") as channel:
-        exchange = Exchange(session_pb2_grpc.SessionServiceStub(channel))
+        exchange = Exchange(session_pb2_grpc.SessionServiceStub(channel), clock)
         try:
             yield exchange
         finally:
@@ -69,6 +73,13 @@ async def calling(port):
 @pytest.fixture
 async def orchestrator():
     return Orchestrator()
+
+
+@pytest.fixture
+def port():
+    """The port of a server that is started again."""
+    with held_ports(1) as (port,):
+        yield port
 
 
 @pytest.fixture
@@ -89,7 +100,7 @@ async def test_a_call_that_waits_holds_up_no_other_one(exchange, orchestrator) -
     assert [each.parent for each in answers] == [f"e{i}" for i in range(200)]
     assert not waiting.done()
     orchestrator.let.set()
-    assert (await waiting).running == "one 10", "it may wait for half of its time"
+    assert (await waiting).running == "one 30", "it may wait for half of its time"
     assert orchestrator.streams == 1
     assert set(orchestrator.callers) == {"ann", "bob"}
 
@@ -134,13 +145,14 @@ async def test_a_malformed_call_is_refused_and_the_stream_goes_on(orchestrator, 
         assert await stream.read() is grpc.aio.EOF, "a stream that its client ends is ended"
 
 
-async def test_an_old_stream_ends_after_its_calls_and_the_next_call_begins_another(
-    exchange, orchestrator, monkeypatch
-) -> None:
-    monkeypatch.setattr(served, "STREAM_S", 0.1)
+async def test_an_old_stream_ends_after_its_calls_and_the_next_call_begins_another(exchange, orchestrator) -> None:
+    clock = orchestrator.clock = SimulatedClock()
     waiting = asyncio.create_task(exchange.begin(session_pb2.BeginGenerationRequest(), "ann", DEADLINE_S))
     await orchestrator.began.wait()
-    await asyncio.sleep(0.3)
+    await clock.advance(served.STREAM_S - 1)
+    assert clock.waits == 1, "the stream takes calls until it is old"
+    await clock.advance(1)
+    assert clock.waits == 0
     assert not waiting.done(), "the stream takes no new calls, and waits for the one that it has"
     orchestrator.let.set()
     assert (await waiting).running
@@ -148,8 +160,8 @@ async def test_an_old_stream_ends_after_its_calls_and_the_next_call_begins_anoth
     assert orchestrator.streams == 2
 
 
-async def test_calls_fail_at_once_when_the_server_drains_and_work_when_it_is_back(orchestrator) -> None:
-    async with serving(orchestrator) as (server, port), calling(port) as exchange:
+async def test_calls_fail_at_once_when_the_server_drains_and_work_when_it_is_back(orchestrator, port) -> None:
+    async with serving(orchestrator, port) as (server, _), calling(port) as exchange:
         waiting = asyncio.create_task(exchange.begin(session_pb2.BeginGenerationRequest(), "ann", DEADLINE_S))
         await orchestrator.began.wait()
         await server.stop(DEADLINE_S)
@@ -160,11 +172,18 @@ async def test_calls_fail_at_once_when_the_server_drains_and_work_when_it_is_bac
             assert (await again(lambda: exchange.record(record("e"), "ann", DEADLINE_S))).parent == "e"
 
 
-async def test_a_call_ends_by_its_deadline(exchange) -> None:
-    with pytest.raises(SluiceError) as late:
-        await exchange.begin(session_pb2.BeginGenerationRequest(), "ann", 0.2)
-    assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert (await exchange.record(record("e"), "ann", DEADLINE_S)).parent == "e"
+async def test_a_call_ends_by_its_deadline(orchestrator) -> None:
+    clock = SimulatedClock()
+    async with serving(orchestrator) as (_, port), calling(port, clock) as exchange:
+        waiting = asyncio.create_task(exchange.begin(session_pb2.BeginGenerationRequest(), "ann", DEADLINE_S))
+        await orchestrator.began.wait()
+        await clock.advance(DEADLINE_S - 1)
+        assert not waiting.done()
+        await clock.advance(1)
+        with pytest.raises(SluiceError) as late:
+            await waiting
+        assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await exchange.record(record("e"), "ann", DEADLINE_S)).parent == "e"
 
 
 async def test_a_caller_that_leaves_does_not_end_the_stream(exchange, orchestrator) -> None:
@@ -179,14 +198,16 @@ async def test_a_caller_that_leaves_does_not_end_the_stream(exchange, orchestrat
 
 async def again(call):
     """Make a call until a server is there."""
+    answers = []
     async with asyncio.timeout(DEADLINE_S):
-        while True:
+        while not answers:
             try:
-                return await call()
+                answers.append(await call())
             except SluiceError as error:
                 if error.code is not grpc.StatusCode.UNAVAILABLE:
                     raise
-            await asyncio.sleep(0.05)
+                await asyncio.sleep(0.01)
+    return answers[0]
 
 
 class BrokenStream:

@@ -13,7 +13,8 @@ import grpc
 import pytest
 from external_agents import Gateway, Played, gateway
 from orchestrator_doubles import RolloutDouble
-from test_orchestrator_run import DEADLINE_S, Scene, make_scene, trained
+from simulated_clock import SimulatedClock
+from test_orchestrator_run import DEADLINE_S, Scene, finished, make_scene, trained
 
 from orchestrator_svc.audit import audit
 from orchestrator_svc.journal.store import DATABASE, read_facts
@@ -27,6 +28,9 @@ from sluice.versions import Lineage
 pytestmark = pytest.mark.slow
 
 EXTERNAL = {"workflow": "external", "max_steps": 2, "pacing": {"enabled": False}}
+
+IDLE_S, GROUP_S = 5.0, 5.0
+"""On the simulated clock."""
 
 BARE = """
 from sluice.environments.base import Task
@@ -96,7 +100,7 @@ async def until_serving(task: asyncio.Task, agent: Gateway) -> None:
 
 
 async def test_agents_train_a_run_to_its_end_and_each_token_is_trained_once(scene) -> None:
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**EXTERNAL)
         await until_serving(running, agent)
         # Two batches of two groups of two episodes.
@@ -113,7 +117,7 @@ async def test_agents_train_a_run_to_its_end_and_each_token_is_trained_once(scen
 
 
 async def test_an_episode_without_a_reward_is_scored_by_its_environment_branch_by_branch(scene) -> None:
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**{**EXTERNAL, "max_steps": 1})
         await until_serving(running, agent)
         for _ in range(2):
@@ -145,7 +149,7 @@ async def test_an_environment_with_tasks_alone_is_enough(scene) -> None:
     path.write_text(BARE)
     with pytest.raises(ConfigError, match="only external agents can run"):
         await scene.run(environment=f"{path}:Bare")
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**{**EXTERNAL, "max_steps": 1}, environment=f"{path}:Bare")
         await until_serving(running, agent)
         (task,) = await agent.lease()
@@ -155,7 +159,7 @@ async def test_an_environment_with_tasks_alone_is_enough(scene) -> None:
 
 
 async def test_wrong_calls_get_codes_that_say_what_is_wrong(scene) -> None:
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent, gateway(scene.port, "bob") as stranger:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent, gateway(scene.target, "bob") as stranger:
         running = scene.start(**EXTERNAL, external={"lease_s": 60, "most_sessions": 1})
         await until_serving(running, agent)
         (task,) = await agent.lease("lease")
@@ -222,7 +226,7 @@ async def test_an_agent_cannot_speak_for_another_principal_with_its_own_token(sc
         await stack.enter_async_context(asyncio.timeout(DEADLINE_S))
         door, direct = [
             await stack.enter_async_context(
-                gateway(scene.port, security=SecurityConfig(token_file=scene.directory / each))
+                gateway(scene.target, security=SecurityConfig(token_file=scene.directory / each))
             )
             for each in ("door", "ann")
         ]
@@ -241,12 +245,15 @@ async def test_an_agent_cannot_speak_for_another_principal_with_its_own_token(sc
 
 
 async def test_an_episode_that_its_agent_left_is_on_offer_again_as_its_next_attempt(scene) -> None:
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent, gateway(scene.port, "bob") as other:
-        running = scene.start(**EXTERNAL, external={"idle_s": 0.3, "lease_s": 30}, max_concurrent=2)
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent, gateway(scene.target, "bob") as other:
+        clock = SimulatedClock()
+        running = scene.start(**EXTERNAL, external={"idle_s": IDLE_S, "lease_s": 600}, max_concurrent=2, clock=clock)
         await until_serving(running, agent)
         left = [await agent.lease(), await agent.lease()]  # all that the bound allows
         first = await agent.open(left[0][0].lease_id)
-        (again,) = await other.lease()  # it waits until the first agent was silent for too long
+        leasing = asyncio.create_task(other.lease())  # it waits until the first agent was silent for too long
+        await clock.until(leasing.done, step_s=IDLE_S / 10)
+        (again,) = await leasing
         second = await other.open(again.lease_id)
         assert (first.episode_id, second.episode_id) == ("g1-0-0", "g1-0-1")
         assert first.session_key != second.session_key
@@ -258,7 +265,7 @@ async def test_an_episode_that_its_agent_left_is_on_offer_again_as_its_next_atte
 
 
 async def test_who_waits_for_an_offer_learns_that_the_run_has_ended(scene) -> None:
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**{**EXTERNAL, "max_steps": 1, "batch_size": 1}, max_concurrent=1)
         await until_serving(running, agent)
         (task,) = await agent.lease()
@@ -274,8 +281,9 @@ async def test_who_waits_for_an_offer_learns_that_the_run_has_ended(scene) -> No
 
 
 async def test_a_group_whose_time_is_over_is_trained_with_what_was_submitted(scene) -> None:
-    settings = {**EXTERNAL, "max_steps": 1, "batch_size": 1, "external": {"group_s": 2.0}}
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+    clock = SimulatedClock()
+    settings = {**EXTERNAL, "max_steps": 1, "batch_size": 1, "external": {"group_s": GROUP_S}, "clock": clock}
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**settings)
         await until_serving(running, agent)
         (task,) = await agent.lease()
@@ -283,13 +291,14 @@ async def test_a_group_whose_time_is_over_is_trained_with_what_was_submitted(sce
         for each in opened:
             await agent.turn(each, [], scene.replicas[0].version)
         await agent.submit(opened[0], reward=1.0)
-        await running
+        await clock.advance(GROUP_S)
+        await finished(running, clock)
     assert trained(scene) == ["g1-0"]
     assert scene.report()["sessions_ended"] == {"SUBMITTED": 1, "GROUP_ENDED": 1}
 
 
 async def test_a_call_that_repeats_a_running_request_waits_and_gets_what_is_recorded(scene) -> None:
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**EXTERNAL)
         await until_serving(running, agent)
         (task,) = await agent.lease()
@@ -310,7 +319,7 @@ async def test_a_call_that_repeats_a_running_request_waits_and_gets_what_is_reco
 
 
 async def test_the_claims_of_a_gateway_end_soon_after_its_stream_broke(scene) -> None:
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**EXTERNAL)
         await until_serving(running, agent)
         (task,) = await agent.lease()
@@ -319,7 +328,7 @@ async def test_the_claims_of_a_gateway_end_soon_after_its_stream_broke(scene) ->
             episode_id=session, request_id="one", gateway="east", body_digest=bytes(16)
         )
         begin.claim.seconds = 600
-        async with gateway(scene.port) as doomed:
+        async with gateway(scene.target) as doomed:
             stream = doomed.sessions.WatchReplicas(session_pb2.WatchReplicasRequest(gateway="east"))
             await stream.read()
             assert not (await doomed.call("BeginGeneration", begin)).running
@@ -331,8 +340,9 @@ async def test_the_claims_of_a_gateway_end_soon_after_its_stream_broke(scene) ->
 
 
 async def test_a_gateway_whose_stream_broke_and_that_is_back_keeps_its_claims(scene) -> None:
-    async with asyncio.timeout(DEADLINE_S), gateway(scene.port) as agent:
-        running = scene.start(**EXTERNAL)
+    clock = SimulatedClock()
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
+        running = scene.start(**EXTERNAL, external={"idle_s": 600, "lease_s": 600}, clock=clock)
         await until_serving(running, agent)
         (task,) = await agent.lease()
         session = (await agent.open(task.lease_id)).episode_id
@@ -341,7 +351,7 @@ async def test_a_gateway_whose_stream_broke_and_that_is_back_keeps_its_claims(sc
         )
         begin.claim.seconds = 600
         watched = session_pb2.WatchReplicasRequest(gateway="east")
-        async with gateway(scene.port) as cut_off:
+        async with gateway(scene.target) as cut_off:
             stream = cut_off.sessions.WatchReplicas(watched)
             await stream.read()
             await cut_off.call("BeginGeneration", begin)
@@ -349,7 +359,9 @@ async def test_a_gateway_whose_stream_broke_and_that_is_back_keeps_its_claims(sc
             await back.read()
         begin.request_id, begin.gateway = "two", "west"
         sent = (("on-behalf-of", agent.principal),)
-        joined = await agent.sessions.BeginGeneration(begin, metadata=sent, timeout=2 * (BACK_S + 1))
+        joining = asyncio.ensure_future(agent.sessions.BeginGeneration(begin, metadata=sent, timeout=DEADLINE_S))
+        await clock.until(joining.done, step_s=BACK_S / 10)
+        joined = await joining
         assert joined.running == "one", (
             "the call waited for half of its time, which is longer than a dead gateway's claims last"
         )
@@ -385,7 +397,7 @@ pacing = {{ enabled = false }}
         with (self.scene.directory / "orchestrator.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "sluice.cli.main", "orchestrator", "@", str(self.scene.directory / "run.toml"),
-                "--server.port", str(self.scene.port), stdout=log, stderr=log,
+                "--server.host", self.scene.target, stdout=log, stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
 
@@ -400,7 +412,7 @@ async def test_no_answer_is_taken_back_by_an_orchestrator_that_is_killed_between
         orchestrator = Killed(scene)
         await orchestrator.start()
         stack.push_async_callback(ended, orchestrator)
-        agent = await stack.enter_async_context(gateway(scene.port))
+        agent = await stack.enter_async_context(gateway(scene.target))
         async with asyncio.timeout(2 * DEADLINE_S):
             played: list[Played] = []
             (task,) = await agent.lease("first")

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from orchestrator_doubles import RolloutDouble
+from simulated_clock import LIMIT_S, SimulatedClock
 from test_external_episodes import EXTERNAL
 from test_orchestrator_run import DEADLINE_S, Scene, make_scene
 
@@ -23,12 +24,13 @@ from orchestrator_svc.journal.store import read_facts
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig
 from sluice.rpc import connect
 from sluice.rpc.principals import add_token
-from sluice.rpc.server import free_ports
 from sluice.v1 import episode_pb2, episode_pb2_grpc, tokens_pb2
 
 pytestmark = pytest.mark.slow
 
-LEASE_S = 2.0
+LEASE_S = 10.0
+"""On the simulated clock of the orchestrator."""
+
 MOST_BYTES = 4096
 USER: Any = [{"role": "user", "content": "Hello"}]
 ROUTES: dict[str, dict[str, Any]] = {
@@ -58,10 +60,11 @@ class Doors:
     scene: Scene
     url: str
     target: str
+    clock: SimulatedClock
 
     def http(self, token: str) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=20)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=LIMIT_S)
 
     def token(self, name: str) -> str:
         return (self.scene.directory / name).read_text().strip()
@@ -98,24 +101,28 @@ async def doors(tmp_path):
             "token_file": tmp_path / "door",
             "dispatcher_token_file": tmp_path / "hand",
         }
+        clock = SimulatedClock()
         running = scene.start(
-            **EXTERNAL, external={"lease_s": LEASE_S, "idle_s": 600}, common={"security": {"principals_file": file}}
+            **EXTERNAL,
+            external={"lease_s": LEASE_S, "idle_s": 600},
+            common={"security": {"principals_file": file}},
+            clock=clock,
         )
-        port, http_port = free_ports(2)
         common = CommonConfig(
             run="test",
             output_dir=tmp_path,
             model="double",
-            peers=PeersConfig(orchestrator=f"127.0.0.1:{scene.port}"),
+            peers=PeersConfig(orchestrator=scene.target),
             security=SecurityConfig.model_validate(security),
         )
-        settings = {
-            "server": {"port": port, "http_port": http_port},
-            "capture": {"limits": {"max_body_bytes": MOST_BYTES}},
-        }
-        serving = asyncio.create_task(serve(common, GatewayConfig.model_validate(settings)))
+        settings = {"server": {"port": 0, "http_port": 0}, "capture": {"limits": {"max_body_bytes": MOST_BYTES}}}
+        listening: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        config = GatewayConfig.model_validate(settings)
+        serving = asyncio.create_task(serve(common, config, lambda *addresses: listening.set_result(addresses)))
         try:
-            yield Doors(scene, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{port}")
+            await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+            target, url = listening.result()
+            yield Doors(scene, url, target, clock)
         finally:
             for task in (serving, running):
                 task.cancel()
@@ -126,7 +133,7 @@ async def opened(http: httpx.AsyncClient, request_id: str = "") -> dict[str, Any
     """Open a session, as soon as the services have found each other."""
     while True:
         with contextlib.suppress(httpx.ConnectError):
-            response = await http.post("/rl/sessions", json={"wait_s": 5, "request_id": request_id})
+            response = await http.post("/rl/sessions", json={"wait_s": 60, "request_id": request_id})
             if response.status_code == 200:
                 return dict(response.json())
             assert response.status_code in {429, 503}, response.text
@@ -134,11 +141,9 @@ async def opened(http: httpx.AsyncClient, request_id: str = "") -> dict[str, Any
 
 
 async def renewed(doors: Doors, session: dict[str, Any]) -> None:
-    """Keep the lease of a session until cancelled."""
+    """Renew the lease of a session."""
     async with doors.episodes("ann") as episodes:
-        while True:
-            await episodes.RenewLease(episode_pb2.RenewLeaseRequest(lease_id=session["lease_id"]))
-            await asyncio.sleep(LEASE_S / 8)
+        await episodes.RenewLease(episode_pb2.RenewLeaseRequest(lease_id=session["lease_id"]))
 
 
 def check_form(response: httpx.Response) -> None:
@@ -158,12 +163,12 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
             for token in (doors.token("ann"), doors.token("bob"), doors.token("eve"), "", "wrong", "")
         ]
         expired = await opened(ann)
-        await asyncio.sleep(LEASE_S + 0.5)
+        await doors.clock.advance(LEASE_S + 1)
         ended = await opened(ann)
         assert (await ann.post(f"/rl/sessions/{ended['id']}/end", json={"abandon": "x"})).status_code == 200
         session = await opened(ann, "once")
         assert (await opened(ann, "once"))["id"] == session["id"]
-        renewing = asyncio.create_task(renewed(doors, session))
+        await renewed(doors, session)
         keyed.headers["authorization"] = f"Bearer {session['key']}"
 
         async def code(http: httpx.AsyncClient, path: str, body: Any = None, **headers: str) -> int:
@@ -259,8 +264,6 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
             "sampled after it was submitted": 410,
         }
         assert doors.kept() == ["session_generation_recorded", "episode_submitted"]
-        renewing.cancel()
-        await asyncio.wait({renewing})
 
 
 async def test_bad_calls_over_grpc_have_a_code_of_their_own_and_leave_nothing(doors) -> None:
@@ -270,7 +273,7 @@ async def test_bad_calls_over_grpc_have_a_code_of_their_own_and_leave_nothing(do
         ann, bob, eve, none = [
             await stack.enter_async_context(doors.episodes(name)) for name in ("ann", "bob", "eve", "")
         ]
-        renewing = asyncio.create_task(renewed(doors, session))
+        await renewed(doors, session)
         name, conversation = session["id"], {"messages": [{"role": "user", "content": "Hello"}]}
 
         def asked(**fields: Any) -> episode_pb2.EpisodeServiceGenerateRequest:
@@ -340,5 +343,3 @@ async def test_bad_calls_over_grpc_have_a_code_of_their_own_and_leave_nothing(do
         assert doors.kept() == ["session_generation_recorded"]
         assert await code(ann.AbandonEpisode, episode_pb2.AbandonEpisodeRequest(episode_id=name)) == "OK"
         assert await code(ann.Generate, asked()) == "FAILED_PRECONDITION"
-        renewing.cancel()
-        await asyncio.wait({renewing})

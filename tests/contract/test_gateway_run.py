@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from orchestrator_svc.audit import audit
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.cli.main import main
 from sluice.config import CommonConfig, PeersConfig
-from sluice.rpc.server import free_ports
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import Lineage
 
@@ -107,19 +107,29 @@ async def play_messages(session: dict[str, Any]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(scene: Scene, grpc_port: int = 0, **settings: Any):
-    (port,) = free_ports(1)
-    peers = PeersConfig(orchestrator=f"127.0.0.1:{scene.port}")
+async def served_gateway(scene: Scene, **settings: Any) -> AsyncIterator[tuple[str, str]]:
+    """Run a gateway; give its gRPC target and the URL of its HTTP port."""
+    peers = PeersConfig(orchestrator=scene.target)
     common = CommonConfig(run="test", output_dir=scene.directory, model="double", peers=peers)
-    serving = asyncio.create_task(
-        serve(common, GatewayConfig.model_validate({"server": {"port": grpc_port, "http_port": port}, **settings}))
-    )
+    config = GatewayConfig.model_validate({"server": {"port": 0, "http_port": 0}, **settings})
+    listening: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(common, config, lambda *addresses: listening.set_result(addresses)))
     try:
-        yield f"http://127.0.0.1:{port}"
+        await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving
+        yield listening.result()
     finally:
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(scene: Scene, **settings: Any) -> AsyncIterator[str]:
+    """Run a gateway; give the URL of its HTTP port."""
+    async with served_gateway(scene, **settings) as (_, url):
+        yield url
 
 
 async def opened(http: httpx.AsyncClient) -> dict[str, Any]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import grpc
 import pytest
 from orchestrator_doubles import serve_rollout, served
-from scripted_replica import ScriptedReplica
-from test_replica_failover import SETTINGS, TOKENS, assert_whole, until
+from scripted_replica import ScriptedReplica, until
+from simulated_clock import SimulatedClock
+from test_replica_failover import DEADLINE_S, SETTINGS, TOKENS, assert_whole
 
+from orchestrator_svc import announcements as announced
 from orchestrator_svc.announcements import Announcements, watch_replicas
 from orchestrator_svc.config import FoundReplicasConfig
 from sluice.config import SecurityConfig
@@ -79,16 +82,17 @@ async def test_a_gateway_follows_the_list_and_outlives_the_orchestrator(tmp_path
         (tmp_path / name).write_text(add_token(file, name, role))
     theirs = SecurityConfig(principals_file=file)
     ours = SecurityConfig(token_file=tmp_path / "door", dispatcher_token_file=tmp_path / "to-replicas")
-    first, second = Watchful("first"), Watchful("second")
-    config = FoundReplicasConfig(**SETTINGS)
-    known = ReplicaPool([], ours, config, lambda _: None)
+    first, second = Watchful("first", pace_s=0.0), Watchful("second", pace_s=0.0)
+    settings, clock = {**SETTINGS, "poll_s": 1.0}, SimulatedClock()
+    config = FoundReplicasConfig(lease_s=6000.0, **settings)
+    known = ReplicaPool([], ours, config, lambda _: None, clock=clock)
     announcements, sessions = Announcements(known, config), Sessions(known)
-    pool = ReplicaPool([], ours, ReplicasConfig(**SETTINGS), lambda _: None)
+    pool = ReplicaPool([], ours, ReplicasConfig(**settings), lambda _: None, clock=clock)
     engine = PolicyEngine(pool, "test", 600.0)
     name = "sluice.v1.SessionService"
     register = (session_pb2_grpc.add_SessionServiceServicer_to_server, sessions, name)
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(asyncio.timeout(30))
+        await stack.enter_async_context(asyncio.timeout(DEADLINE_S))
         one, two = [await stack.enter_async_context(serve_rollout(each, theirs)) for each in (first, second)]
         orchestrator = await stack.enter_async_context(contextlib.AsyncExitStack())
         target = await orchestrator.enter_async_context(served(register, security=theirs))
@@ -106,9 +110,18 @@ async def test_a_gateway_follows_the_list_and_outlives_the_orchestrator(tmp_path
         )
         assert pool.pick(BASE).name == "second"
 
+        def heard() -> list[float]:
+            return [each.progress.heard_at for each in (*known.replicas, *pool.replicas) if each.name == "second"]
+
+        await until(lambda: len(heard()) == 2)
         sent = sessions.sent
-        await asyncio.sleep(0.3)
-        assert sessions.sent <= sent + 1, "the list is sent when it changes, not whenever a replica is polled"
+        for _ in range(6):
+            before = heard()
+            await clock.advance(settings["poll_s"])
+            await until(lambda before=before: all(map(operator.gt, heard(), before)))
+        assert sessions.sent == sent, "the list is sent when it changes, not whenever a replica is polled"
+        await clock.advance(announced.AGAIN_S)
+        await until(lambda: sessions.sent == sent + 1)
         await orchestrator.aclose()
         assert_whole(await generate(engine))
         assert pool.pick(BASE).name == "second"
@@ -123,7 +136,7 @@ async def test_a_gateway_follows_the_list_and_outlives_the_orchestrator(tmp_path
 
 async def test_a_gateway_of_another_machine_is_not_sent_to_its_own_ports() -> None:
     only = ScriptedReplica("only")
-    async with serve_rollout(only) as target, asyncio.timeout(30):
+    async with serve_rollout(only) as target, asyncio.timeout(DEADLINE_S):
         pool = ReplicaPool([target], SecurityConfig(), ReplicasConfig(**SETTINGS), lambda _: None)
         async with doing(pool.run()):
             await until(lambda: pool.replicas and pool.replicas[0].seen)

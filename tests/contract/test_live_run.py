@@ -152,7 +152,7 @@ async def test_the_command_finds_the_orchestrator_by_the_name_of_the_run(scene: 
     scene.trainer.automatic = False
     running = scene.start()
     await scene.until(lambda: scene.trainer.waiting)
-    (scene.run_dir / "config.toml").write_text(f'[peers]\norchestrator = "127.0.0.1:{scene.port}"\n')
+    (scene.run_dir / "config.toml").write_text(f'[peers]\norchestrator = "{scene.target}"\n')
     where = ["--output-dir", str(scene.directory)]
 
     def call(*words: str) -> int:
@@ -175,7 +175,7 @@ async def test_the_commands_show_pause_resume_and_stop_a_run(scene: Scene, capsy
     scene.trainer.automatic = False
     running = scene.start(max_steps=40)
     await scene.until(lambda: scene.trainer.waiting)
-    (scene.run_dir / "config.toml").write_text(f'[peers]\norchestrator = "127.0.0.1:{scene.port}"\n')
+    (scene.run_dir / "config.toml").write_text(f'[peers]\norchestrator = "{scene.target}"\n')
 
     async def said(command: str, *words: str) -> str:
         capsys.readouterr()
@@ -214,7 +214,7 @@ def test_a_malformed_command_says_how_to_write_it(words, message):
 
 async def test_the_ratio_of_environments_is_changed_and_stays_changed(scene: Scene) -> None:
     scene.trainer.automatic = False
-    environment = orchestrator_settings(scene.directory, scene.port).environment
+    environment = orchestrator_settings(scene.directory, scene.target).environment
     mix = [{"environment": environment, "name": name} for name in ("easy", "hard")]
 
     def shares(run: orchestrator_pb2.Run) -> dict[str, float]:

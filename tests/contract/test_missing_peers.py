@@ -6,64 +6,83 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from held_ports import held_ports
+from simulated_clock import LIMIT_S, SimulatedClock
 
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
+from sluice.doctor import peers
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer
-from sluice.rpc.server import free_ports
 
-DEADLINE_S = 60.0
-LOADS_S = 240.0
-"""Seconds in which a service that loads a model must have reported; the machine may be busy."""
+LOADS_S = 300.0
+"""Seconds in which a service must have reported that is a process; the machine may be busy."""
 
-
-def waits(seconds: float = 0.2) -> CommonConfig:
-    return CommonConfig(peers_start_s=seconds)
+COMMON = CommonConfig(peers_start_s=30.0)
 
 
-async def reports(logged: list[Any], count: int = 1) -> list[Any]:
-    """Wait until so many missing peers were reported."""
-    async with asyncio.timeout(DEADLINE_S):
-        while len(found := [each for each in logged if "peer" in each]) < count:  # noqa: ASYNC110 - another task logs
-            await asyncio.sleep(0.01)
-    return found
+@pytest.fixture(autouse=True)
+def answers_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "ANSWER_S", LIMIT_S)
 
 
-async def test_an_address_at_which_nothing_listens_is_reported_again_and_again() -> None:
-    target = f"127.0.0.1:{free_ports(1)[0]}"
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address at which nothing listens."""
+    with held_ports(1) as (port,):
+        yield f"127.0.0.1:{port}"
+
+
+async def reports(logged: list[Any], clock: SimulatedClock, count: int = 1) -> list[Any]:
+    """Let time pass until one peer was reported so many times."""
+
+    def found() -> list[Any]:
+        return [each for each in logged if "peer" in each]
+
+    while len(found()) < count:
+        await clock.until(lambda: clock.waits == 1)  # for each peer that does not serve
+        before = len(found())
+        await clock.advance(COMMON.peers_start_s)
+        await clock.until(lambda before=before: len(found()) > before)
+    return found()
+
+
+async def test_an_address_at_which_nothing_listens_is_reported_again_and_again(nobody: str) -> None:
+    clock = SimulatedClock()
     with structlog.testing.capture_logs() as logged:
-        async with missing_peers_reported({"weightsync": target}, waits()):
-            one, two, *_ = await reports(logged, 2)
-    assert (one["log_level"], one["peer"], one["address"]) == ("error", "weightsync", target)
+        async with missing_peers_reported({"weightsync": nobody}, COMMON, clock):
+            one, two, *_ = await reports(logged, clock, 2)
+    assert (one["log_level"], one["peer"], one["address"]) == ("error", "weightsync", nobody)
     assert one["reason"] == "nothing listens there"
     assert "`sluice weightsync` runs there" in one["remedy"]
-    assert two["waited_s"] > one["waited_s"] >= 0.2
+    assert (one["waited_s"], two["waited_s"]) == (30.0, 60.0)
 
 
 async def test_a_name_that_does_not_resolve_is_the_reason() -> None:
+    clock = SimulatedClock()
     with structlog.testing.capture_logs() as logged:
-        async with missing_peers_reported({"trainer": "no-such-host.invalid:7102"}, waits()):
-            assert "cannot be resolved" in (await reports(logged))[0]["reason"]
+        async with missing_peers_reported({"trainer": "no-such-host.invalid:7102"}, COMMON, clock):
+            assert "cannot be resolved" in (await reports(logged, clock))[0]["reason"]
 
 
 async def test_a_peer_that_still_loads_is_the_reason_and_one_that_serves_is_not_reported() -> None:
+    clock = SimulatedClock()
     loading, serving = (RpcServer(name, ServerConfig(), SecurityConfig()) for name in ("trainer", "weightsync"))
     async with AsyncExitStack() as stack:
         for server in (loading, serving):
             await server.start()
             stack.push_async_callback(server.stop, 0)
         loading.set_serving(False)
-        peers = {"trainer": loading.target, "weightsync": serving.target}
+        needed = {"trainer": loading.target, "weightsync": serving.target}
         with structlog.testing.capture_logs() as logged:
-            async with missing_peers_reported(peers, waits()):
-                found = await reports(logged, 3)
+            async with missing_peers_reported(needed, COMMON, clock):
+                found = await reports(logged, clock, 3)
     assert {each["peer"] for each in found} == {"trainer"}
     assert "does not serve yet" in found[0]["reason"]
 
@@ -86,16 +105,17 @@ async def program(directory: Path, *words: object) -> AsyncIterator[asyncio.subp
         await process.communicate()
 
 
-async def reported(process: asyncio.subprocess.Process, within_s: float) -> dict[str, Any]:
+async def reported(process: asyncio.subprocess.Process) -> dict[str, Any]:
     """Return the first report of a missing peer in a service's output."""
     assert process.stdout is not None
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(LOADS_S):
         while line := await process.stdout.readline():
             if line.startswith(b"{") and "peer" in (event := json.loads(line)):
                 return dict(event)
     raise AssertionError("the service ended without a report")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("words", "peer"),
     [
@@ -104,26 +124,24 @@ async def reported(process: asyncio.subprocess.Process, within_s: float) -> dict
     ],
 )
 async def test_a_service_on_its_own_reports_the_peer_that_never_comes(
-    words: tuple[str, ...], peer: str, tmp_path: Path
+    words: tuple[str, ...], peer: str, tmp_path: Path, nobody: str
 ) -> None:
-    target = f"127.0.0.1:{free_ports(1)[0]}"
-    flags = [each.format(target=target) for each in words]
-    async with program(tmp_path, *flags, "--peers.orchestrator", target) as process:
-        event = await reported(process, DEADLINE_S)
-    assert (event["level"], event["peer"], event["address"]) == ("error", peer, target)
+    flags = [each.format(target=nobody) for each in words]
+    async with program(tmp_path, *flags, "--peers.orchestrator", nobody) as process:
+        event = await reported(process)
+    assert (event["level"], event["peer"], event["address"]) == ("error", peer, nobody)
     assert event["reason"] == "nothing listens there"
 
 
 @pytest.mark.slow
 @pytest.mark.ecosystem
 @pytest.mark.timeout(600)
-async def test_services_that_load_a_model_report_the_peer_that_never_comes(tmp_path: Path) -> None:
+async def test_services_that_load_a_model_report_the_peer_that_never_comes(tmp_path: Path, nobody: str) -> None:
     from sluice.cli.init_model import ModelShape, init_model
 
     model = tmp_path / "model"
     init_model(model, ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48), seed=3)
-    target = f"127.0.0.1:{free_ports(1)[0]}"
-    common = ("--model", model, "--peers.weightsync", target, "--peers.trainer", target)
+    common = ("--model", model, "--peers.weightsync", nobody, "--peers.trainer", nobody)
     environment = f"{Path(__file__).parents[2]}/examples/reverse_text/env.py:ReverseText"
     services = {
         "trainer": ("trainer", *common),
@@ -133,10 +151,10 @@ async def test_services_that_load_a_model_report_the_peer_that_never_comes(tmp_p
 
     async def missing(name: str) -> str:
         async with program(tmp_path / name, *services[name]) as process:
-            return str((await reported(process, LOADS_S))["peer"])
+            return str((await reported(process))["peer"])
 
-    peers = await asyncio.gather(*(missing(name) for name in services))
-    assert dict(zip(services, peers, strict=True)) == {
+    found = await asyncio.gather(*(missing(name) for name in services))
+    assert dict(zip(services, found, strict=True)) == {
         "trainer": "weightsync",
         "rollout": "weightsync",
         "orchestrator": "trainer",
@@ -145,13 +163,13 @@ async def test_services_that_load_a_model_report_the_peer_that_never_comes(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.ecosystem
-async def test_an_orchestrator_without_a_trainer_ends_at_its_deadline_and_names_it(tmp_path: Path) -> None:
-    target = f"127.0.0.1:{free_ports(1)[0]}"
+@pytest.mark.timeout(600)
+async def test_an_orchestrator_without_a_trainer_ends_at_its_deadline_and_names_it(tmp_path: Path, nobody: str) -> None:
     environment = f"{Path(__file__).parents[2]}/examples/reverse_text/env.py:ReverseText"
-    limits = ("--peers.trainer", target, "--deadlines.start-s", "10", "--peers-start-s", "3")
+    limits = ("--peers.trainer", nobody, "--deadlines.start-s", "10", "--peers-start-s", "3")
     async with program(tmp_path, "orchestrator", "--environment", environment, *limits) as process:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(LOADS_S):
             output, _ = await process.communicate()
     assert process.returncode == 3  # it gave up: a restart would wait for the same trainer
     events = [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
-    assert f"the trainer at {target} cannot be reached within 10 s" in events[-1]["reason"]
+    assert f"the trainer at {nobody} cannot be reached within 10 s" in events[-1]["reason"]

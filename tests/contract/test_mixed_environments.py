@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -56,7 +55,7 @@ async def test_each_environment_has_its_share_and_its_own_settings(scene) -> Non
     scene.trainer.objectives = ["soft"]
     many = {"name": "many", "ratio": 3, "group_size": 3, "sampling": {"temperature": 0.5}}
     few = {"name": "few", "objective": "soft", "advantage": "rloo", "sampling": {"max_tokens": 7}}
-    loads = asyncio.create_task(scene.events("load"))
+    loads = scene.watch("load")
     report = await scene.run(**mixed(scene, many, few), batch_size=4, load_report_s=0.005)
     assert {each.name for each in (await loads)[-1].load.environments} == {"many", "few"}
     assert [named(report, name)["groups"] for name in ("many", "few")] == [12, 4]

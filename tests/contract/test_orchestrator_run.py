@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
+import shutil
 import signal
+import tempfile
 import threading
 from collections import Counter
+from pathlib import Path
 
 import grpc
 import pytest
@@ -21,8 +23,8 @@ from orchestrator_doubles import (
     serve_trainer,
 )
 from prometheus_client import REGISTRY
+from simulated_clock import SimulatedClock
 
-from benchmarks.children import free_port
 from orchestrator_svc import evaluation as evaluation_module
 from orchestrator_svc import training as training_module
 from orchestrator_svc.app import serve
@@ -37,6 +39,7 @@ from orchestrator_svc.run import Run
 from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
+from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.environments.base import Task
 from sluice.environments.processes import EnvironmentProcesses
@@ -48,21 +51,31 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60
 
+LIMIT_S = 30.0
+"""A limit of the run under test, on the simulated clock."""
+
+TICK_S = 0.001
+"""Simulated seconds that pass between two looks, so that retries are made: no more than real time."""
+
 
 class Scene:
-    """Doubles that are served, and an orchestrator that can be started between them."""
+    """Doubles that are served, and an orchestrator that can be started between them.
 
-    def __init__(self, directory, trainer, replicas, addresses) -> None:
+    Attributes:
+        target: Where the orchestrator is served: a unix socket, which no other test can take.
+    """
+
+    def __init__(self, directory, trainer, replicas, addresses, target: str) -> None:
         self.directory, self.trainer, self.replicas = directory, trainer, replicas
         self.trainer_address, self.replica_addresses = addresses
-        self.port = free_port()
+        self.target = target
         self.run_dir = directory / "test"
 
-    def start(self, *, common: dict | None = None, **settings) -> asyncio.Task[None]:
+    def start(self, *, common: dict | None = None, clock: Clock = CLOCK, **settings) -> asyncio.Task[None]:
         """Begin a run; settings are those of the table [orchestrator]."""
-        config = orchestrator_settings(self.directory, self.port, **settings)
+        config = orchestrator_settings(self.directory, self.target, **settings)
         shared = common_settings(self.directory, self.trainer_address, self.replica_addresses, **(common or {}))
-        return asyncio.create_task(serve(shared, config))
+        return asyncio.create_task(serve(shared, config, clock))
 
     async def run(self, **settings) -> dict:
         """Run to the end; gives the report."""
@@ -74,7 +87,7 @@ class Scene:
         return json.loads((self.run_dir / "report.json").read_text())
 
     def client(self) -> OrchestratorClient:
-        return OrchestratorClient(f"127.0.0.1:{self.port}")
+        return OrchestratorClient(self.target)
 
     async def until(self, condition) -> None:
         """Wait until something holds."""
@@ -89,15 +102,27 @@ class Scene:
                 await asyncio.sleep(0.01)
             return run
 
-    async def events(self, kind: str | None = None) -> list[orchestrator_pb2.RunEvent]:
-        """All events of the run until it ends."""
+    def watch(self, kind: str | None = None) -> asyncio.Task[list[orchestrator_pb2.RunEvent]]:
+        """Collect all events of the run until it ends, which it cannot before it is watched."""
+        self.trainer.saving.clear()
+        return asyncio.create_task(self._events(kind))
+
+    async def _events(self, kind: str | None) -> list[orchestrator_pb2.RunEvent]:
         async with asyncio.timeout(DEADLINE_S):
             while True:
+                found = []
                 with contextlib.suppress(SluiceError):
                     async with self.client() as client:
-                        found = [answer.event async for answer in client.watch("test")]
+                        async for answer in client.watch("test"):
+                            found.append(answer.event)
+                            self.trainer.saving.set()
                     return [event for event in found if kind in (None, event.WhichOneof("kind"))]
                 await asyncio.sleep(0.02)
+
+    async def terminate(self) -> None:
+        """Send SIGTERM to this process, once the orchestrator takes it."""
+        await self.until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -114,7 +139,15 @@ async def make_scene(directory, stack, replicas) -> Scene:
     trainer = TrainerDouble(replicas=replicas)
     address = await stack.enter_async_context(serve_trainer(trainer))
     targets = [await stack.enter_async_context(serve_rollout(each)) for each in replicas]
-    return Scene(directory, trainer, replicas, (address, targets))
+    socket = Path(tempfile.mkdtemp(prefix="sluice-"))  # a socket's path must be short
+    stack.callback(shutil.rmtree, socket)
+    return Scene(directory, trainer, replicas, (address, targets), f"unix:{socket}/orchestrator")
+
+
+async def finished(run: asyncio.Task[None], clock: SimulatedClock) -> None:
+    """Let a run go to its end while simulated time passes, as slowly as real time."""
+    await clock.until(run.done, step_s=TICK_S)
+    await run
 
 
 def trained(scene: Scene) -> list[str]:
@@ -146,14 +179,14 @@ async def test_a_run_that_stays_is_served_and_scraped_after_its_end(scene) -> No
         assert (value("replicas", state="fit"), value("live_groups"), value("queued_batches")) == (1, 0, 0)
         assert value("replica_lag", replica=scene.replicas[0].name) >= 0
         assert value("step_metric", name="reward/mean") is not None
-        os.kill(os.getpid(), signal.SIGTERM)
+        await scene.terminate()
         async with asyncio.timeout(DEADLINE_S):
             await running
     assert value("policy_number") is None
 
 
 async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
-    events = asyncio.create_task(scene.events())
+    events = scene.watch()
     report = await scene.run()
     assert (report["state"], report["steps"], report["seed"]) == ("succeeded", 4, 0)
     assert report["trajectories_trained"] == report["trajectories_accepted"] == 16
@@ -215,18 +248,29 @@ async def test_no_more_is_sampled_ahead_than_the_bound_allows(scene) -> None:
 
 
 async def test_groups_start_just_in_time_for_a_slow_trainer(scene) -> None:
-    scene.trainer.automatic = False
+    trainer, clock = scene.trainer, SimulatedClock()
+    trainer.automatic = False
 
-    async def train() -> None:
-        while True:
-            await asyncio.sleep(0.4)
-            if scene.trainer.waiting:
-                scene.trainer.apply()
+    def value(metric: str) -> float | None:
+        return REGISTRY.get_sample_value(f"sluice_run_{metric}")
 
-    training = asyncio.create_task(train())
+    def settled() -> bool:
+        """Whether nothing will happen before time passes: no episode runs, and the trainer has the batches that it has room for."""
+        if not trainer.waiting or (value("policy_number"), value("running_episodes")) != (trainer.version.number, 0):
+            return False
+        return value("queued_batches") == len(trainer.waiting) and (
+            value("ready_groups") < 2 or len(trainer.waiting) == 2
+        )
+
     pacing = {"batches": 4, "reserve": 0.0}
-    await scene.run(common={"max_staleness": 3}, max_steps=12, pacing=pacing)
-    training.cancel()
+    task = scene.start(common={"max_staleness": 3}, max_steps=12, pacing=pacing, clock=clock)
+    for _ in range(12):
+        for _ in range(8):
+            await scene.until(settled)
+            await clock.advance(0.05)
+        await scene.until(settled)
+        trainer.apply()
+    await task
     staleness = [row["staleness/mean"] for _, row in sorted(read_metrics(scene.run_dir / "metrics.jsonl").items())]
     assert staleness[3:5] == [3.0, 3.0]  # nothing was measured when these batches were sampled
     assert min(staleness[-3:]) < 3.0
@@ -242,7 +286,7 @@ async def test_a_reward_that_fails_is_missing_and_its_group_goes_on_without_it(s
 
 async def test_what_the_trainer_found_too_old_is_counted_and_its_task_drawn_again(scene) -> None:
     scene.trainer.verdict = lambda trajectory: "STALE" if trajectory.group_id == "g1" else ""
-    events = asyncio.create_task(scene.events("group_scored"))
+    events = scene.watch("group_scored")
     report = await scene.run(on_stale="requeue", common={"max_staleness": 0})
     assert report["trajectories_dropped"] == {"STALE": 2}
     assert report["trajectories_trained"] == 14
@@ -316,7 +360,7 @@ async def test_an_orchestrator_that_comes_back_rejoins_the_epoch(scene) -> None:
     await asyncio.wait({first})
     assert scene.report()["state"] == "stopped"
     trainer.run_freely()
-    events = asyncio.create_task(scene.events())
+    events = scene.watch()
     async with asyncio.timeout(DEADLINE_S):
         await scene.start(common={"max_staleness": 3}, max_steps=5)
     assert min(event.sequence_no for event in await events) > 1_000_000, "above all numbers of the process before"
@@ -451,7 +495,7 @@ async def test_batches_that_a_checkpoint_holds_are_accounted_for_when_both_sides
     trainer.checkpoint = trainer.version
     trainer.crash()
     trainer.run_freely()
-    events = asyncio.create_task(scene.events("step_finished"))
+    events = scene.watch("step_finished")
     report = await restarted(scene, **settings)
     assert (report["state"], report["steps"], report["epochs"]) == ("succeeded", 4, 2)
     if keeps_record:
@@ -518,7 +562,7 @@ async def test_the_event_loop_is_free_while_the_journal_is_read(scene, monkeypat
 
     def slow(journal: Journal) -> object:
         reads.set()
-        served.append(went_on.wait(10))
+        served.append(went_on.wait(DEADLINE_S))
         return fold(journal)
 
     async def serve() -> None:
@@ -611,7 +655,7 @@ async def test_a_signal_ends_the_run_without_a_failure_and_says_that_it_is_unfin
     scene.trainer.automatic = False
     task = scene.start(common={"max_staleness": 1})
     await scene.until(lambda: scene.trainer.waiting)
-    signal.raise_signal(signal.SIGTERM)
+    await scene.terminate()
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(UnfinishedError):
             await task
@@ -627,10 +671,11 @@ async def test_a_signal_while_a_step_is_summarised_loses_nothing_of_it(scene, mo
         return await summarise(*arguments, **options)
 
     monkeypatch.setattr(training_module, "summarise", slow)
-    task = scene.start()
+    task = scene.start(server={"host": scene.target, "drain_s": DEADLINE_S})
     await begun.wait()
-    signal.raise_signal(signal.SIGTERM)
-    asyncio.get_running_loop().call_later(0.2, go_on.set)
+    await scene.terminate()
+    await scene.until(lambda: any(each.get_name() == "run" and each.cancelling() for each in asyncio.all_tasks()))
+    go_on.set()
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(UnfinishedError):
             await task
@@ -647,14 +692,14 @@ async def test_a_dead_disk_does_not_keep_a_run_from_ending_in_its_drain_time(sce
         answer.wait()
 
     scene.trainer.automatic = False
-    task = scene.start(common={"max_staleness": 1}, server={"port": scene.port, "drain_s": 0.5})
+    task = scene.start(common={"max_staleness": 1}, server={"host": scene.target, "drain_s": 1.0})
     await scene.until(lambda: scene.trainer.waiting)
     monkeypatch.setattr(*write, hang)
     scene.trainer.apply()
     try:
         await scene.until(hangs.is_set)
-        signal.raise_signal(signal.SIGTERM)
-        async with asyncio.timeout(10.0):
+        await scene.terminate()
+        async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(UnfinishedError):
                 await task
     finally:
@@ -694,8 +739,16 @@ async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
 
 
 async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late_episode(scene) -> None:
-    first = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0).at(0)
-    report = await scene.run(environment_args={"slow": first}, environment_processes={"call_s": 1.0})
+    first, clock = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0).at(0), SimulatedClock()
+    scene.trainer.automatic = False
+    limits = {"call_s": LIMIT_S, "score_s": 10 * LIMIT_S}
+    task = scene.start(environment_args={"slow": first}, environment_processes=limits, clock=clock)
+    # All other questions of the first batches are answered, so the one that hangs is the only call that can be late.
+    await clock.until(lambda: len(scene.replicas[0].calls) == 5, step_s=TICK_S)
+    await clock.advance(LIMIT_S)
+    scene.trainer.run_freely()
+    await finished(task, clock)
+    report = scene.report()
     assert (report["state"], report["steps"]) == ("succeeded", 4)
     assert report["groups_failed"] == {"ENVIRONMENT_HUNG": 1}
     (environment,) = report["environments"]
@@ -729,22 +782,30 @@ async def test_a_split_without_tasks_is_a_wrong_setting(scene) -> None:
 async def test_an_environment_that_never_lists_its_tasks_ends_the_run_at_its_start(scene) -> None:
     (scene.directory / "endless.py").write_text(
         "import threading\n"
-        "class Endless:\n    name = 'endless'\n    def tasks(self, split, seed):\n        threading.Event().wait()\n"
+        "import pathlib\n"
+        "class Endless:\n    name = 'endless'\n    def tasks(self, split, seed):\n"
+        "        pathlib.Path(__file__).with_name('listing').touch()\n        threading.Event().wait()\n"
         "    def messages(self, task):\n        return []\n    def score(self, task, completion):\n        return 0.0\n"
     )
+    clock = SimulatedClock()
+    environment = f"{scene.directory / 'endless.py'}:Endless"
+    task = scene.start(environment=environment, deadlines={"start_s": LIMIT_S}, clock=clock)
+    await scene.until((scene.directory / "listing").exists)
+    await clock.advance(LIMIT_S)
     with pytest.raises(ConfigError, match=r"tasks of split train.*start_s"):
-        await scene.run(environment=f"{scene.directory / 'endless.py'}:Endless", deadlines={"start_s": 2.0})
+        await finished(task, clock)
 
 
 async def test_an_episode_beyond_its_deadline_is_dropped_and_counted(scene) -> None:
-    scene.replicas[0].gate.clear()
-    task = scene.start(deadlines={"episode_s": 0.2, "watchers_s": 0.5}, max_failed_groups=1000, max_steps=1)
-    async with scene.client() as client:
-        await scene.until(lambda: len(scene.replicas[0].calls) > 4)
-        scene.replicas[0].gate.set()
-        await task
-        del client
-    assert scene.report()["groups_failed"]["EPISODE_DEADLINE"] >= 2
+    replica, clock = scene.replicas[0], SimulatedClock()
+    replica.gate.clear()
+    task = scene.start(deadlines={"episode_s": LIMIT_S}, max_failed_groups=1000, max_steps=1, clock=clock)
+    await scene.until(lambda: len(replica.calls) == 2)
+    await clock.advance(LIMIT_S)
+    await scene.until(lambda: len(replica.calls) == 4)
+    replica.gate.set()
+    await finished(task, clock)
+    assert scene.report()["groups_failed"] == {"EPISODE_DEADLINE": 2}
 
 
 async def test_pause_stops_dispatch_and_resume_begins_it_again(scene) -> None:
@@ -780,7 +841,7 @@ async def test_stop_trains_what_is_made_and_writes_checkpoint_and_report(scene) 
 
 async def test_evaluation_holds_a_replica_at_one_version(scene) -> None:
     replica = scene.replicas[0]
-    events = asyncio.create_task(scene.events("evaluation_finished"))
+    events = scene.watch("evaluation_finished")
     report = await scene.run(
         evaluation={"every_steps": 4, "prompts": 5, "samples": 2, "greedy": True}, common={"max_staleness": 1}
     )
@@ -829,16 +890,24 @@ async def test_a_replica_that_a_killed_process_held_follows_the_trainer_again(sc
 
 
 async def test_a_hold_is_renewed_while_an_evaluation_needs_it(scene, monkeypatch) -> None:
-    replica, evaluate = scene.replicas[0], evaluation_module.evaluate
+    replica, evaluate, clock = scene.replicas[0], evaluation_module.evaluate, SimulatedClock()
+    ask, answered = evaluation_module._Hold._ask, []
+
+    async def noted(self, version) -> Version:
+        answered.append(await ask(self, version))
+        return answered[-1]
 
     async def slow(*arguments):
-        await scene.until(lambda: len(replica.policies) > 3)
+        for renewed in (1, 2, 3):
+            await clock.advance(LIMIT_S / 4)
+            await scene.until(lambda renewed=renewed: len(answered) == 1 + renewed)
         return await evaluate(*arguments)
 
+    monkeypatch.setattr(evaluation_module._Hold, "_ask", noted)
     monkeypatch.setattr(evaluation_module, "evaluate", slow)
-    report = await scene.run(evaluation={"every_steps": 4, "prompts": 2}, deadlines={"hold_s": 1.0})
+    report = await scene.run(evaluation={"every_steps": 4, "prompts": 2}, deadlines={"hold_s": LIMIT_S}, clock=clock)
     *holds, follow = replica.policies
-    assert len(holds) > 3
+    assert len(holds) == 4
     assert {each.owner for each in holds} == {follow.owner}
     assert {each.version.number for each in holds[1:]} == {4}, "later ones name the version"
     assert follow.mode == rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
@@ -846,14 +915,14 @@ async def test_a_hold_is_renewed_while_an_evaluation_needs_it(scene, monkeypatch
 
 
 async def test_an_evaluation_whose_hold_is_lost_fails(scene, monkeypatch) -> None:
-    replica = scene.replicas[0]
+    replica, clock = scene.replicas[0], SimulatedClock()
 
     async def endless(*_arguments):
         replica.refuses_holds = True
-        await asyncio.Event().wait()
+        await clock.until(lambda: False, step_s=LIMIT_S / 100)
 
     monkeypatch.setattr(evaluation_module, "evaluate", endless)
-    report = await scene.run(evaluation={"every_steps": 4}, deadlines={"hold_s": 0.2})
+    report = await scene.run(evaluation={"every_steps": 4}, deadlines={"hold_s": LIMIT_S}, clock=clock)
     assert report["evaluations_failed"] == 1
     assert report["state"] == "succeeded"
 
@@ -897,7 +966,7 @@ async def test_the_best_checkpoint_is_kept_and_a_run_that_stands_still_ends(scen
 
 
 async def test_an_environment_that_breaks_in_the_last_evaluation_costs_its_tasks_not_the_checkpoint(scene) -> None:
-    events = asyncio.create_task(scene.events("evaluation_finished"))
+    events = scene.watch("evaluation_finished")
     report = await scene.run(
         environment_args={"broken_split": "eval"}, evaluation={"every_steps": 4, "prompts": 5}, max_steps=4
     )
@@ -1033,55 +1102,66 @@ async def test_a_search_for_replicas_that_breaks_ends_the_run_with_its_reason(sc
 
 async def test_a_paused_run_trains_what_it_has_while_its_replicas_are_away(scene) -> None:
     (replica,) = scene.replicas
+    clock = SimulatedClock()
     replica.gate.clear()
-    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"lost_s": 0.5, "start_s": 20})
+    deadlines = {"lost_s": LIMIT_S}
+    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines=deadlines, clock=clock)
     await scene.until(lambda: len(replica.calls) == 2)
     async with scene.client() as client:
         await client.pause("test")
         replica.status_failure = SluiceError.aborted("BROKEN", "out of order")
         await scene.until_run(client, lambda run: not run.replicas[0].eligible)
+        await clock.advance(2 * LIMIT_S)
         replica.gate.set()
         await scene.until(lambda: scene.trainer.version.number == 1 or task.done())
         assert [header.sampler_dtype for header in scene.trainer.headers] == ["bfloat16"]
         replica.status_failure = None
         await scene.until_run(client, lambda run: run.replicas[0].eligible)
         await client.resume("test")
-    async with asyncio.timeout(DEADLINE_S):
-        await task
+    await finished(task, clock)
     assert scene.report()["state"] == "succeeded"
 
 
 async def test_replicas_that_live_and_take_no_new_version_end_the_run_instead_of_hanging_it(scene) -> None:
+    clock = SimulatedClock()
     scene.trainer.publishes = False
+    deadlines = {"update_s": LIMIT_S}
+    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines=deadlines, clock=clock)
+    await scene.until(lambda: len(step_lines(scene)) == 1)
+    await clock.until(task.done, step_s=LIMIT_S / 10)
     with pytest.raises(
-        FailedForGoodError, match=r"has taken version \S+ or a newer one for 0\.5 s .*update_s.*replica-0"
+        FailedForGoodError, match=r"has taken version \S+ or a newer one for 30 s .*update_s.*replica-0"
     ):
-        async with asyncio.timeout(DEADLINE_S):
-            await scene.run(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"update_s": 0.5})
+        await task
     assert scene.report()["steps"] == 1
 
 
 async def test_replicas_that_leave_before_a_batch_is_sent_end_the_run_instead_of_hanging_it(scene) -> None:
     (replica,) = scene.replicas
+    clock = SimulatedClock()
     replica.gate.clear()
-    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"lost_s": 0.5, "start_s": 20})
+    deadlines = {"lost_s": LIMIT_S}
+    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines=deadlines, clock=clock)
     await scene.until(lambda: len(replica.calls) == 2)
     replica.status_failure = SluiceError.aborted("BROKEN", "out of order")
     async with scene.client() as client:
         await scene.until_run(client, lambda run: not run.replicas[0].eligible)
     replica.gate.set()
-    async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(FailedForGoodError, match=r"no rollout replica for 0\.5 s.*start one"):
-            await task
+    await clock.until(task.done, step_s=LIMIT_S / 10)
+    with pytest.raises(FailedForGoodError, match=r"no rollout replica for 30 s.*start one"):
+        await task
     assert scene.report()["state"] == "failed"
 
 
 async def test_a_batch_waits_for_the_first_digest_of_a_tokenizer_only_until_its_deadline(scene) -> None:
     (replica,) = scene.replicas
+    clock = SimulatedClock()
     replica.digest = ""
-    async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(FailedForGoodError, match=r"no rollout replica for 0\.5 s .*lost_s"):
-            await scene.run(deadlines={"lost_s": 0.5, "start_s": 20})
+    task = scene.start(deadlines={"lost_s": LIMIT_S}, clock=clock)
+    await scene.until(lambda: "batch_made" in kinds_on_disk(scene))
+    await clock.until(task.done, step_s=LIMIT_S / 10)
+    with pytest.raises(FailedForGoodError, match=r"no rollout replica for 30 s .*lost_s"):
+        await task
     assert not scene.trainer.headers
     assert scene.report()["state"] == "failed"
 
@@ -1109,7 +1189,7 @@ async def test_a_trainer_that_never_reports_an_old_batch_has_lost_its_epoch() ->
     trainer.reports[1] = trainer_pb2.StepReport(policy_version=Version(1, 1).to_proto(), sequence_no=1)
     trainer.phase = trainer_pb2.TRAINER_PHASE_TRAINING
     async with serve_trainer(trainer) as address, TrainerClient(address) as client:
-        link = TrainerLink(client, "test", DeadlinesConfig(lost_s=0.2))
+        link = TrainerLink(client, "test", DeadlinesConfig(lost_s=1.0))
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(EpochLostError):
                 await link.past_steps(1, 2)
@@ -1117,9 +1197,13 @@ async def test_a_trainer_that_never_reports_an_old_batch_has_lost_its_epoch() ->
 
 @pytest.mark.parametrize("hangs_in", ["step", "queue"])
 async def test_a_trainer_that_never_ends_a_step_ends_the_run_which_can_be_continued(scene, hangs_in) -> None:
+    clock = SimulatedClock()
     scene.trainer.automatic, scene.trainer.busy = False, hangs_in == "queue"
-    with pytest.raises(FailedForGoodError, match=r"no step for 0\.3 s .*step_s.*start the run again"):
-        await scene.run(common={"max_staleness": 1}, deadlines={"step_s": 0.3, "watchers_s": 0.1})
+    task = scene.start(common={"max_staleness": 1}, deadlines={"step_s": LIMIT_S}, clock=clock)
+    await scene.until(lambda: scene.trainer.headers)
+    await clock.until(task.done, step_s=LIMIT_S / 10)
+    with pytest.raises(FailedForGoodError, match=r"no step for 30 s .*step_s.*start the run again"):
+        await task
     report = scene.report()
     assert (report["state"], report["steps"]) == ("failed", 0)
     assert "batch 1" in report["error"]
@@ -1131,35 +1215,36 @@ async def test_a_trainer_that_never_ends_a_step_ends_the_run_which_can_be_contin
 
 async def test_the_deadline_of_a_step_does_not_run_while_the_trainer_has_no_batch(scene) -> None:
     (replica,) = scene.replicas
+    clock = SimulatedClock()
     replica.gate.clear()
-    task = scene.start(deadlines={"step_s": 1.0})
+    task = scene.start(deadlines={"step_s": LIMIT_S}, clock=clock)
     await scene.until(lambda: replica.calls)
-    await asyncio.wait({task}, timeout=1.5)
+    await clock.advance(2 * LIMIT_S)
     replica.gate.set()
-    async with asyncio.timeout(DEADLINE_S):
-        await task
+    await finished(task, clock)
     assert scene.report()["state"] == "succeeded"
 
 
 async def test_the_deadline_of_a_step_does_not_run_while_the_trainer_is_away(scene, monkeypatch) -> None:
-    trainer, watch = scene.trainer, TrainerLink.steps
+    trainer, watch, clock, gone = scene.trainer, TrainerLink.steps, SimulatedClock(), asyncio.Event()
     trainer.automatic = False
-
-    def back() -> None:
-        trainer.phase = trainer_pb2.TRAINER_PHASE_TRAINING
-        trainer.run_freely()
 
     async def broken(self: TrainerLink, epoch: int, from_number: int):
         if from_number == 1:
             await scene.until(lambda: trainer.waiting)
             trainer.phase = trainer_pb2.TRAINER_PHASE_STARTING
-            asyncio.get_running_loop().call_later(1.0, back)
+            gone.set()
             await self._explain(SluiceError.unavailable("GONE", "the connection broke"), epoch)
         async for step in watch(self, epoch, from_number):
             yield step
 
     monkeypatch.setattr(TrainerLink, "steps", broken)
-    await scene.run(deadlines={"step_s": 0.6})
+    task = scene.start(deadlines={"step_s": LIMIT_S, "lost_s": 10 * LIMIT_S}, clock=clock)
+    await gone.wait()
+    await clock.advance(2 * LIMIT_S)
+    trainer.phase = trainer_pb2.TRAINER_PHASE_TRAINING
+    trainer.run_freely()
+    await finished(task, clock)
     assert scene.report()["state"] == "succeeded"
 
 

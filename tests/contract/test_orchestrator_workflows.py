@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
+from simulated_clock import SimulatedClock
 
 from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling, choose_workflow
+from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, SecurityConfig
 from sluice.environments.base import Task
 from sluice.environments.config import EnvironmentProcessesConfig
@@ -30,18 +35,19 @@ from sluice.v1 import journal_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
 DIALOGUE = f"{Path(__file__).parent / 'dialogue_environment.py'}:Dialogue"
+CALL_S = 60.0
 
 
 @contextlib.asynccontextmanager
-async def engine_over(*replicas: RolloutDouble, **settings):
+async def engine_over(*replicas: RolloutDouble, clock: Clock = CLOCK, **settings):
     """An engine on a pool of served doubles."""
     async with contextlib.AsyncExitStack() as stack:
         targets = [await stack.enter_async_context(serve_rollout(each)) for each in replicas]
-        config = ReplicasConfig(poll_s=0.05, **settings)
-        pool = ReplicaPool(targets, SecurityConfig(), config, lambda _: None)
+        config = ReplicasConfig(**{"poll_s": 0.05, "progress_s": 60.0, **settings})
+        pool = ReplicaPool(targets, SecurityConfig(), config, lambda _: None, clock=clock)
         polling = asyncio.create_task(pool.run())
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while len([each for each in pool.replicas if each.seen]) < len(replicas):  # noqa: ASYNC110 - first polls
                     await asyncio.sleep(0.01)
                 yield PolicyEngine(pool, "test", 600.0), pool
@@ -55,13 +61,13 @@ async def run_episodes(
     data: EpisodeData,
     *,
     max_turns: int = 8,
-    call_s: float = 30.0,
     environment: str = DIALOGUE,
+    clock: Clock = CLOCK,
     **arguments,
 ) -> list[orchestrator_pb2.TrajectoryRecord]:
     """Run dialogues in processes of their own."""
-    settings = EnvironmentProcessesConfig(call_s=call_s, count=1)
-    async with EnvironmentProcesses(environment, arguments, settings, (30.0, "start_s")) as opened:
+    settings = EnvironmentProcessesConfig(call_s=CALL_S, count=1)
+    async with EnvironmentProcesses(environment, arguments, settings, (60.0, "start_s"), clock=clock) as opened:
         return await MultiTurn(opened, max_turns).arun_episode(engine, data)
 
 
@@ -117,7 +123,7 @@ async def retried(
     config = EpisodeConfig(workflow="retry", max_turns=max_turns, retry={"message": "No.", "discount": 0.5})
     settings = EnvironmentProcessesConfig(count=1)
     reference = f"{directory / 'opposites.py'}:Opposites"
-    opened = EnvironmentProcesses(reference, {}, settings, (30.0, "start_s"))
+    opened = EnvironmentProcesses(reference, {}, settings, (60.0, "start_s"))
     async with engine_over(replica) as (engine, _), opened as environment:
         return replica, await choose_workflow(config, environment).arun_episode(engine, episode(1))
 
@@ -182,16 +188,32 @@ async def test_a_version_that_changes_between_turns_is_kept_apart() -> None:
     assert spans == [(0, 3), (2, 4), (4, 5)]
 
 
+async def late(clock: SimulatedClock, running: asyncio.Future[Any], hanging: int) -> None:
+    """Let `CALL_S` pass each time that an episode hangs, so many times."""
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(hanging):
+            await clock.until(lambda: running.done() or "hangs" in [each.get("text") for each in logs])
+            logs.clear()
+            await clock.advance(CALL_S)
+        await asyncio.wait({running})
+
+
 async def test_episodes_that_hang_are_given_up_and_stop_no_others() -> None:
+    clock = SimulatedClock()
     async with engine_over(RolloutDouble()) as (engine, _):
-        records = await run_episodes(engine, episode(4), call_s=1.0, odd_seeds_hang=True)
+        running = asyncio.create_task(run_episodes(engine, episode(4), clock=clock, odd_seeds_hang=True))
+        await late(clock, running, 2)
+        records = running.result()
     assert [record.trajectory.trajectory_id for record in records] == ["g1-1", "g1-3"], "the seeds are 5 to 8"
 
 
 async def test_a_group_whose_episodes_all_fail_by_the_environment_says_how_it_failed() -> None:
+    clock = SimulatedClock()
     async with engine_over(RolloutDouble()) as (engine, _):
-        with pytest.raises(EnvironmentFailedError, match="reset of task t did not end within 1 s") as failed:
-            await run_episodes(engine, episode(1), call_s=1.0, odd_seeds_hang=True)
+        running = asyncio.create_task(run_episodes(engine, episode(1), clock=clock, odd_seeds_hang=True))
+        await late(clock, running, 1)
+        with pytest.raises(EnvironmentFailedError, match="reset of task t did not end within 60 s") as failed:
+            running.result()
     assert (failed.value.reason, failed.value.task_id) == ("ENVIRONMENT_HUNG", "t")
 
 
@@ -208,7 +230,7 @@ async def test_an_episode_beside_one_that_kills_their_process_is_replayed_or_beg
 
 async def until(condition) -> None:
     """Wait until something holds."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - any condition, of any double
             await asyncio.sleep(0.005)
 
@@ -285,7 +307,7 @@ async def test_a_pool_whose_poll_breaks_ends_instead_of_polling_no_more_in_silen
 
     async with serve_rollout(RolloutDouble()) as target:
         pool = ReplicaPool([target], SecurityConfig(), ReplicasConfig(poll_s=0.05), broken)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             with pytest.raises(ExceptionGroup) as ended:
                 await pool.run()
     assert ended.group_contains(RuntimeError, match="told nobody")
@@ -372,20 +394,27 @@ async def test_the_calls_of_an_evicted_replica_are_cancelled_and_made_elsewhere(
     stuck, other = RolloutDouble("stuck"), RolloutDouble("other")
     stuck.gate.clear()
     other.state = rollout_pb2.REPLICA_STATE_DRAINING
-    async with engine_over(stuck, other, progress_s=0.5, coalesce_s=0.2) as (engine, pool):
-        while sum(not replica.why_not() for replica in pool.replicas) != 1:  # noqa: ASYNC110 - the next poll tells
-            await asyncio.sleep(0.01)
+    clock = SimulatedClock()
+    async with engine_over(stuck, other, clock=clock, poll_s=1.0) as (engine, pool):
+        (answering,) = (replica.progress for replica in pool.replicas if replica.name == "other")
+
+        async def pass_until(condition: Callable[[], object]) -> None:
+            while not condition():
+                heard = answering.heard_at
+                await clock.advance(1.0)
+                await clock.until(lambda heard=heard: answering.heard_at > heard)
+
+        assert sum(not replica.why_not() for replica in pool.replicas) == 1
         calls = [ask(engine, f"r{number}") for number in range(3)]
-        while len(stuck.calls) < 3:  # noqa: ASYNC110 - they wait at the gate
-            await asyncio.sleep(0.01)
+        await clock.until(lambda: len(stuck.calls) == 3)  # they wait at the gate
         stuck.status_failure = SILENT
-        while pool.pick(BASE) is not None:  # noqa: ASYNC110 - until it is evicted
-            await asyncio.sleep(0.01)
+        await pass_until(lambda: pool.pick(BASE) is None)
+        assert engine.counts["evicted_silent"] == 1
         assert not any(call.done() for call in calls), "there is nowhere to go yet"
         assert sum(replica.in_flight for replica in pool.replicas) == 3
         other.state = rollout_pb2.REPLICA_STATE_SERVING
-        async with asyncio.timeout(30):
-            await asyncio.gather(*calls)
+        await pass_until(lambda: all(call.done() for call in calls))
+        await asyncio.gather(*calls)
         assert len(other.calls) == 3
         assert engine.counts["retried"] == 3
 
@@ -401,7 +430,7 @@ async def test_a_replica_that_left_the_name_service_finishes_its_requests_before
         return targets[1:] if leaving.state == rollout_pb2.REPLICA_STATE_DRAINING else targets
 
     monkeypatch.setattr(pool_module, "resolve_targets", only_the_other)
-    async with engine_over(leaving, other, resolve_s=0.05) as (engine, pool), asyncio.timeout(30):
+    async with engine_over(leaving, other, resolve_s=0.05) as (engine, pool), asyncio.timeout(60):
         call = ask(engine, "r")
         while not leaving.calls:  # noqa: ASYNC110 - it waits at the gate
             await asyncio.sleep(0.01)
@@ -481,10 +510,15 @@ async def test_an_evaluation_says_why_rewards_are_missing(tmp_path, capsys) -> N
 async def test_an_evaluation_whose_environment_never_lists_its_tasks_ends_with_the_remedy(tmp_path) -> None:
     (tmp_path / "slow_env.py").write_text(
         "import time\nclass Slow:\n    name = 'slow'\n"
-        "    def tasks(self, split, seed):\n        time.sleep(3600)\n        return []\n"
+        "    def tasks(self, split, seed):\n        print('lists', split)\n        time.sleep(3600)\n        return []\n"
         "    def messages(self, task):\n        return []\n"
         "    def score(self, task, completion):\n        return 0.0\n"
     )
-    config = EvalConfig(address="127.0.0.1:1", environment=f"{tmp_path}/slow_env.py:Slow", start_s=2.0)
-    with pytest.raises(ConfigError, match=r"did not list the tasks of split eval within 2 s"):
-        await run_evaluation(config)
+    clock = SimulatedClock()
+    config = EvalConfig(address="127.0.0.1:1", environment=f"{tmp_path}/slow_env.py:Slow", start_s=60.0)
+    evaluating = asyncio.create_task(run_evaluation(config, clock))
+    with structlog.testing.capture_logs() as logs:
+        await clock.until(lambda: evaluating.done() or "lists eval" in [each.get("text") for each in logs])
+        await clock.advance(60.0)
+        with pytest.raises(ConfigError, match=r"did not list the tasks of split eval within 60 s"):
+            await evaluating

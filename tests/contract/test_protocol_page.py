@@ -15,11 +15,10 @@ import httpx
 import pytest
 from test_example_agents import Reverser
 from test_external_episodes import EXTERNAL
-from test_gateway_run import opened, running_gateway
+from test_gateway_run import opened, served_gateway
 from test_orchestrator_run import DEADLINE_S, make_scene
 
 from orchestrator_svc.journal.store import read_facts
-from sluice.rpc.server import free_ports
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/protocol.md").read_text()
@@ -38,7 +37,7 @@ call = episode_pb2.DESCRIPTOR.services_by_name["EpisodeService"].methods_by_name
 request = json_format.Parse(options[options.index("-d") + 1], getattr(episode_pb2, call.input_type.name)())
 with grpc.insecure_channel(target) as channel:
     stub = getattr(episode_pb2_grpc.EpisodeServiceStub(channel), name)
-    print(json_format.MessageToJson(stub(request, timeout=20, metadata=[(header, value)])))
+    print(json_format.MessageToJson(stub(request, timeout=60, metadata=[(header, value)])))
 """
 
 
@@ -57,9 +56,8 @@ async def test_the_commands_of_the_page_play_episodes(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, [Reverser()])
         running = scene.start(**EXTERNAL)
-        (port,) = free_ports(1)
-        url = await stack.enter_async_context(running_gateway(scene, port))
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:  # until the services have found each other
+        target, url = await stack.enter_async_context(served_gateway(scene))
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:  # until the services have found each other
             first = await opened(http)
             answer = await http.post(
                 f"/rl/sessions/{first['id']}/end",
@@ -68,7 +66,7 @@ async def test_the_commands_of_the_page_play_episodes(tmp_path: Path) -> None:
             )
             assert answer.status_code == 200, answer.text
         environment = {"PATH": f"{grpcurl.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        environment |= {"GATEWAY": url, "GRPC": f"127.0.0.1:{port}", "RUN": "test"}
+        environment |= {"GATEWAY": url, "GRPC": target, "RUN": "test"}
         process = await asyncio.create_subprocess_exec(
             *("bash", "-c", script()),
             cwd=ROOT,

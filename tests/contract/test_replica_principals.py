@@ -10,7 +10,6 @@ import pytest
 from orchestrator_doubles import RolloutDouble
 from test_orchestrator_run import make_scene
 
-from benchmarks.children import free_port
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.rpc.principals import add_token
@@ -40,10 +39,10 @@ async def test_a_fake_replica_that_announces_itself_gets_a_token_that_opens_noth
     async with contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, [RolloutDouble()])
         scene.trainer.automatic = False
-        fake, port = Listener(), free_port()
+        fake = Listener()
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((fake,))
-        server.add_insecure_port(f"127.0.0.1:{port}")
+        port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         stack.push_async_callback(server.stop, 0)
         security = SecurityConfig(
@@ -51,16 +50,16 @@ async def test_a_fake_replica_that_announces_itself_gets_a_token_that_opens_noth
         )
         running = scene.start(common={"security": security})
         await scene.until(lambda: scene.trainer.waiting)
-        orchestrator = f"127.0.0.1:{scene.port}"
+        orchestrator = scene.target
         async with connect(orchestrator, SecurityConfig(token_file=tmp_path / "replica")) as channel:
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
             for address in ("169.254.169.254:80", "0.0.0.0:80"):
                 with pytest.raises(grpc.aio.AioRpcError, match="is no address of a replica"):
                     await stub.RegisterReplica(
-                        pb.RegisterReplicaRequest(run="runs/test", replica="fake", address=address), timeout=10
+                        pb.RegisterReplicaRequest(run="runs/test", replica="fake", address=address), timeout=60
                     )
             await stub.RegisterReplica(
-                pb.RegisterReplicaRequest(run="runs/test", replica="fake", address=f"127.0.0.1:{port}"), timeout=10
+                pb.RegisterReplicaRequest(run="runs/test", replica="fake", address=f"127.0.0.1:{port}"), timeout=60
             )
         await scene.until(lambda: fake.methods)
         assert fake.heard == {f"Bearer {(tmp_path / 'to-replicas').read_text()}"}
@@ -68,7 +67,7 @@ async def test_a_fake_replica_that_announces_itself_gets_a_token_that_opens_noth
         async with connect(orchestrator, SecurityConfig(token_file=tmp_path / "to-replicas")) as channel:
             for method in pb.DESCRIPTOR.services_by_name["OrchestratorService"].methods:
                 call = channel.unary_stream if method.server_streaming else channel.unary_unary
-                answer = call(f"/{method.containing_service.full_name}/{method.name}")(b"", timeout=10)
+                answer = call(f"/{method.containing_service.full_name}/{method.name}")(b"", timeout=60)
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await (answer.read() if method.server_streaming else answer)
                 assert SluiceError.from_rpc(refused.value).reason == "ROLE_REQUIRED", method.name
@@ -87,11 +86,11 @@ async def test_only_who_announced_a_replica_speaks_for_it(tmp_path) -> None:
         await scene.until(lambda: scene.trainer.waiting)
 
         async def call(name: str, method: str, request: object) -> str:
-            target = f"127.0.0.1:{scene.port}"
+            target = scene.target
             async with connect(target, SecurityConfig(token_file=tmp_path / name)) as channel:
                 stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
                 try:
-                    await getattr(stub, method)(request, timeout=10)
+                    await getattr(stub, method)(request, timeout=60)
                 except grpc.aio.AioRpcError as error:
                     return SluiceError.from_rpc(error).reason
             return "OK"

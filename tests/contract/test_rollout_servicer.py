@@ -12,8 +12,10 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from engine_waits import first_tokens_only
 from google.protobuf.duration_pb2 import Duration
 from rollout_stack import PLACES, RUN, Replica, refused, running_engine, save_chat_model, until
+from simulated_clock import SimulatedClock
 from small_models import CONTEXT, EOS, VOCABULARY, greedy, save_model, staged, text_of
 
 from rollout_svc.config import LimitsConfig
@@ -347,21 +349,24 @@ class TestLeaving:
 
     async def test_a_deadline_ends_the_sampling(self, served):
         async with served.replica.frozen():
-            error = await refused(served.generate(ask(), timeout=0.3))
+            call = served.generate(ask(), timeout=2.0)
+            await until(lambda: served.replica.servicer.samples == 1 or call.done())
+            error = await refused(call)
             assert error.code is Code.DEADLINE_EXCEEDED
             await served.replica.until_idle()
 
     async def test_leaving_a_stream_ends_the_sampling(self, served):
         request = ask(n=2)
         request.sampling.max_tokens = 400
-        stream = served.stream(request)
-        opening = await stream.read()
-        assert opening.HasField("opening")
-        await stream.read()
-        async with served.replica.frozen():
-            assert served.replica.servicer.samples == 2
-            stream.cancel()
-            await served.replica.until_idle()
+        with first_tokens_only(served.replica.engine):
+            stream = served.stream(request)
+            opening = await stream.read()
+            assert opening.HasField("opening")
+            await stream.read()
+            async with served.replica.frozen():
+                assert served.replica.servicer.samples == 2
+                stream.cancel()
+                await served.replica.until_idle()
 
 
 class TestStream:
@@ -376,13 +381,13 @@ class TestStream:
             assert_same(together(deltas_of(messages, expected.index)), expected)
 
     async def test_coalesces_tokens_within_the_time_asked_for(self, served):
-        messages = [message async for message in served.stream(sampled(n=3), coalesce=Duration(seconds=30))]
+        messages = [message async for message in served.stream(sampled(n=3), coalesce=Duration(seconds=60))]
         [message] = messages
         assert list(message.opening.prompt_token_ids) == PROMPT
         assert [delta.tokens.index for delta in message.chunk.deltas] == [0, 1, 2]
 
     async def test_a_number_of_tokens_ends_the_waiting(self, served):
-        stream = served.stream(ask(), coalesce=Duration(seconds=30), coalesce_tokens=4)
+        stream = served.stream(ask(), coalesce=Duration(seconds=60), coalesce_tokens=4)
         messages = [message async for message in stream]
         counts = [len(message.chunk.deltas[0].tokens.token_ids) for message in messages]
         assert len(counts) > 1
@@ -412,7 +417,8 @@ class TestStream:
         long = sampled(n=PLACES)
         long.sampling.max_tokens = 400
         running = [served.stream(long)]
-        assert (await running[0].read()).chunk.stage == rollout_pb2.REQUEST_STAGE_RUNNING
+        while (await running[0].read()).chunk.stage != rollout_pb2.REQUEST_STAGE_RUNNING:
+            pass
         running += [served.stream(long) for _ in range(11)]
         await until(lambda: served.replica.servicer.samples == 12 * PLACES)
         waiting = served.stream(ask())
@@ -425,8 +431,9 @@ class TestStream:
         await served.replica.until_idle()
 
     async def test_a_stalled_reader_holds_its_stream_up_until_the_replica_ends_it(self, model, engine):
+        clock = SimulatedClock()
         async with (
-            Replica(model, engine, request_s=3.0) as replica,
+            Replica(model, engine, request_s=600.0, clock=clock) as replica,
             grpc.aio.insecure_channel(replica.target, options=[("grpc.http2.bdp_probe", 0)]) as channel,
         ):
             request = sampled(n=PLACES)
@@ -434,7 +441,10 @@ class TestStream:
             wire = rollout_pb2.GenerateStreamRequest(request=request, coalesce_tokens=1, coalesce=Duration())
             stream = rollout_pb2_grpc.RolloutServiceStub(channel).GenerateStream(wire)
             await stream.read()
-            await replica.until_idle()  # by the deadline: nobody reads
+            await until(lambda: engine.status().running + engine.status().queued == 0)
+            assert replica.servicer.samples == PLACES, "all is sampled, and nobody reads it"
+            await clock.advance(600.0)
+            await replica.until_idle()
             received = 0
             with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 - what was sent before may be read
                 while (message := await stream.read()) is not grpc.aio.EOF:
@@ -445,12 +455,13 @@ class TestStream:
     async def test_chunks_carry_the_versions_of_an_update_on_the_way(self, served, second):
         request = ask()
         request.sampling.max_tokens = 400
-        stream = served.stream(request, coalesce=Duration(nanos=1_000_000))
-        messages = []
-        async for message in stream:
-            messages.append(message)
-            if message.chunk.deltas and served.replica.engine.status().version == BASE:
-                await served.replica.engine.apply(staged(second, Version(1, 1)))
+        with first_tokens_only(served.replica.engine):
+            stream = served.stream(request, coalesce=Duration(nanos=1_000_000))
+            messages = [await stream.read()]
+            while not messages[-1].chunk.deltas:
+                messages.append(await stream.read())
+            await served.replica.engine.apply(staged(second, Version(1, 1)))
+        messages += await collected(stream)
         spans = spans_of(together(deltas_of(messages)))
         assert [version for _, version in spans] == [BASE, Version(1, 1)]
         assert 0 < spans[1][0] < 400
@@ -507,7 +518,11 @@ async def test_the_text_of_a_continuation_begins_with_that_of_the_tokens_it_cont
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_without_a_deadline_gets_that_of_the_replica(model, engine, stream):
-    async with Replica(model, engine, request_s=0.2) as replica, grpc.aio.insecure_channel(replica.target) as channel:
+    clock = SimulatedClock()
+    async with (
+        Replica(model, engine, request_s=60.0, clock=clock) as replica,
+        grpc.aio.insecure_channel(replica.target) as channel,
+    ):
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
         async def call() -> None:
@@ -517,7 +532,10 @@ async def test_a_call_without_a_deadline_gets_that_of_the_replica(model, engine,
                 await stub.Generate(ask())
 
         async with replica.frozen():
-            error = await refused(asyncio.wait_for(call(), 10))
+            calling = asyncio.create_task(call())
+            await until(lambda: replica.servicer.samples == 1)
+            await clock.advance(60.0)
+            error = await refused(calling)
             assert (error.code, error.reason) == (Code.DEADLINE_EXCEEDED, "REQUEST_DEADLINE")
 
 
@@ -549,10 +567,11 @@ class TestAdministration:
     async def test_a_pause_waits_no_longer_for_requests_than_it_may_last(self, served):
         request = ask()
         request.sampling.max_tokens = 400
-        endless = asyncio.ensure_future(served.generate(request))
-        await until(lambda: served.replica.engine.status().running == 1)
-        pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_WAIT, owner="a", ttl=Duration(nanos=1_000_000))
-        error = await refused(served.admin.Pause(pause, timeout=TIMEOUT_S))
+        with first_tokens_only(served.replica.engine):
+            endless = asyncio.ensure_future(served.generate(request))
+            await until(lambda: served.replica.engine.status().running == 1)
+            pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_WAIT, owner="a", ttl=Duration(nanos=1_000_000))
+            error = await refused(served.admin.Pause(pause, timeout=TIMEOUT_S))
         assert (error.code, error.reason) == (Code.DEADLINE_EXCEEDED, "PAUSE_DEADLINE")
         assert len((await endless).samples[0].token_ids) == 400
         assert (await served.status()).state == rollout_pb2.REPLICA_STATE_SERVING
@@ -581,13 +600,14 @@ class TestAdministration:
     async def test_aborted_requests_give_their_tokens_so_far(self, served, named):
         request = ask(n=2, request_id="long")
         request.sampling.max_tokens = 400
-        calls = served.stream(request)
-        await calls.read()
-        await calls.read()
-        waiting = asyncio.ensure_future(served.generate(request))
-        await until(lambda: served.replica.servicer.samples == 4)
-        abort = rollout_pb2.AbortRequestsRequest(request_ids=["long"] if named else [])
-        assert (await served.admin.AbortRequests(abort, timeout=TIMEOUT_S)).aborted >= 1
+        with first_tokens_only(served.replica.engine):
+            calls = served.stream(request)
+            await calls.read()
+            await calls.read()
+            waiting = asyncio.ensure_future(served.generate(request))
+            await until(lambda: served.replica.servicer.samples == 4 and served.replica.engine.status().running == 2)
+            abort = rollout_pb2.AbortRequestsRequest(request_ids=["long"] if named else [])
+            assert (await served.admin.AbortRequests(abort, timeout=TIMEOUT_S)).aborted >= 1
         for sample in (await waiting).samples:
             assert sample.finish_reason == tokens_pb2.FINISH_REASON_ABORT
             assert len(sample.token_ids) < 400
@@ -619,17 +639,23 @@ class TestAdministration:
 
 
 class TestDrain:
+    @pytest_asyncio.fixture(loop_scope="module")
+    async def served(self, model, engine):
+        """Time stands still."""
+        async for each in serve(Replica(model, engine, clock=SimulatedClock())):
+            yield each
+
     async def test_a_drain_refuses_new_requests_and_waits_for_those_under_way(self, served):
         async with served.replica.frozen():
             waiting = asyncio.ensure_future(served.generate(ask(n=2, request_id="d1")))
             await until(lambda: served.replica.servicer.samples == 2)
             answer = await served.admin.Drain(rollout_pb2.DrainRequest(grace=Duration(seconds=60)), timeout=TIMEOUT_S)
-            assert (answer.samples_left, answer.grace_left.seconds) == (2, 59)
+            assert (answer.samples_left, answer.grace_left.seconds) == (2, 60)
             for call in (served.generate(ask()), first_of(served.stream(ask()))):
                 error = await refused(call)
                 assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
             status = await served.status()
-            assert (status.state, status.drain_left.seconds) == (rollout_pb2.REPLICA_STATE_DRAINING, 59)
+            assert (status.state, status.drain_left.seconds) == (rollout_pb2.REPLICA_STATE_DRAINING, 60)
             assert status.engine_state == rollout_pb2.REPLICA_STATE_PAUSED, "a drain does not hide what the engine does"
             finishing = asyncio.ensure_future(served.replica.servicer.finish())
         assert len((await waiting).samples) == 2
@@ -640,7 +666,7 @@ class TestDrain:
             stream = served.stream(ask(n=3))
             await stream.read()
             finishing = asyncio.ensure_future(served.replica.servicer.finish())
-            for seconds, left in ((60, 59), (600, 59), (0, 0)):
+            for seconds, left in ((60, 60), (600, 60), (0, 0)):
                 request = rollout_pb2.DrainRequest(grace=Duration(seconds=seconds))
                 assert (await served.admin.Drain(request, timeout=TIMEOUT_S)).grace_left.seconds == left
             ended = deltas_of(await collected(stream), 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_waits import first_tokens_only
 from rollout_stack import Replica, build_engine, running_engine, until
 from small_models import greedy, save_model, staged
 
@@ -44,6 +45,7 @@ class Watched:
     engine: TransformersEngine
     supervisor: EngineSupervisor
     told: list[bool]
+    may_restart: asyncio.Event
     watch: asyncio.Task[None]
 
     async def until_restarted(self, times: int = 1) -> None:
@@ -57,11 +59,18 @@ async def at_once(restart: Callable[[], Awaitable[Version]]) -> Version:
 @pytest.fixture
 async def watched(model: Path) -> AsyncIterator[Watched]:
     told: list[bool] = []
+    may_restart = asyncio.Event()
+    may_restart.set()
+
+    async def when_allowed(restart: Callable[[], Awaitable[Version]]) -> Version:
+        await may_restart.wait()
+        return await restart()
+
     async with running_engine(model) as engine:
         assert isinstance(engine, TransformersEngine)
         supervisor = EngineSupervisor(engine, 2, told.append)
-        watch = asyncio.create_task(supervisor.watch_forever(at_once))
-        yield Watched(engine, supervisor, told, watch)
+        watch = asyncio.create_task(supervisor.watch_forever(when_allowed))
+        yield Watched(engine, supervisor, told, may_restart, watch)
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
 
@@ -97,10 +106,12 @@ async def test_it_serves_the_same_version_again(watched, second):
 
 
 async def test_who_asks_meanwhile_is_told_when_to_retry(watched):
+    watched.may_restart.clear()
     await die(watched.engine)
     with pytest.raises(SluiceError, match="restarts") as refusal:
         _ = watched.supervisor.ready
     assert refusal.value.retry_after_s
+    watched.may_restart.set()
     await watched.until_restarted()
     assert watched.supervisor.ready is watched.engine
 
@@ -145,16 +156,17 @@ async def test_a_pause_outlives_the_engine_that_it_began_on(model):
             asyncio.create_task(replica.admin.expire_pauses_forever()),
         ]
         pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a")
-        pause.ttl.FromSeconds(60)
+        pause.ttl.FromSeconds(3600)
         async with replica.admin_stub() as admin:
-            task = asyncio.create_task(engine.sample(LONG))
-            await until(lambda: engine.status().running == 1)
-            await admin.Pause(pause, timeout=30)
-            kill(engine)
+            with first_tokens_only(engine):
+                task = asyncio.create_task(engine.sample(LONG))
+                await until(lambda: engine.status().running == 1)
+                await admin.Pause(pause, timeout=60)
+                kill(engine)
             await engine.resume()  # samples a step, which fails
             await asyncio.gather(task, return_exceptions=True)
             await until(lambda: replica.supervisor.restarts == 1 and engine.status().paused)
-            assert (await admin.Resume(rollout_pb2.ResumeRequest(owner="a"), timeout=30)).running
+            assert (await admin.Resume(rollout_pb2.ResumeRequest(owner="a"), timeout=60)).running
             assert len((await engine.sample(GREEDY)).samples[0].token_ids) == 12
         for duty in duties:
             duty.cancel()
@@ -163,15 +175,16 @@ async def test_a_pause_outlives_the_engine_that_it_began_on(model):
 
 async def test_a_pause_that_its_caller_gave_up_leaves_the_engine_sampling(model):
     async with running_engine(model) as engine, Replica(model, engine) as replica, replica.admin_stub() as admin:
-        task = asyncio.create_task(engine.sample(LONG))
-        await until(lambda: engine.status().running == 1)
-        pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_WAIT, owner="a")
-        pause.ttl.FromSeconds(60)
-        call = admin.Pause(pause, timeout=30)
-        late = asyncio.create_task(engine.sample(GREEDY))
-        await until(lambda: replica.admin._pauses.owner == "a")
-        call.cancel()
-        await until(lambda: not replica.admin._pauses.owner)
+        with first_tokens_only(engine):
+            task = asyncio.create_task(engine.sample(LONG))
+            await until(lambda: engine.status().running == 1)
+            pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_WAIT, owner="a")
+            pause.ttl.FromSeconds(3600)
+            call = admin.Pause(pause, timeout=60)
+            late = asyncio.create_task(engine.sample(GREEDY))
+            await until(lambda: replica.admin._pauses.owner == "a")
+            call.cancel()
+            await until(lambda: not replica.admin._pauses.owner)
         assert len((await task).samples[0].token_ids) == 400
         assert len((await late).samples[0].token_ids) == 12
         assert not engine.status().paused
@@ -179,9 +192,10 @@ async def test_a_pause_that_its_caller_gave_up_leaves_the_engine_sampling(model)
 
 async def test_requests_frozen_by_an_earlier_pause_end_in_a_later_wait(model):
     async with running_engine(model) as engine:
-        task = asyncio.create_task(engine.sample(LONG))
-        await until(lambda: engine.status().running == 1)
-        await engine.pause(PauseMode.KEEP)
+        with first_tokens_only(engine):
+            task = asyncio.create_task(engine.sample(LONG))
+            await until(lambda: engine.status().running == 1)
+            await engine.pause(PauseMode.KEEP)
         await asyncio.wait_for(engine.pause(PauseMode.WAIT), 60)
         assert len((await task).samples[0].token_ids) == 400
         assert engine.status().paused

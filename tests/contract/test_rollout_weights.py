@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from engine_waits import first_tokens_only
 from google.protobuf.duration_pb2 import Duration
 from rollout_stack import refused, running_engine, until
 from safetensors.torch import load_file
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.slow
 PROMPT = [5, 9, 17, 33]
 GREEDY = GenerationRequest("request", PROMPT, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
 TIMEOUT_S = 60.0
-MINUTE = Duration(seconds=60)
+HOUR = Duration(seconds=3600)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,7 @@ class Following:
         assert sample.token_ids == greedy(self.models[number], PROMPT, 12)
         assert [span.version for span in sample.spans] == [self.version]
 
-    async def set_policy(
-        self, mode: int, number: int | None = None, owner: str = "eval", ttl: Duration = MINUTE
-    ) -> None:
+    async def set_policy(self, mode: int, number: int | None = None, owner: str = "eval", ttl: Duration = HOUR) -> None:
         version = None if number is None else Version(1, number).to_proto()
         request = rollout_pb2.SetWeightPolicyRequest(mode=mode, version=version, owner=owner, ttl=ttl)
         await self.admin.SetWeightPolicy(request, timeout=TIMEOUT_S)
@@ -134,9 +133,10 @@ async def test_each_published_version_is_taken(following):
 
 async def test_a_version_is_taken_while_requests_are_under_way(following):
     long = GenerationRequest("long", PROMPT, Sampling(max_tokens=480, ignore_eos=True))
-    task = asyncio.create_task(following.engine.sample(long))
-    await until(lambda: following.engine.status().generated_tokens > 3)
-    await following.engine.pause(PauseMode.KEEP)  # the model is too fast: let the version come in the middle
+    with first_tokens_only(following.engine):  # the model is too fast: let the version come in the middle
+        task = asyncio.create_task(following.engine.sample(long))
+        await until(lambda: following.engine.status().generated_tokens > 0)
+        await following.engine.pause(PauseMode.KEEP)
     version = await following.publish(1)
     await following.until_serves(version)
     await following.engine.resume()
@@ -168,7 +168,7 @@ async def test_a_held_replica_stays_and_tells_who_holds_it(following):
     error = await refused(following.admin.UpdateWeights(update, timeout=TIMEOUT_S))
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "POLICY_HELD")
     assert "eval" in error.message
-    policy = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner="other", ttl=MINUTE)
+    policy = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner="other", ttl=HOUR)
     error = await refused(following.admin.SetWeightPolicy(policy, timeout=TIMEOUT_S))
     assert error.reason == "POLICY_HELD"
     assert following.version == Version(1, 1)
@@ -232,11 +232,11 @@ async def test_an_unknown_version_is_not_found_and_the_old_one_serves(following)
 @pytest.mark.parametrize(
     ("policy", "field"),
     [
-        (rollout_pb2.SetWeightPolicyRequest(owner="a", ttl=MINUTE), "mode"),
+        (rollout_pb2.SetWeightPolicyRequest(owner="a", ttl=HOUR), "mode"),
         (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner="a"), "ttl"),
-        (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, ttl=MINUTE), "owner"),
+        (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, ttl=HOUR), "owner"),
         (
-            rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_TARGET, owner="a", ttl=MINUTE),
+            rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_TARGET, owner="a", ttl=HOUR),
             "version",
         ),
     ],

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from simulated_clock import SimulatedClock
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from trainer_double import start_double
+from weightsync_stack import eventually
 
 from benchmarks.rotation import measure
 from sluice import certificates
@@ -26,12 +28,13 @@ from sluice.rpc.metrics_server import start_metrics_server
 from sluice.rpc.principals import add_token, replace_private
 from sluice.v1 import trainer_pb2, trainer_pb2_grpc
 
-LOOK_S = 0.1
+DEADLINE_S = 60.0
+AGE_S = 1.0
 
 
 @pytest.fixture(autouse=True)
-def frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_files, "LOOK_S", LOOK_S)
+def what_changes_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_files, "LOOK_S", 0.0)
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def renew(folder: Path) -> None:
 
 
 async def test_no_call_is_lost_while_everything_is_replaced(tmp_path: Path) -> None:
-    counted, old = await measure(tmp_path, step_s=0.6, apart_s=0.2, age_s=0.3, clients=2, call_s=0.005)
+    counted, old = await measure(tmp_path, step_s=AGE_S, apart_s=0, age_s=AGE_S, clients=2)
     assert len(counted) == 6
     assert [counts.lost for counts in counted.values()] == [[]] * 6
     assert all(counts.calls > 0 for counts in counted.values())
@@ -56,34 +59,34 @@ async def test_a_call_in_progress_ends_on_the_connection_that_it_began_on(folder
     server, double = await start_double(SecurityConfig(certs_dir=folder).of_service("trainer"))
     async with connect(server.target, SecurityConfig(certs_dir=folder)) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        slow = asyncio.ensure_future(stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(), timeout=30))
-        watch = stub.WatchSteps(trainer_pb2.WatchStepsRequest(from_number=2, run="wait"), timeout=30)
-        await asyncio.wait_for(double.entered.wait(), 10)
+        slow = asyncio.ensure_future(stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(), timeout=DEADLINE_S))
+        watch = stub.WatchSteps(trainer_pb2.WatchStepsRequest(from_number=2, run="wait"), timeout=DEADLINE_S)
+        await eventually(lambda: double.calls == 2)
         certificates.add_authority(folder, certificates.now_utc())
         certificates.use_authority(folder, certificates.now_utc())
         certificates.drop_authority(folder)
-        await asyncio.sleep(LOOK_S)
-        answer = await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(run="new"), timeout=10)
+        answer = await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(run="new"), timeout=DEADLINE_S)
         assert answer.last_error == "new"
+        assert len(double.peers) == 2, "the call in progress stays where it is"
         double.release.set()
-        await asyncio.wait_for(slow, 10)
+        await slow
         assert [each.step.sequence_no async for each in watch] == [0, 1]
     await server.stop(0)
 
 
 async def test_a_watch_is_ended_at_its_age_and_the_client_library_resumes_it(folder: Path) -> None:
-    security = SecurityConfig(certs_dir=folder, connection_age_s=0.2)
+    security = SecurityConfig(certs_dir=folder, connection_age_s=AGE_S)
     server, double = await start_double(security.of_service("trainer"))
     async with connect(server.target, security) as channel:
         watch = trainer_pb2_grpc.TrainerServiceStub(channel).WatchSteps(trainer_pb2.WatchStepsRequest(run="wait"))
         with pytest.raises(Exception, match="connection_age_s") as ended:
-            await asyncio.wait_for(watch.read(), 10)
+            await asyncio.wait_for(watch.read(), DEADLINE_S)
         assert SluiceError.from_rpc(ended.value).reason == "CONNECTION_TOO_OLD"
     async with TrainerClient(server.target, security) as client:
         watching = asyncio.ensure_future(anext(client.watch_steps("wait")))
         for _ in range(3):
             double.entered.clear()
-            await asyncio.wait_for(double.entered.wait(), 10)
+            await asyncio.wait_for(double.entered.wait(), DEADLINE_S)
         assert not watching.done()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -91,15 +94,15 @@ async def test_a_watch_is_ended_at_its_age_and_the_client_library_resumes_it(fol
 
 
 async def test_a_broken_certificate_leaves_the_last_good_one_in_use(folder: Path) -> None:
-    security = SecurityConfig(certs_dir=folder, connection_age_s=0.1)
-    server, _ = await start_double(security.of_service("trainer"))
+    security = SecurityConfig(certs_dir=folder, connection_age_s=AGE_S)
+    server, double = await start_double(security.of_service("trainer"))
     async with TrainerClient(server.target, security) as client:
         for name in ("trainer.pem", "operator.key"):
             (folder / name).write_text("no PEM")
         (folder / "ca.pem").unlink()
-        for _ in range(4):
-            await asyncio.sleep(LOOK_S)
-            assert await client.state("r1")
+        async with asyncio.timeout(DEADLINE_S):
+            while len(double.peers) < 3:  # connections, all but the first of which begin while the files are broken
+                assert await client.state("r1")
     await server.stop(0)
 
 
@@ -120,14 +123,17 @@ async def test_a_token_file_is_replaced_while_calls_run(tmp_path: Path) -> None:
         return made
 
     callers = [asyncio.ensure_future(call()) for _ in range(4)]
+
+    def sent() -> set[str | None]:
+        return {each.get("authorization") for each in double.metadata}
+
+    await eventually(lambda: sent() == {"Bearer first"})
     for number in range(5):
-        await asyncio.sleep(LOOK_S * 1.5)
         replace_private(token, f"token-{number}\n".encode())
-    await asyncio.sleep(LOOK_S * 1.5)
+        await eventually(lambda newest=f"Bearer token-{number}": newest in sent())
     replaced.set()
     assert sum(await asyncio.gather(*callers)) == double.calls
-    sent = {each.get("authorization") for each in double.metadata}
-    assert sent == {"Bearer first", *(f"Bearer token-{number}" for number in range(5))}
+    assert sent() == {"Bearer first", *(f"Bearer token-{number}" for number in range(5))}
     await server.stop(0)
 
 
@@ -150,7 +156,10 @@ async def test_an_https_port_shows_and_trusts_what_is_newest(folder: Path, tmp_p
     url = f"https://127.0.0.1:{await server.start()}/"
 
     async def shown(context: ssl.SSLContext) -> bytes:
-        async with httpx.AsyncClient(verify=context) as client, client.stream("GET", url) as response:
+        async with (
+            httpx.AsyncClient(verify=context, timeout=DEADLINE_S) as client,
+            client.stream("GET", url) as response,
+        ):
             assert await response.aread() == b'["operator","spiffe://sluice/operator"]'
             connection = response.extensions["network_stream"].get_extra_info("ssl_object")
             return connection.getpeercert(binary_form=True)
@@ -158,19 +167,15 @@ async def test_an_https_port_shows_and_trusts_what_is_newest(folder: Path, tmp_p
     first = await shown(trusting(folder))
     assert first == ssl.PEM_cert_to_DER_cert((folder / "gateway.pem").read_text())
     renew(folder)
-    await asyncio.sleep(LOOK_S)
     assert await shown(trusting(folder)) == ssl.PEM_cert_to_DER_cert((folder / "gateway.pem").read_text()) != first
 
     old = shutil.copytree(folder, tmp_path / "old")
     certificates.add_authority(folder, certificates.now_utc())
-    await asyncio.sleep(LOOK_S)
     await shown(trusting(old, folder / "ca.pem"))
     certificates.use_authority(folder, certificates.now_utc())
-    await asyncio.sleep(LOOK_S)
     await shown(trusting(old, folder / "ca.pem"))
     await shown(trusting(folder))
     certificates.drop_authority(folder)
-    await asyncio.sleep(LOOK_S)
     await shown(trusting(folder))
     with pytest.raises(httpx.TransportError):
         await shown(trusting(old, folder / "ca.pem"))
@@ -178,12 +183,15 @@ async def test_an_https_port_shows_and_trusts_what_is_newest(folder: Path, tmp_p
 
 
 async def test_an_old_https_connection_is_closed_after_a_response(folder: Path) -> None:
-    security = SecurityConfig(certs_dir=folder, connection_age_s=0.3).of_service("gateway")
-    server = HttpServer(Starlette(routes=[Route("/", echo)]), "127.0.0.1", 0, security)
+    security = SecurityConfig(certs_dir=folder, connection_age_s=AGE_S).of_service("gateway")
+    clock = SimulatedClock()
+    server = HttpServer(Starlette(routes=[Route("/", echo)]), "127.0.0.1", 0, security, clock=clock)
     url = f"https://127.0.0.1:{await server.start()}/"
-    async with httpx.AsyncClient(verify=trusting(folder)) as client:
+    async with httpx.AsyncClient(verify=trusting(folder), timeout=DEADLINE_S) as client:
         assert (await client.get(url)).headers.get("connection") is None
-        await asyncio.sleep(0.4)
+        clock.now += AGE_S
+        assert (await client.get(url)).headers.get("connection") is None
+        clock.now += AGE_S
         assert (await client.get(url)).headers["connection"] == "close"
         assert (await client.get(url)).headers.get("connection") is None
     await server.stop(0)
@@ -196,7 +204,7 @@ def test_the_port_of_the_metrics_knows_certificates_and_follows_their_files(fold
     url = f"https://127.0.0.1:{server.server_port}/metrics"
 
     def status(context: ssl.SSLContext, **headers: str) -> int:
-        return httpx.get(url, verify=context, headers=headers).status_code
+        return httpx.get(url, verify=context, headers=headers, timeout=DEADLINE_S).status_code
 
     nobody = ssl.create_default_context(cafile=folder / "ca.pem")
     assert status(trusting(folder)) == 200
@@ -206,8 +214,6 @@ def test_the_port_of_the_metrics_knows_certificates_and_follows_their_files(fold
     certificates.add_authority(folder, certificates.now_utc())
     certificates.use_authority(folder, certificates.now_utc())
     certificates.drop_authority(folder)
-    server.RequestHandlerClass.timeout = 1
-    from_files.LOOK_S = 0.0
     assert status(trusting(folder)) == 200
     with pytest.raises(httpx.TransportError):
         status(trusting(old, folder / "ca.pem"))
@@ -218,7 +224,10 @@ def test_the_port_of_the_metrics_knows_certificates_and_follows_their_files(fold
 # What `sluice doctor` says.
 
 
-async def test_the_doctor_names_what_a_server_has_against_a_client_certificate(folder: Path, tmp_path: Path) -> None:
+async def test_the_doctor_names_what_a_server_has_against_a_client_certificate(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ANSWER_S", DEADLINE_S)
     server, _ = await start_double(SecurityConfig(certs_dir=folder).of_service("trainer"))
     past = certificates.now_utc() - certificates.timedelta(days=3)
     certificates.issue(folder, "late", ["localhost"], days=1, now=past)

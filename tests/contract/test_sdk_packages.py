@@ -14,10 +14,8 @@ import pytest
 from built_packages import build_wheels, client_environment, run
 from test_example_agents import Reverser
 from test_external_episodes import EXTERNAL, trained_ids
-from test_gateway_run import running_gateway
+from test_gateway_run import served_gateway
 from test_orchestrator_run import DEADLINE_S, make_scene
-
-from sluice.rpc.server import free_ports
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,11 +31,9 @@ async def played(directory: Path, *argv: str | Path, url: bool = False) -> dict:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
         scene = await make_scene(directory, stack, [Reverser()])
         running = scene.start(**EXTERNAL)
-        (port,) = free_ports(1)
-        await stack.enter_async_context(running_gateway(scene, port))
-        target = f"{'http://' * url}127.0.0.1:{port}"
+        target, _ = await stack.enter_async_context(served_gateway(scene))
         agent = await asyncio.create_subprocess_exec(
-            *argv, target, cwd=directory, stdout=asyncio.subprocess.PIPE, start_new_session=True
+            *argv, f"{'http://' * url}{target}", cwd=directory, stdout=asyncio.subprocess.PIPE, start_new_session=True
         )
         try:
             printed, _ = await agent.communicate()

@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import shutil
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 from orchestrator_doubles import RolloutDouble
+from prometheus_client import REGISTRY
+from simulated_clock import SimulatedClock
 from test_external_episodes import trained_ids
 from test_gateway_run import ToolReplica
 from test_orchestrator_run import DEADLINE_S, make_scene, trained
@@ -21,6 +26,7 @@ from envserver_svc.app import serve
 from envserver_svc.config import EnvServerConfig
 from orchestrator_svc.audit import audit
 from orchestrator_svc.journal.store import read_facts
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, ConfigError, SecurityConfig
 from sluice.environments import Task, Turn, remote
 from sluice.environments.config import EnvironmentProcessesConfig
@@ -35,6 +41,8 @@ from sluice.versions import Lineage
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DIALOGUE = f"{HERE}/dialogue_environment.py:Dialogue"
+LIMIT_S = 300.0
+"""Limit of calls and starts in the run."""
 
 QUESTIONS = """
 from sluice.environments import Task
@@ -55,19 +63,22 @@ class Questions:
 """
 
 
+@pytest.fixture
+def address() -> Iterator[str]:
+    """A socket where servers may listen one after the other: no other program takes it in between."""
+    with tempfile.TemporaryDirectory(prefix="sluice-") as directory:  # a socket's path must be short
+        yield f"unix:{directory}/environment"
+
+
 @contextlib.asynccontextmanager
-async def served(
-    reference: str, port: int = 0, *, security: SecurityConfig | None = None, **settings
-) -> AsyncIterator[str]:
-    """Serve an environment; give its address."""
-    port = port or free_ports(1)[0]
-    common = CommonConfig(security=security or SecurityConfig())
+async def served(reference: str, address: str, clock: Clock = CLOCK, **settings) -> AsyncIterator[str]:
+    """Serve an environment at an address."""
     config = EnvServerConfig.model_validate(
-        {"source": reference, "server": {"port": port}, "environment_processes": {"count": 1}, **settings}
+        {"source": reference, "server": {"host": address}, "environment_processes": {"count": 1}, **settings}
     )
-    serving = asyncio.create_task(serve(common, config))
+    serving = asyncio.create_task(serve(CommonConfig(), config, clock))
     try:
-        yield f"127.0.0.1:{port}"
+        yield address
     finally:
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -76,8 +87,8 @@ async def served(
 
 def used(address: str, **arguments) -> EnvironmentProcesses:
     """What a run makes of the address."""
-    config = EnvironmentProcessesConfig(count=1, call_s=20, score_s=20)
-    return EnvironmentProcesses(f"grpc://{address}", arguments, config, (60.0, "start_s"))
+    config = EnvironmentProcessesConfig(count=1, call_s=LIMIT_S, score_s=LIMIT_S)
+    return EnvironmentProcesses(f"grpc://{address}", arguments, config, (LIMIT_S, "start_s"))
 
 
 @contextlib.asynccontextmanager
@@ -93,9 +104,10 @@ async def stepped(episode: OpenEpisode, *completions: str) -> list[Turn]:
     return [await episode.step(each) for each in completions]
 
 
-async def test_questions_are_listed_posed_and_scored_as_in_a_process_of_the_run(tmp_path) -> None:
+async def test_questions_are_listed_posed_and_scored_as_in_a_process_of_the_run(tmp_path, address) -> None:
     (tmp_path / "env.py").write_text(QUESTIONS)
-    async with asyncio.timeout(DEADLINE_S), served(f"{tmp_path}/env.py:Questions") as address, used(address) as there:
+    questions = served(f"{tmp_path}/env.py:Questions", address)
+    async with asyncio.timeout(DEADLINE_S), questions, used(address) as there:
         assert (there.name, there.single_turn, there.multi_turn) == ("questions", True, False)
         tasks = await there.tasks("eval", 3)
         assert len(tasks) == 1500
@@ -105,9 +117,9 @@ async def test_questions_are_listed_posed_and_scored_as_in_a_process_of_the_run(
         assert there.failures["missing"] == 1
 
 
-async def test_an_episode_takes_the_turns_that_it_takes_in_a_process_of_the_run() -> None:
+async def test_an_episode_takes_the_turns_that_it_takes_in_a_process_of_the_run(address) -> None:
     completions = ("one", "two", "three")
-    async with asyncio.timeout(DEADLINE_S), served(DIALOGUE) as address, used(address) as there:
+    async with asyncio.timeout(DEADLINE_S), served(DIALOGUE, address), used(address) as there:
         local = EnvironmentProcesses(DIALOGUE, {}, EnvironmentProcessesConfig(count=1), (60.0, "start_s"))
         async with local as here:
             taken = []
@@ -119,41 +131,52 @@ async def test_an_episode_takes_the_turns_that_it_takes_in_a_process_of_the_run(
         assert taken[0] == taken[1]
 
 
-async def test_a_server_is_told_that_a_turn_is_the_last() -> None:
+async def test_a_server_is_told_that_a_turn_is_the_last(address) -> None:
     patient, task = DIALOGUE.replace(":Dialogue", ":Patient"), Task("t", {})
-    async with served(patient) as address, used(address) as there, there.episode(task, 0) as episode:
+    async with served(patient, address), used(address) as there, there.episode(task, 0) as episode:
         assert (await episode.step("one")).reward is None
         last = await episode.step("two", last=True)
         assert last == Turn([], 1.5, done=True, truncated=True, metrics={"last": 1.0})
 
 
-async def test_an_episode_outlives_its_server(tmp_path) -> None:
-    (port,) = free_ports(1)
+async def tried(address: str) -> None:
+    """Wait until somebody connects to an address where no server is, and hang up."""
+    path, connected = address.removeprefix("unix:"), asyncio.Event()
+
+    def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        connected.set()
+
+    async with await asyncio.start_unix_server(hang_up, path):
+        await connected.wait()
+    await asyncio.to_thread(Path(path).unlink, missing_ok=True)
+
+
+async def test_an_episode_outlives_its_server(address) -> None:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:
-        address = await first.enter_async_context(served(DIALOGUE, port))
+        await first.enter_async_context(served(DIALOGUE, address))
         async with used(address) as there, there.episode(Task("t", {}), 0) as episode:
             await stepped(episode, "one", "two")
             await first.aclose()
             last = asyncio.create_task(episode.step("three"))
-            await asyncio.sleep(0.2)
-            async with served(DIALOGUE, port):
+            await tried(address)
+            async with served(DIALOGUE, address):
                 assert (await last).done
 
 
-async def test_an_episode_ends_if_the_next_server_answers_otherwise() -> None:
-    (port,) = free_ports(1)
+async def test_an_episode_ends_if_the_next_server_answers_otherwise(address) -> None:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:
-        address = await first.enter_async_context(served(DIALOGUE, port, args={"fickle": True}))
+        await first.enter_async_context(served(DIALOGUE, address, args={"fickle": True}))
         async with used(address) as there, there.episode(Task("t", {}), 0) as episode:
             await stepped(episode, "one")
             await first.aclose()
-            async with served(DIALOGUE, port, args={"fickle": True}):
+            async with served(DIALOGUE, address, args={"fickle": True}):
                 with pytest.raises(EnvironmentFailedError, match="answered otherwise"):
                     await episode.step("two")
 
 
-async def test_calls_may_be_repeated_and_wrong_ones_say_what_is_right() -> None:
-    async with asyncio.timeout(DEADLINE_S), served(DIALOGUE, most_episodes=1) as address, stub_of(address) as stub:
+async def test_calls_may_be_repeated_and_wrong_ones_say_what_is_right(address) -> None:
+    async with asyncio.timeout(DEADLINE_S), served(DIALOGUE, address, most_episodes=1), stub_of(address) as stub:
         reset = environment_pb2.ResetRequest(episode_id="e", task={"task_id": "t"})
         opened = await asyncio.gather(stub.Reset(reset), stub.Reset(reset))
         assert opened[0] == opened[1] == await stub.Reset(reset)
@@ -180,35 +203,53 @@ async def test_calls_may_be_repeated_and_wrong_ones_say_what_is_right() -> None:
         await stub.Reset(other)
 
 
-async def test_an_episode_without_calls_makes_room_after_a_while() -> None:
+def refused_resets() -> float:
+    labels = {"service": "sluice.v1.EnvironmentService", "method": "Reset", "code": "RESOURCE_EXHAUSTED"}
+    return REGISTRY.get_sample_value("sluice_rpc_total", labels) or 0.0
+
+
+async def test_an_episode_without_calls_makes_room_after_a_while(address) -> None:
+    clock, before = SimulatedClock(), refused_resets()
     async with (
         asyncio.timeout(DEADLINE_S),
-        served(DIALOGUE, most_episodes=1, idle_s=0.2) as address,
+        served(DIALOGUE, address, clock, most_episodes=1, idle_s=60.0),
         used(address) as there,
-        there.episode(Task("t", {}), 0) as lost,
-        there.episode(Task("t", {}), 0) as next_one,
+        contextlib.AsyncExitStack() as episodes,
     ):
+        lost = await episodes.enter_async_context(there.episode(Task("t", {}), 0))
+        opening = asyncio.create_task(episodes.enter_async_context(there.episode(Task("t", {}), 0)))
+        await clock.until(lambda: refused_resets() > before)
+        await clock.advance(60.0 * 1.25)
+        next_one = await opening
         assert (await next_one.step("one")).reward == 1.0
-        assert (await lost.step("one")).reward == 1.0, "opened again, when the other one is idle"
+        before = refused_resets()
+        stepping = asyncio.create_task(lost.step("one"))
+        await clock.until(lambda: refused_resets() > before)
+        await clock.advance(60.0 * 1.25)
+        assert (await stepping).reward == 1.0, "opened again, when the other one is idle"
 
 
-async def test_a_failing_environment_is_the_servers_and_the_run_is_told_why() -> None:
-    limits = {"count": 1, "call_s": 0.5}
+async def test_a_failing_environment_is_the_servers_and_the_run_is_told_why(address) -> None:
+    clock = SimulatedClock()
+    limits = {"count": 1, "call_s": 60.0}
     async with (
         asyncio.timeout(DEADLINE_S),
-        served(DIALOGUE, args={"odd_seeds_hang": True}, environment_processes=limits) as address,
+        served(DIALOGUE, address, clock, args={"odd_seeds_hang": True}, environment_processes=limits),
         used(address) as there,
     ):
-        with pytest.raises(EnvironmentFailedError, match=r"envserver\.environment_processes\.call_s"):
-            async with there.episode(Task("t", {}), 1):
-                pass
+        with structlog.testing.capture_logs() as logs:
+            opening = asyncio.create_task(there.episode(Task("t", {}), 1).__aenter__())
+            await clock.until(lambda: "hangs" in [each.get("text") for each in logs])
+            await clock.advance(60.0)
+            with pytest.raises(EnvironmentFailedError, match=r"envserver\.environment_processes\.call_s"):
+                await opening
         async with there.episode(Task("t", {}), 2) as episode:
             assert (await episode.step("one")).reward == 1.0
 
 
-async def test_a_run_trains_on_an_environment_that_is_served(tmp_path) -> None:
+async def test_a_run_trains_on_an_environment_that_is_served(tmp_path, address) -> None:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
-        address = await stack.enter_async_context(served(DIALOGUE))
+        await stack.enter_async_context(served(DIALOGUE, address))
         scene = await make_scene(tmp_path, stack, [RolloutDouble()])
         await scene.start(environment=f"grpc://{address}", max_steps=2)
     assert trained(scene)
@@ -243,12 +284,12 @@ class Look:
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-async def test_a_run_trains_on_episodes_with_tools_and_each_token_is_trained_once(tmp_path, where: str) -> None:
+async def test_a_run_trains_on_episodes_with_tools_and_each_token_is_trained_once(tmp_path, address, where) -> None:
     (tmp_path / "env.py").write_text(TOOLS)
     reference = f"{tmp_path}/env.py:Looks"
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
         if where == "there":
-            reference = f"grpc://{await stack.enter_async_context(served(reference))}"
+            reference = f"grpc://{await stack.enter_async_context(served(reference, address))}"
         scene = await make_scene(tmp_path, stack, [ToolReplica()])
         await scene.start(environment=reference, max_steps=2)
     assert trained(scene)
@@ -266,10 +307,15 @@ async def test_a_run_trains_on_episodes_with_tools_and_each_token_is_trained_onc
     assert not audit(read_facts(scene.run_dir), scene.trainer.record, Lineage()).differences
 
 
-async def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "DESCRIBE_S", 0.3)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 cannot be used.*check that it runs"):
-        await asyncio.to_thread(remote.connect_environment, "127.0.0.1:1")
+async def test_a_server_that_is_not_there_is_named(address) -> None:
+    clock = SimulatedClock()
+    describing = asyncio.create_task(remote.describe(address, SecurityConfig(), clock))
+    async with asyncio.timeout(DEADLINE_S):
+        await tried(address)
+    await clock.advance(remote.DESCRIBE_S)
+    problem = rf"{re.escape(address)} cannot be used: no answer within 30 s; check that it runs"
+    with pytest.raises(ConfigError, match=problem):
+        await describing
 
 
 THERE_AND_BACK = """
@@ -282,12 +328,12 @@ process.exit(JSON.stringify(plain(call.responseDeserialize(sent).tasks[0].data))
 
 
 @contextlib.asynccontextmanager
-async def typescript(port: int) -> AsyncIterator[str]:
+async def typescript(address: str) -> AsyncIterator[None]:
     """Serve the example in TypeScript, which was built."""
     directory = ROOT / "examples/typescript_environment"
-    process = await asyncio.create_subprocess_exec("node", "env.js", f"127.0.0.1:{port}", cwd=directory)
+    process = await asyncio.create_subprocess_exec("node", "env.js", address, cwd=directory)
     try:
-        yield f"127.0.0.1:{port}"
+        yield
     finally:
         process.kill()
         await process.wait()
@@ -304,9 +350,10 @@ async def test_an_environment_in_typescript_is_one_as_every_other() -> None:
     contract = ROOT / "examples/clients/typescript/dist/contract.js"
     checking = await asyncio.create_subprocess_exec("node", "--input-type=module", "-e", THERE_AND_BACK, str(contract))
     assert await checking.wait() == 0, "plain data is not what it was"
-    (port,) = free_ports(1)
+    (port,) = free_ports(1)  # two servers after each other have it; gRPC for Node refuses our calls at a socket
+    address = f"127.0.0.1:{port}"
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:
-        address = await first.enter_async_context(typescript(port))
+        await first.enter_async_context(typescript(address))
         async with used(address) as there:
             assert (there.name, there.single_turn, there.multi_turn) == ("guess", False, True)
             train, held_out = await there.tasks("train", 1), await there.tasks("eval", 1)
@@ -320,6 +367,6 @@ async def test_an_environment_in_typescript_is_one_as_every_other() -> None:
                 higher, lower = await stepped(episode, str(low), str(high))
                 assert (higher.messages[0]["content"], lower.messages[0]["content"]) == ("higher", "lower")
                 await first.aclose()
-                async with typescript(port):
+                async with typescript(address):
                     (last,) = await stepped(episode, str(secret))
             assert (last.done, round(last.reward or 0, 3)) == (True, 0.667)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from rollout_stack import until
+from simulated_clock import SimulatedClock
 from small_models import CONTEXT, save_model
 from transformers import AutoTokenizer
 from weightsync_stack import RUN, running_stack
@@ -24,6 +24,7 @@ from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
 from rollout_svc.weights import ReplicaWeights
+from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.render import tokenizer_digest
 from sluice.rpc import RpcServer, SluiceError
@@ -39,11 +40,12 @@ from trainer_svc.tuner.config import LimitsConfig as TunerLimits
 from trainer_svc.tuner.config import TunerConfig
 from trainer_svc.tuner.sampler import Sampler, adapter_name
 from trainer_svc.tuner.servicer import TrainingServicer
-from trainer_svc.tuner.tuner import Tuner
+from trainer_svc.tuner.tuner import LOOK_S, Tuner
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
+IDLE_S = 3600.0
 PROMPT = [5, 9, 17, 33]
 LIMITS = LoraLimits(max_loras=3, max_rank=8)
 
@@ -100,7 +102,7 @@ async def replica(base: Path, weights: str, stage: Path) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    base: Path, directory: Path, security: SecurityConfig | None = None, **limits: float
+    base: Path, directory: Path, security: SecurityConfig | None = None, clock: Clock = CLOCK, **limits: float
 ) -> AsyncIterator[Service]:
     """A tuner with a weight service and a replica."""
     async with (
@@ -116,7 +118,8 @@ async def serving(
             lambda: AdapterBank(TrainEngine(config, base, 0)), deadline_s=DEADLINE_S, what="loading"
         )
         digest = tokenizer_digest(AutoTokenizer.from_pretrained(base))
-        tuner = Tuner(config, bank, Sampler(common, config.deadlines, digest), compute, directory / "trainings")
+        sampler = Sampler(common, config.deadlines, digest)
+        tuner = Tuner(config, bank, sampler, compute, directory / "trainings", clock=clock)
         server = RpcServer("tuner", ServerConfig(), security or SecurityConfig(), run=RUN)
         server.add(
             training_pb2_grpc.add_TrainingServiceServicer_to_server,
@@ -326,10 +329,14 @@ async def shared(base, tmp_path):
 
 
 async def test_an_idle_training_is_saved_and_deleted(base: Path, tmp_path: Path) -> None:
-    async with serving(base, tmp_path, idle_s=0.2, trainings=2) as service, service.client() as tuning:
+    clock = SimulatedClock()
+    async with serving(base, tmp_path, clock=clock, idle_s=IDLE_S, trainings=2) as service, service.client() as tuning:
         training = await tuning.create(RUN)
+        await clock.advance(IDLE_S)
         await taught(training, range(1))
-        await until(lambda: not service.tuner.of("anyone"))
+        await clock.advance(IDLE_S)
+        assert service.tuner.of("anyone"), "it was used in the meantime"
+        await clock.until(lambda: not service.tuner.of("anyone"), step_s=LOOK_S)
         with pytest.raises(SluiceError, match="UNKNOWN_TRAINING"):
             await training.optim_step(1.0)
         assert any(each.startswith("idle-") for each in (await tuning.list()).states)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_waits import until_tokens
+from engine_waits import first_tokens_only, step_until_stopped, until, until_tokens
 from safetensors.torch import load_file, save_file
+from simulated_clock import SimulatedClock
 from small_models import CONTEXT, VOCABULARY, greedy, recompute, save_model, staged, versions_of
 from transformers import (
     Gemma2Config,
@@ -34,8 +34,8 @@ from transformers import (
 )
 
 from rollout_svc.engines.base import EngineBusyError, EngineError, FinishReason, GenerationRequest, PauseMode, Sampling
-from rollout_svc.engines.slots.batch import SlotBatch
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
+from sluice.clock import CLOCK, Clock
 from sluice.versions import BASE, Version
 from weightsync.staged import HeldVersions
 
@@ -52,8 +52,8 @@ def ask(sampling: Sampling = FREE, name: str = "request", **more: Any) -> Genera
 
 
 @asynccontextmanager
-async def running(model: Path, **settings: Any) -> AsyncIterator[TransformersEngine]:
-    engine = TransformersEngine(str(model), SlotOptions(**settings))
+async def running(model: Path, clock: Clock = CLOCK, **settings: Any) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(str(model), SlotOptions(**settings), clock=clock)
     await engine.start()
     try:
         yield engine
@@ -248,11 +248,13 @@ class TestBatching:
 class TestPauses:
     async def test_while_requests_end_new_ones_wait_for_resume(self, models):
         async with running(models.base) as engine:
-            early = asyncio.create_task(engine.sample(ask(LONG, "early")))
-            await until_tokens(engine, 3)
-            pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
-            await until_tokens(engine, 3)
-            late = asyncio.create_task(engine.sample(ask(name="late")))
+            with first_tokens_only(engine):
+                early = asyncio.create_task(engine.sample(ask(LONG, "early")))
+                await until_tokens(engine, 1)
+                pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+                await until(lambda: engine._running._draining)
+                late = asyncio.create_task(engine.sample(ask(name="late")))
+                await until(lambda: engine.status().queued == 1)
             await pausing
             assert len((await early).samples[0].token_ids) == 400
             assert engine.status().paused
@@ -261,12 +263,17 @@ class TestPauses:
             assert len((await late).samples[0].token_ids) == 24
 
     async def test_a_wait_that_takes_too_long_is_given_up(self, models):
-        async with running(models.base, drain_deadline_s=0.01) as engine:
-            task = asyncio.create_task(engine.sample(ask(LONG)))
-            await until_tokens(engine, 1)
-            with pytest.raises(EngineError, match="KEEP"):
-                await engine.pause(PauseMode.WAIT)
-            assert not engine.status().paused
+        clock = SimulatedClock()
+        async with running(models.base, clock) as engine:
+            with first_tokens_only(engine):
+                task = asyncio.create_task(engine.sample(ask(LONG)))
+                await until_tokens(engine, 1)
+                pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+                await until(lambda: engine._running._draining)
+                await clock.until(pausing.done, step_s=SlotOptions.drain_deadline_s)
+                with pytest.raises(EngineError, match="KEEP"):
+                    await pausing
+                assert not engine.status().paused
             assert len((await task).samples[0].token_ids) == 400
 
     async def test_abort_reaches_requests_that_wait_in_a_drain(self, models):
@@ -287,9 +294,10 @@ class TestFailures:
         tensors["model.layers.0.self_attn.v_proj.weight"].fill_(float("nan"))
         save_file(tensors, poisoned)
         async with running(models.base) as engine:
-            task = asyncio.create_task(engine.sample(ask(LONG, n=3)))
-            await until_tokens(engine, 9)
-            await engine.apply(replace(staged(models.second, Version(1, 1)), path=poisoned))
+            with first_tokens_only(engine):
+                task = asyncio.create_task(engine.sample(ask(LONG, n=3)))
+                await until_tokens(engine, 3)
+                await engine.apply(replace(staged(models.second, Version(1, 1)), path=poisoned))
             for sample in (await task).samples:
                 assert sample.finish_reason is FinishReason.ERROR
                 assert versions_of(sample.spans, len(sample.token_ids)) == [BASE] * len(sample.token_ids)
@@ -329,14 +337,17 @@ class TestFailures:
             released.wait(60)
             return []
 
-        async with running(models.base, command_deadline_s=0.2) as engine:
+        clock, command_s = SimulatedClock(), 1.0  # real time, when the thread of the step is given up at the restart
+        async with running(models.base, clock, command_deadline_s=command_s) as engine:
             monkeypatch.setattr(engine._running.batch, "step", hang)
             task = asyncio.create_task(engine.sample(ask(LONG)))
             await asyncio.to_thread(hanging.wait, DEADLINE_S)
             try:
                 async with asyncio.timeout(DEADLINE_S):
+                    pausing = asyncio.create_task(engine.pause(PauseMode.KEEP))
+                    await clock.advance(command_s)
                     with pytest.raises(EngineError, match="still in one step"):
-                        await engine.pause(PauseMode.KEEP)
+                        await pausing
                     with pytest.raises(EngineError, match="still in one step"):
                         await task
                     assert not engine.status().healthy
@@ -346,12 +357,14 @@ class TestFailures:
                 released.set()
 
     async def test_a_model_that_loads_too_long_is_not_waited_for(self, models, monkeypatch):
-        released = threading.Event()
-        engine = TransformersEngine(str(models.base), SlotOptions(start_deadline_s=0.1))
+        released, clock = threading.Event(), SimulatedClock()
+        engine = TransformersEngine(str(models.base), clock=clock)
         monkeypatch.setattr(engine, "_build", lambda: released.wait(60))
         try:
+            starting = asyncio.create_task(engine.start())
+            await clock.advance(SlotOptions.start_deadline_s)
             with pytest.raises(EngineError, match="start_s"):
-                await asyncio.wait_for(engine.start(), DEADLINE_S)
+                await asyncio.wait_for(starting, DEADLINE_S)
         finally:
             released.set()
 
@@ -409,8 +422,9 @@ class TestFailures:
     async def test_stopping_ends_every_request(self, models):
         engine = TransformersEngine(str(models.base), SlotOptions(max_running=1))
         await engine.start()
+        last_step = step_until_stopped(engine, 3)
         tasks = [asyncio.create_task(engine.sample(ask(LONG, str(i)))) for i in range(3)]
-        await until_tokens(engine, 3)
+        await asyncio.to_thread(last_step.wait, DEADLINE_S)
         await engine.stop()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["the engine was stopped"] * 3
@@ -419,17 +433,11 @@ class TestFailures:
             await engine.sample(ask())
 
     @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-    async def test_requests_that_are_given_up_as_it_stops_end_in_its_thread(self, models, monkeypatch):
-        step = SlotBatch.step
-
-        def slow_step(*arguments: Any) -> Any:
-            time.sleep(0.05)  # so that the end of requests and of the engine come while one is under way
-            return step(*arguments)
-
-        monkeypatch.setattr(SlotBatch, "step", slow_step)
+    async def test_requests_that_are_given_up_as_it_stops_end_in_its_thread(self, models):
         async with running(models.base) as engine:
+            last_step = step_until_stopped(engine, 16)
             tasks = [asyncio.create_task(engine.sample(ask(LONG, str(index)))) for index in range(8)]
-            await until_tokens(engine, 16)
+            await asyncio.to_thread(last_step.wait, DEADLINE_S)
             for task in tasks[:4]:  # rows behind theirs move up
                 task.cancel()
             await asyncio.sleep(0)

@@ -19,7 +19,11 @@ from sluice.versions import BASE, Version
 
 V1, V2, V3 = (Version(1, number) for number in (1, 2, 3))
 CONFIG = json.dumps({"peft_type": "LORA", "r": 4})
-ADAPTER = {"base_model.layers.0.q_proj.lora_A.weight": torch.randn(4, 16), "layers.0.lora_B": torch.randn(16, 4)}
+_random = torch.Generator().manual_seed(0)
+ADAPTER = {
+    "base_model.layers.0.q_proj.lora_A.weight": torch.randn(4, 16, generator=_random),
+    "layers.0.lora_B": torch.randn(16, 4, generator=_random),
+}
 
 
 @pytest_asyncio.fixture

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
+from simulated_clock import SimulatedClock
 from weightsync_stack import (
     RESOURCE,
     ShardSource,
@@ -30,12 +31,14 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.service.upload import Upload
 
-V1, V2 = Version(1, 1), Version(1, 2)
+V1 = Version(1, 1)
+DEADLINE_S = 60
+IDLE_S = 30.0
 
 
 @pytest_asyncio.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    async with running_stack(tmp_path, chunk_idle_s=5) as running:
+    async with running_stack(tmp_path, chunk_idle_s=DEADLINE_S) as running:
         yield running
 
 
@@ -44,7 +47,7 @@ def on_disk(stack: Stack, version: Version) -> dict[str, torch.Tensor]:
 
 
 async def test_a_pushed_version_is_stored_bit_for_bit(stack: Stack) -> None:
-    report = await stack.push(V1, weights(), deadline_s=30)
+    report = await stack.push(V1, weights(), deadline_s=DEADLINE_S)
     assert equal_bits(on_disk(stack, V1), weights())
     assert await stack.visible() == [V1]
     assert report.bytes_sent == (stack.directory / "v1.1" / "model.safetensors").stat().st_size
@@ -52,15 +55,15 @@ async def test_a_pushed_version_is_stored_bit_for_bit(stack: Stack) -> None:
 
 
 async def test_publishing_the_same_version_again_sends_nothing(stack: Stack) -> None:
-    first = await stack.push(V1, weights(), deadline_s=30)
-    again = await stack.push(V1, weights(), deadline_s=30)
+    first = await stack.push(V1, weights(), deadline_s=DEADLINE_S)
+    again = await stack.push(V1, weights(), deadline_s=DEADLINE_S)
     assert (again.bytes_sent, again.duplicate, again.digest) == (0, True, first.digest)
 
 
 async def test_a_committed_version_never_changes(stack: Stack) -> None:
-    await stack.push(V1, weights(1), deadline_s=30)
+    await stack.push(V1, weights(1), deadline_s=DEADLINE_S)
     with pytest.raises(SluiceError) as caught:
-        await stack.push(V1, weights(2), deadline_s=30)
+        await stack.push(V1, weights(2), deadline_s=DEADLINE_S)
     assert caught.value.code is grpc.StatusCode.ALREADY_EXISTS
     other = ShardSource("model", weights(2))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -70,7 +73,7 @@ async def test_a_committed_version_never_changes(stack: Stack) -> None:
 
 
 async def test_a_shard_of_a_committed_version_with_the_same_digest_is_accepted_unread(stack: Stack) -> None:
-    await stack.push(V1, weights(), deadline_s=30)
+    await stack.push(V1, weights(), deadline_s=DEADLINE_S)
     source = ShardSource("model", weights())
     response = await stack.push_shard(source, V1, until=0, digest=source.digest())
     assert response.stored_bytes == source.size
@@ -151,7 +154,7 @@ async def test_shard_names_that_could_leave_the_directory_are_refused(stack: Sta
 @pytest.mark.parametrize("run", ["runs/../etc", "runs/", "nowhere", "runs/Upper", "runs/a/b"])
 async def test_run_names_that_could_leave_the_directory_are_refused(stack: Stack, run: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stack.sync.ListVersions(pb.ListVersionsRequest(run=run), timeout=30)
+        await stack.sync.ListVersions(pb.ListVersionsRequest(run=run), timeout=DEADLINE_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -166,11 +169,11 @@ async def test_a_stream_that_was_superseded_takes_nothing_from_the_one_that_goes
         return pb.PushWeightsRequest(chunk=make_chunk(start, read_source(source, start, end)))
 
     run = await stack.runs.open(RESOURCE)
-    older = stack.sync.PushWeights(timeout=30)
+    older = stack.sync.PushWeights(timeout=DEADLINE_S)
     await older.write(begin(0))
     await older.write(chunk(0, 1000))
     await eventually(lambda: [each.stored for each in run.uploads.values()] == [1000])
-    newer = stack.sync.PushWeights(timeout=30)
+    newer = stack.sync.PushWeights(timeout=DEADLINE_S)
     await newer.write(begin(1000))
     await newer.write(chunk(1000, 2000))
     await eventually(lambda: [each.stored for each in run.uploads.values()] == [2000])
@@ -207,21 +210,28 @@ async def test_bytes_that_are_no_safetensors_file_are_refused(stack: Stack) -> N
         yield pb.PushWeightsRequest(chunk=make_chunk(0, b"\xff" * 100))
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stack.sync.PushWeights(requests(), timeout=30)
+        await stack.sync.PushWeights(requests(), timeout=DEADLINE_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_idle_push_fails_and_can_be_resumed(tmp_path: Path) -> None:
-    source = ShardSource("model", weights())
-
-    async with running_stack(tmp_path, chunk_idle_s=0.2) as stack:
-        call = stack.sync.PushWeights(timeout=30)
+    clock, source = SimulatedClock(), ShardSource("model", weights())
+    async with running_stack(tmp_path, clock=clock, chunk_idle_s=IDLE_S) as stack:
+        run = await stack.runs.open(RESOURCE)
+        call = stack.sync.PushWeights(timeout=DEADLINE_S)
         header = pb.PushHeader(run=RESOURCE, version=V1.to_proto(), shard=source.describe())
         await call.write(pb.PushWeightsRequest(header=header))
+        for begin in (0, 1000):
+            chunk = make_chunk(begin, read_source(source, begin, begin + 1000))
+            await call.write(pb.PushWeightsRequest(chunk=chunk))
+            await clock.until(lambda end=begin + 1000: [each.stored for each in run.uploads.values()] == [end])
+            await clock.advance(IDLE_S * 0.9)  # each chunk gives the push as much time again
+        await clock.advance(IDLE_S * 0.1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert error_of(caught.value).reason == "PUSH_IDLE"
-        await stack.push(V1, weights(), deadline_s=30)
+        assert (await stack.push_shard(source, V1, offset=2000)).digest == source.digest()
+        await stack.push(V1, weights(), deadline_s=DEADLINE_S)
         assert await stack.visible() == [V1]
 
 
@@ -251,16 +261,16 @@ async def test_values_that_are_not_finite_never_become_a_version(
     poisoned["model.poisoned"] = torch.zeros(999, dtype=dtype)
     poisoned["model.poisoned"][731] = value
     with pytest.raises(SluiceError) as caught:
-        await stack.push(V1, poisoned, deadline_s=30)
+        await stack.push(V1, poisoned, deadline_s=DEADLINE_S)
     assert caught.value.reason == "NON_FINITE"
     assert "model.poisoned" in caught.value.message
-    await stack.push(V1, weights(), deadline_s=30)
+    await stack.push(V1, weights(), deadline_s=DEADLINE_S)
 
 
 async def test_an_older_start_of_the_trainer_is_refused(stack: Stack) -> None:
-    await stack.push(Version(2, 0), weights(), deadline_s=30)
+    await stack.push(Version(2, 0), weights(), deadline_s=DEADLINE_S)
     with pytest.raises(SluiceError) as caught:
-        await stack.push(Version(1, 7), weights(), deadline_s=30)
+        await stack.push(Version(1, 7), weights(), deadline_s=DEADLINE_S)
     assert caught.value.reason == "OLDER_EPOCH"
 
 
@@ -318,7 +328,7 @@ async def push_local(stack: Stack, path: Path, *, size: int | None = None, inode
     async def requests() -> AsyncIterator[pb.PushWeightsRequest]:
         yield pb.PushWeightsRequest(header=header)
 
-    return await stack.sync.PushWeights(requests(), timeout=30)
+    return await stack.sync.PushWeights(requests(), timeout=DEADLINE_S)
 
 
 async def test_a_shard_is_copied_from_a_file_of_the_same_host(tmp_path: Path, shared: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,7 +12,9 @@ import grpc
 import pytest
 import pytest_asyncio
 import torch
+from held_ports import held_ports
 from safetensors.torch import load_file
+from simulated_clock import SimulatedClock
 from weightsync_stack import (
     RUN,
     EngineDouble,
@@ -25,7 +27,7 @@ from weightsync_stack import (
     weights,
 )
 
-from benchmarks.children import free_port
+from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
@@ -35,11 +37,17 @@ from weightsync.receive.pull import PullLimits
 from weightsync.receiver import PolicyHeldError, PolicyMode, ReceiverOptions, WeightReceiver
 from weightsync.staged import ApplyError, ApplyReport, StagedAdapter, StagedVersion
 
-LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)
+TIMEOUT_S = 60.0
+LIMITS = PullLimits(idle_s=TIMEOUT_S, attempts=3, first_pause_s=0.01)
 
 
 class Engine(EngineDouble):
-    """Holds tensors; counts what it was asked."""
+    """Holds tensors; counts what it was asked.
+
+    Attributes:
+        gate: An apply ends when it is open.
+        asked: Applies that began.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,10 +55,12 @@ class Engine(EngineDouble):
         self.applied: list[Version] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.asked = 0
         self.refuse = False
         self.falls_to_base = False
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
+        self.asked += 1
         await self.gate.wait()
         if self.falls_to_base:
             self.version = BASE
@@ -67,7 +77,7 @@ class Engine(EngineDouble):
 
 @asynccontextmanager
 async def receiving(
-    target: str, stage_dir: Path, engine: Engine, apply_deadline_s: float = 30.0
+    target: str, stage_dir: Path, engine: Engine, clock: Clock = CLOCK
 ) -> AsyncIterator[WeightReceiver]:
     async with connect(target, SecurityConfig()) as channel:
         receiver = WeightReceiver(
@@ -76,7 +86,8 @@ async def receiving(
             "replica-0",
             stage_dir,
             engine,
-            options=ReceiverOptions(pull=LIMITS, apply_deadline_s=apply_deadline_s),
+            options=ReceiverOptions(pull=LIMITS, apply_deadline_s=TIMEOUT_S),
+            clock=clock,
         )
         async with following(receiver):
             yield receiver
@@ -86,6 +97,11 @@ async def receiving(
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     async with running_stack(tmp_path / "out", keep=5) as running:
         yield running
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
 
 
 @pytest.fixture
@@ -99,7 +115,7 @@ def staged_files(stage_dir: Path) -> list[str]:
 
 
 async def push(stack: Stack, number: int) -> None:
-    await stack.push(Version(1, number), weights(number), deadline_s=30)
+    await stack.push(Version(1, number), weights(number), deadline_s=TIMEOUT_S)
 
 
 async def test_each_version_arrives_bit_for_bit_and_is_reported(stack: Stack, stage_dir: Path) -> None:
@@ -115,7 +131,7 @@ async def test_each_version_arrives_bit_for_bit_and_is_reported(stack: Stack, st
         assert status.last_update is not None
         assert status.last_update.version == Version(1, 3)
         assert (status.last_error, status.connected) == ("", True)
-        assert staged_files(stage_dir) == ["v1.3.safetensors"]
+        await eventually(lambda: staged_files(stage_dir) == ["v1.3.safetensors"])  # a thread removes the others
     assert staged_files(stage_dir) == []
 
 
@@ -138,21 +154,26 @@ async def test_hold_keeps_a_version_and_follow_takes_the_newest(stack: Stack, st
     async with receiving(stack.target, stage_dir, engine) as receiver:
         await push(stack, 1)
         await eventually(lambda: engine.version == Version(1, 1))
-        receiver.set_policy(PolicyMode.HOLD, owner="eval", ttl_s=60)
+        receiver.set_policy(PolicyMode.HOLD, owner="eval", ttl_s=3600)
         await push(stack, 2)
         await eventually(lambda: receiver.status().newest == Version(1, 2))
         with pytest.raises(PolicyHeldError):
-            await receiver.update_to(None, 5)
+            await receiver.update_to(None, TIMEOUT_S)
         assert engine.applied == [Version(1, 1)]
         receiver.set_policy(PolicyMode.FOLLOW, owner="eval")
         await eventually(lambda: engine.version == Version(1, 2))
 
 
-async def test_a_hold_ends_by_itself(stack: Stack, stage_dir: Path) -> None:
+async def test_a_hold_ends_by_itself(stack: Stack, stage_dir: Path, clock: SimulatedClock) -> None:
     engine = Engine()
-    async with receiving(stack.target, stage_dir, engine) as receiver:
-        receiver.set_policy(PolicyMode.HOLD, owner="eval", ttl_s=0.2)
+    async with receiving(stack.target, stage_dir, engine, clock) as receiver:
+        receiver.set_policy(PolicyMode.HOLD, owner="eval", ttl_s=20)
         await push(stack, 1)
+        await eventually(lambda: receiver.status().newest == Version(1, 1))
+        await clock.advance(19)
+        assert receiver.status().policy.mode is PolicyMode.HOLD
+        assert engine.version == BASE
+        await clock.advance(1)
         await eventually(lambda: engine.version == Version(1, 1))
 
 
@@ -162,7 +183,7 @@ async def test_a_target_goes_back_and_stays(stack: Stack, stage_dir: Path) -> No
         for number in (1, 2):
             await push(stack, number)
         await eventually(lambda: engine.version == Version(1, 2))
-        receiver.set_policy(PolicyMode.TARGET, Version(1, 1), owner="eval", ttl_s=60)
+        receiver.set_policy(PolicyMode.TARGET, Version(1, 1), owner="eval", ttl_s=3600)
         await eventually(lambda: engine.version == Version(1, 1))
         assert equal_bits(engine.tensors, weights(1))
         await eventually(lambda: staged_files(stage_dir) == ["v1.1.safetensors"])  # a thread removes the other one
@@ -172,25 +193,30 @@ async def test_a_commanded_update_answers_when_it_serves(stack: Stack, stage_dir
     engine = Engine()
     async with receiving(stack.target, stage_dir, engine) as receiver:
         await push(stack, 1)
-        report = await receiver.update_to(None, 20)
+        report = await receiver.update_to(None, TIMEOUT_S)
         assert report.version == engine.version == Version(1, 1)
-        again = await receiver.update_to(Version(1, 1), 20)
+        again = await receiver.update_to(Version(1, 1), TIMEOUT_S)
         assert again.pause_s == 0
         with pytest.raises(SluiceError) as caught:
-            await receiver.update_to(Version(9, 9), 20)
+            await receiver.update_to(Version(9, 9), TIMEOUT_S)
         assert caught.value.code is grpc.StatusCode.NOT_FOUND
         assert engine.version == Version(1, 1)
 
 
 async def test_a_commanded_update_fails_at_its_deadline_and_the_old_version_serves(
-    stack: Stack, stage_dir: Path
+    stack: Stack, stage_dir: Path, clock: SimulatedClock
 ) -> None:
     engine = Engine()
-    async with receiving(stack.target, stage_dir, engine) as receiver:
+    async with receiving(stack.target, stage_dir, engine, clock) as receiver:
         engine.gate.clear()
         await push(stack, 1)
+        update = asyncio.create_task(receiver.update_to(Version(1, 1), 10))
+        await eventually(lambda: engine.asked == 1)
+        await clock.advance(9)
+        assert not update.done()
+        await clock.advance(1)
         with pytest.raises(SluiceError) as caught:
-            await receiver.update_to(Version(1, 1), 0.1)
+            await update
         assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert receiver.status().serving == BASE
 
@@ -207,8 +233,8 @@ async def test_an_engine_that_refuses_is_reported_and_the_next_version_taken(sta
         engine.refuse = False
         await push(stack, 2)
         await eventually(lambda: engine.version == Version(1, 2))
-        assert receiver.status().last_error == ""
-        assert staged_files(stage_dir) == ["v1.2.safetensors"]
+        await eventually(lambda: receiver.status().last_error == "")
+        await eventually(lambda: staged_files(stage_dir) == ["v1.2.safetensors"])
 
 
 async def test_other_changes_of_the_engine_are_followed_by_the_newest(stack: Stack, stage_dir: Path) -> None:
@@ -221,7 +247,7 @@ async def test_other_changes_of_the_engine_are_followed_by_the_newest(stack: Sta
     async with receiving(stack.target, stage_dir, engine) as receiver:
         await push(stack, 1)
         await eventually(lambda: engine.version == Version(1, 1))
-        receiver.set_policy(PolicyMode.HOLD, owner="operator", ttl_s=60)
+        receiver.set_policy(PolicyMode.HOLD, owner="operator", ttl_s=3600)
         assert await receiver.run_exclusive(reload_base) == BASE
         receiver.set_policy(PolicyMode.FOLLOW, owner="operator")
         await eventually(lambda: engine.version == Version(1, 1))
@@ -239,22 +265,26 @@ async def test_an_engine_that_fell_back_to_the_base_is_brought_to_the_newest_ver
         await eventually(lambda: "refuses" in receiver.status().last_error)
         run = await stack.runs.open(f"runs/{RUN}")
         await eventually(lambda: run.ledger.replicas(0.0)["replica-0"].serving == BASE)
-        receiver.set_policy(PolicyMode.TARGET, Version(1, 1), owner="eval", ttl_s=60)
+        receiver.set_policy(PolicyMode.TARGET, Version(1, 1), owner="eval", ttl_s=3600)
         engine.refuse = engine.falls_to_base = False
         await eventually(lambda: engine.version == Version(1, 1))
         assert equal_bits(engine.tensors, weights(1))
         await eventually(lambda: staged_files(stage_dir) == ["v1.1.safetensors"])  # a thread removes the other one
 
 
-async def test_an_engine_that_takes_too_long_is_asked_what_it_serves(stack: Stack, stage_dir: Path) -> None:
+async def test_an_engine_that_takes_too_long_is_asked_what_it_serves(
+    stack: Stack, stage_dir: Path, clock: SimulatedClock
+) -> None:
     engine = Engine()
     engine.gate.clear()
-    async with receiving(stack.target, stage_dir, engine, apply_deadline_s=0.05) as receiver:
+    async with receiving(stack.target, stage_dir, engine, clock) as receiver:
         await push(stack, 1)
-        await eventually(lambda: "not applied within 0.05 s" in receiver.status().last_error)
+        await eventually(lambda: engine.asked == 1)
+        await clock.advance(TIMEOUT_S)
+        await eventually(lambda: "not applied within 60 s" in receiver.status().last_error)
         assert receiver.status().serving == BASE
         engine.version = Version(1, 1)  # the apply went on and came to its end
-        report = await receiver.update_to(Version(1, 1), 20)
+        report = await receiver.update_to(Version(1, 1), TIMEOUT_S)
         assert (report.version, engine.applied) == (Version(1, 1), [])
         await eventually(lambda: receiver.status().staged_version is None)
         assert staged_files(stage_dir) == ["v1.1.safetensors"]
@@ -273,15 +303,21 @@ async def test_nothing_is_decided_while_the_engine_is_started_again(stack: Stack
         await eventually(lambda: engine.version == Version(1, 1))
         restarting = asyncio.create_task(receiver.run_exclusive(restart))
         await eventually(lambda: engine.version == BASE)
-        update = asyncio.create_task(receiver.update_to(Version(1, 1), 20))
+        update = asyncio.create_task(receiver.update_to(Version(1, 1), TIMEOUT_S))
         back.set()
         await asyncio.gather(restarting, update)
         assert engine.applied == [Version(1, 1)]
         assert staged_files(stage_dir) == ["v1.1.safetensors"]
 
 
-async def test_a_service_that_is_lost_is_found_again(tmp_path: Path, stage_dir: Path) -> None:
-    engine, port = Engine(), free_port()
+@pytest.fixture
+def port() -> Iterator[int]:
+    with held_ports(1) as (held,):
+        yield held
+
+
+async def test_a_service_that_is_lost_is_found_again(tmp_path: Path, stage_dir: Path, port: int) -> None:
+    engine = Engine()
     async with receiving(f"127.0.0.1:{port}", stage_dir, engine) as receiver:
         async with running_stack(tmp_path, port=port) as stack:
             await push(stack, 1)
@@ -303,11 +339,11 @@ class Unreliable(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         self.offsets: list[int] = []
 
     async def WatchVersions(self, request, context):  # noqa: N802
-        async for response in self.stack.delivery.WatchVersions(request, timeout=30):
+        async for response in self.stack.delivery.WatchVersions(request, timeout=TIMEOUT_S):
             yield response
 
     async def ReportVersion(self, request, context):  # noqa: N802
-        return await self.stack.delivery.ReportVersion(request, timeout=30)
+        return await self.stack.delivery.ReportVersion(request, timeout=TIMEOUT_S)
 
     async def PullWeights(self, request, context):  # noqa: N802
         self.offsets.append(request.offset)
@@ -371,12 +407,21 @@ async def test_bytes_changed_under_a_right_checksum_are_never_applied(stack: Sta
     assert equal_bits(engine.tensors, weights(1))
 
 
-async def test_an_adapter_that_does_not_come_in_time_is_given_up(stack: Stack, stage_dir: Path) -> None:
+async def test_an_adapter_that_does_not_come_in_time_is_given_up(
+    stack: Stack, stage_dir: Path, clock: SimulatedClock
+) -> None:
     async def use(staged: StagedAdapter) -> ApplyReport:
         raise AssertionError(f"{staged.version} came")
 
     await push(stack, 1)
-    async with receiving(stack.target, stage_dir, Engine()) as receiver:
-        with pytest.raises(SluiceError, match="not loaded within 0 s") as caught:
-            await receiver.with_adapter(Version(1, 1), use, deadline_s=0)
+    engine = Engine()
+    engine.gate.clear()
+    async with receiving(stack.target, stage_dir, engine, clock) as receiver:
+        await eventually(
+            lambda: engine.asked == 1
+        )  # until this apply ends, nobody knows what an adapter could belong to
+        loading = asyncio.create_task(receiver.with_adapter(Version(1, 1), use, deadline_s=10))
+        await clock.advance(10)
+        with pytest.raises(SluiceError, match="not loaded within 10 s") as caught:
+            await loading
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED

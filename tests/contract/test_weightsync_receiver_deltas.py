@@ -29,7 +29,8 @@ from weightsync.staged import ApplyReport, StagedVersion
 
 pytestmark = pytest.mark.slow
 
-LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)
+TIMEOUT_S = 60.0
+LIMITS = PullLimits(idle_s=TIMEOUT_S, room_wait_s=TIMEOUT_S, attempts=3, first_pause_s=0.01)
 
 
 def weights(number: int) -> dict[str, torch.Tensor]:
@@ -95,7 +96,7 @@ def publisher(stack: Stack) -> WeightPublisher:
 
 
 async def push(publisher: WeightPublisher, number: int) -> str:
-    report = await publisher.update(Version(1, number), weights(number), deadline_s=30)
+    report = await publisher.update(Version(1, number), weights(number), deadline_s=TIMEOUT_S)
     return report.kind
 
 
@@ -143,12 +144,12 @@ class Recorder(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         self.mislead: Callable[[pb.GetUpdatePathResponse], None] = lambda _: None
 
     async def WatchVersions(self, request, context):  # noqa: N802
-        async for response in self.stack.delivery.WatchVersions(request, timeout=60):
+        async for response in self.stack.delivery.WatchVersions(request, timeout=TIMEOUT_S):
             yield response
 
     async def GetUpdatePath(self, request, context):  # noqa: N802
         try:
-            async for response in self.stack.delivery.GetUpdatePath(request, timeout=30):
+            async for response in self.stack.delivery.GetUpdatePath(request, timeout=TIMEOUT_S):
                 self.mislead(response)
                 yield response
         except grpc.aio.AioRpcError as error:
@@ -156,12 +157,12 @@ class Recorder(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
 
     async def ReportVersion(self, request, context):  # noqa: N802
         self.reports.append(request)
-        return await self.stack.delivery.ReportVersion(request, timeout=30)
+        return await self.stack.delivery.ReportVersion(request, timeout=TIMEOUT_S)
 
     async def PullWeights(self, request, context):  # noqa: N802
         self.pulls.append(request)
         try:
-            async for response in self.stack.delivery.PullWeights(request, timeout=30):
+            async for response in self.stack.delivery.PullWeights(request, timeout=TIMEOUT_S):
                 data, begin = response.chunk.data, response.chunk.offset
                 for offset in range(0, len(data), 500):
                     chunk = make_chunk(begin + offset, data[offset : offset + 500])
@@ -214,7 +215,7 @@ async def test_versions_that_were_missed_come_as_a_chain(
     async with receiving(stack.target, stage_dir, engine, local_files=local_files) as receiver:
         await push(publisher, 1)
         await eventually(lambda: engine.version == Version(1, 1))
-        receiver.set_policy(PolicyMode.HOLD, owner="test", ttl_s=60)
+        receiver.set_policy(PolicyMode.HOLD, owner="test", ttl_s=3600)
         for number in range(2, 7):
             await push(publisher, number)
         receiver.set_policy(PolicyMode.FOLLOW, owner="test")
@@ -233,7 +234,7 @@ async def test_a_late_joiner_and_one_that_goes_back_arrive(
     async with receiving(stack.target, stage_dir, engine, local_files=local_files) as receiver:
         await eventually(lambda: engine.version == Version(1, 5))
         assert equal_bits(engine.tensors, weights(5))
-        receiver.set_policy(PolicyMode.TARGET, Version(1, 3), owner="test", ttl_s=60)
+        receiver.set_policy(PolicyMode.TARGET, Version(1, 3), owner="test", ttl_s=3600)
         await eventually(lambda: engine.version == Version(1, 3))
         assert equal_bits(engine.tensors, weights(3))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 import pytest_asyncio
 import torch
+from held_ports import held_ports
 from safetensors.torch import load_file
 from weightsync_stack import RESOURCE, Stack, equal_bits, eventually, running_stack, weights
 
@@ -21,6 +22,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
+from weightsync.publish.push import _ShardTransfer
 from weightsync.publish.shards import HOST_DIRECTORY, KeptFile
 from weightsync.publisher import WeightPublisher
 from weightsync.service.upload import Upload
@@ -28,7 +30,10 @@ from weightsync.service.upload import Upload
 pytestmark = pytest.mark.slow
 
 RUN = RESOURCE.removeprefix("runs/")
-DEADLINE_S = 30
+DEADLINE_S = 60
+FEW_CHUNKS = 10
+LOST_S = 1
+"""Deadline of a push to a service that is gone."""
 
 
 @pytest_asyncio.fixture
@@ -40,6 +45,13 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 @pytest.fixture
 def publisher(stack: Stack) -> WeightPublisher:
     return WeightPublisher(stack.channel, RUN, chunk_bytes=1000)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a service that is started again."""
+    with held_ports(1) as (port,):
+        yield port
 
 
 def model(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -199,10 +211,9 @@ async def test_a_model_that_became_another_one_begins_with_an_anchor(stack: Stac
         assert torch.equal((await dense(stack, Version(1, number)))["w"], torch.zeros(shape))
 
 
-async def test_a_service_that_lost_the_base_gets_the_whole_version_at_once(tmp_path: Path) -> None:
+async def test_a_service_that_lost_the_base_gets_the_whole_version_at_once(tmp_path: Path, port: int) -> None:
     tensors = model()
-    async with running_stack(tmp_path / "one") as stack:
-        port = int(stack.target.rpartition(":")[2])
+    async with running_stack(tmp_path / "one", port=port) as stack:
         channel = connect(stack.target, SecurityConfig())
         publisher = WeightPublisher(channel, RUN)
         await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
@@ -217,17 +228,16 @@ async def test_a_service_that_lost_the_base_gets_the_whole_version_at_once(tmp_p
         await channel.close()
 
 
-async def test_a_lost_push_is_followed_by_an_anchor(tmp_path: Path) -> None:
+async def test_a_lost_push_is_followed_by_an_anchor(tmp_path: Path, port: int) -> None:
     tensors = model()
-    async with running_stack(tmp_path) as stack:
-        port = int(stack.target.rpartition(":")[2])
+    async with running_stack(tmp_path, port=port) as stack:
         channel = connect(stack.target, SecurityConfig())
         publisher = WeightPublisher(channel, RUN)
         await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
         nudge(tensors, 1)
         update = await asyncio.to_thread(publisher.encode, Version(1, 2), tensors)
     with pytest.raises(SluiceError) as lost:  # the service is gone between encode and commit
-        await publisher.publish(update, deadline_s=0.3)
+        await publisher.publish(update, deadline_s=LOST_S)
     assert lost.value.code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
     nudge(tensors, 2)
     async with running_stack(tmp_path, port=port) as stack:
@@ -240,21 +250,34 @@ async def test_a_lost_push_is_followed_by_an_anchor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["anchor", "delta"])
-async def test_a_push_whose_service_restarts_in_the_middle_of_it_is_repeated(kind: str, tmp_path: Path) -> None:
-    tensors = model()
-    async with running_stack(tmp_path) as stack:
-        port = int(stack.target.rpartition(":")[2])
+async def test_a_push_whose_service_restarts_in_the_middle_of_it_is_repeated(
+    kind: str, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, restarted = model(), asyncio.Event()
+    requests = _ShardTransfer._requests
+
+    async def half_of_them(transfer: _ShardTransfer, offset: int) -> AsyncIterator[bytes]:
+        count = 0
+        async for each in requests(transfer, offset):
+            count += 1
+            if count > FEW_CHUNKS:
+                await restarted.wait()
+            yield each
+
+    async with running_stack(tmp_path, port=port) as stack:
         channel = connect(stack.target, SecurityConfig())
         publisher = WeightPublisher(channel, RUN)
         if kind == "delta":
             await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
             nudge(tensors, 1)
-        publisher._chunk_bytes = 8 if kind == "anchor" else 1  # slow enough to be met half-way
+        publisher._chunk_bytes = 8
+        monkeypatch.setattr(_ShardTransfer, "_requests", half_of_them)
         update = await asyncio.to_thread(publisher.encode, Version(1, 2), tensors)
         pushing = asyncio.create_task(publisher.publish(update, deadline_s=DEADLINE_S))
         incoming = stack.directory / ".incoming"
         await eventually(lambda: any(path.is_file() and path.stat().st_size for path in incoming.rglob("*")))
     assert not pushing.done()
+    restarted.set()
     async with running_stack(tmp_path, port=port, dense_delay_s=0) as stack:
         report = await pushing
         assert report.kind == kind
@@ -378,7 +401,7 @@ async def test_a_push_that_fails_leaves_no_file_behind(tmp_path: Path) -> None:
         await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
         nudge(tensors, 1)
     with pytest.raises(SluiceError):
-        await publisher.update(Version(1, 2), tensors, deadline_s=0.3)
+        await publisher.update(Version(1, 2), tensors, deadline_s=LOST_S)
     assert len(set(HOST_DIRECTORY.glob("sluice-push-*")) - before) <= 1
     await channel.close()
     await publisher.close()

@@ -26,6 +26,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         self.failures: list[Exception] = []
         self.calls = 0
         self.callers: list[str] = []
+        self.peers: set[str] = set()
         self.entered = asyncio.Event()
         self.release = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -33,6 +34,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     def _note(self, context: grpc.aio.ServicerContext) -> None:
         self.calls += 1
         self.callers.append(caller().name)
+        self.peers.add(context.peer())
         self.remaining_s.append(context.time_remaining())
         self.metadata.append(dict(context.invocation_metadata()))
         if self.failures:

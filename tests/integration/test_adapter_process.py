@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +11,11 @@ import psutil
 import pytest
 import torch
 from google.protobuf.duration_pb2 import Duration
+from held_ports import held_ports
 from small_adapters import recompute_adapted, save_adapter
 from small_models import CONTEXT, recompute, save_model
 
-from benchmarks.children import free_port, service
+from benchmarks.children import service
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.sampling.config import ReplicasConfig
@@ -24,13 +25,15 @@ from sluice.v1 import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.publisher import AdapterPublisher
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 RUN = "adapters"
 PROMPT = [5, 9, 17, 33]
 LONG = tokens_pb2.SamplingParams(max_tokens=CONTEXT - 32, ignore_eos=True)
-DEADLINE_S = 180.0
+DEADLINE_S = 900.0
+"""Limit of what takes vLLM half a minute: to start, and to start again."""
 OWNER = "test"
+PATIENT = ReplicasConfig(progress_s=DEADLINE_S, paused_s=DEADLINE_S, switch_s=DEADLINE_S, longest_step_s=DEADLINE_S)
 SERVING = rollout_pb2.REPLICA_STATE_SERVING
 
 SETTINGS = """
@@ -52,6 +55,8 @@ kv_cache_bytes = 33554432
 [rollout.lora]
 enabled = true
 max_rank = 8
+[rollout.deadlines]
+start_s = {start_s}
 [rollout.engine_args]
 max_model_len = {context}
 [rollout.server]
@@ -80,14 +85,29 @@ class Running:
 
     async def until(self, condition: object) -> rollout_pb2.GetStatusResponse:
         async with asyncio.timeout(DEADLINE_S):
-            while True:
-                status = await self.admin.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10)
-                if condition(status):  # type: ignore[operator]
-                    return status
+            while not condition(status := await self.status()):  # type: ignore[operator]  # noqa: ASYNC110 - it is asked
                 await asyncio.sleep(0.01)
+        return status
+
+    async def status(self) -> rollout_pb2.GetStatusResponse:
+        return await self.admin.GetStatus(rollout_pb2.GetStatusRequest(), timeout=DEADLINE_S)
+
+    async def paused_amid(
+        self, engine: PolicyEngine, request: rollout_pb2.GenerateRequest
+    ) -> asyncio.Task[rollout_pb2.GenerateResponse]:
+        """Pause the replica while it samples for a request. If it was quicker, the same is done again."""
+        while True:
+            before = (await self.status()).generated_tokens
+            generating = asyncio.create_task(engine.agenerate(request))
+            await self.until(lambda status, before=before: status.generated_tokens > before + 8)
+            await self.pause()
+            if (await self.status()).running:
+                return generating
+            await self.resume()
+            await generating
 
     async def pause(self) -> None:
-        request = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner=OWNER, ttl=Duration(seconds=300))
+        request = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner=OWNER, ttl=Duration(seconds=3600))
         await self.admin.Pause(request, timeout=DEADLINE_S)
 
     async def resume(self) -> None:
@@ -116,10 +136,16 @@ class Running:
 
 
 @pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Running]:
+def ports() -> Iterator[list[int]]:
+    with held_ports(2) as ports:
+        yield ports
+
+
+@pytest.fixture
+async def running(tmp_path: Path, ports: list[int]) -> AsyncIterator[Running]:
     base = save_model(tmp_path / "base", 1)
     adapters = [save_adapter(tmp_path / f"adapter{seed}", base, seed) for seed in range(5)]
-    port, weightsync_port = free_port(), free_port()
+    port, weightsync_port = ports
     settings = tmp_path / "run.toml"
     settings.write_text(
         SETTINGS.format(
@@ -128,6 +154,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
             outputs=tmp_path / "outputs",
             stage=tmp_path / "stage",
             context=CONTEXT,
+            start_s=DEADLINE_S,
             port=port,
             weightsync_port=weightsync_port,
         )
@@ -155,17 +182,15 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 async def test_a_sample_outlives_its_adapter_version(running):
-    info = await running.info.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=10)
+    info = await running.info.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=DEADLINE_S)
     assert "lora" in info.features
     assert not info.unimplemented_rpcs
     await running.publish(1)
-    pool = ReplicaPool([running.target], SecurityConfig(), ReplicasConfig(), lambda _replica: None)
+    pool = ReplicaPool([running.target], SecurityConfig(), PATIENT, lambda _replica: None)
     polling = asyncio.create_task(pool.run())
     engine = PolicyEngine(pool, RUN, DEADLINE_S)
     request = rollout_pb2.GenerateRequest(token_ids=tokens_pb2.TokenIds(ids=PROMPT), sampling=LONG, n=2)
-    generating = asyncio.create_task(engine.agenerate(request))
-    await running.until(lambda status: status.generated_tokens > 8)
-    await running.pause()
+    generating = await running.paused_amid(engine, request)
     for number in (2, 3):  # two fit: the first goes when the third comes
         await running.publish(number)
     await running.resume()
@@ -197,5 +222,5 @@ async def _assert_adapters_outlive_the_engine(running: Running) -> None:
     await running.assert_samples(4)
     family = running.process.children(recursive=True)
     running.process.kill()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10.0)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, DEADLINE_S)
     assert not alive, "the replica's death ends its engine"

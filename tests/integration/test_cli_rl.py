@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from supervised import LIMIT_S, wait_for
 
 from sluice.cli import fork_server
 from sluice.cli.init_model import ModelShape, init_model
@@ -42,9 +42,28 @@ class Agent:
         return self.worth if len(reply.choices[0].message.content) % 2 else self.worth / 2
 """
 
-DEADLINE_S = 60.0
+TAKES_PORTS = """
+# `sluice` beside a program that takes the ports which were found free, the first time.
+import socket, sys
+from sluice.cli.main import main
+from sluice.plan import local
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+found, taken = local.free_ports, []
+
+def free_ports(count):
+    ports = found(count)
+    if not taken:
+        taken.extend(socket.create_server((local.LOOPBACK, port)) for port in ports)
+    return ports
+
+local.free_ports = free_ports
+sys.exit(main(sys.argv[1:]))
+"""
+
+WITHOUT_END = "100000"
+"""Steps of a run that the test ends, whatever has happened by then."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +76,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A run under way."""
 
-    def __init__(self, model: Path, output_dir: Path, *flags: str, name: str = "small") -> None:
+    def __init__(
+        self, model: Path, output_dir: Path, *flags: str, name: str = "small", program: tuple[str, ...] = SLUICE
+    ) -> None:
         settings = ("@", "examples/reverse_text/rl.toml", "--model", str(model), "--output-dir", str(output_dir))
         small = ("--rollout.engine", "transformers", "--orchestrator.batch-size", "2", "--orchestrator.group-size", "2")
-        argv = [*SLUICE, "rl", *settings, "--run", name, *small, *flags]
+        argv = [*program, "rl", *settings, "--run", name, *small, *flags]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             argv, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=os.environ
@@ -82,7 +103,21 @@ class Run:
 
     def end(self) -> int:
         list(self.lines())
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=LIMIT_S)
+
+    def stop(self, security: SecurityConfig | None = None) -> None:
+        """End the run after the batches that are made."""
+        target = tomllib.loads((self.directory / "config.toml").read_text())["peers"]["orchestrator"]
+
+        async def call() -> None:
+            async with OrchestratorClient(target, security or SecurityConfig()) as orchestrator:
+                await orchestrator.stop(self.directory.name, "seen enough")
+
+        asyncio.run(call())
+
+    def report(self) -> dict[str, Any]:
+        written: dict[str, Any] = json.loads((self.directory / "report.json").read_text())
+        return written
 
     def logs(self) -> str:
         return "".join(path.read_text() for path in sorted((self.directory / "logs").iterdir()))
@@ -97,14 +132,14 @@ class Run:
 def started(model: Path, tmp_path: Path) -> Iterator:
     runs: list[Run] = []
 
-    def start(*flags: str, name: str = "small") -> Run:
-        runs.append(Run(model, tmp_path, *flags, name=name))
+    def start(*flags: str, **options: Any) -> Run:
+        runs.append(Run(model, tmp_path, *flags, **options))
         return runs[-1]
 
     yield start
     for run in runs:
         run.process.terminate()
-        run.process.communicate(timeout=30)
+        run.process.communicate(timeout=LIMIT_S)
 
 
 def served_runs(run: Run) -> dict[str, str]:
@@ -114,13 +149,13 @@ def served_runs(run: Run) -> dict[str, str]:
     for target in (peers["orchestrator"], peers["trainer"], *peers["rollout"]):
         with grpc.insecure_channel(target) as channel:
             stub = common_pb2_grpc.ServerInfoServiceStub(channel)
-            info = stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=10)
+            info = stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=LIMIT_S)
         runs[info.service] = info.run
     return runs
 
 
 def test_each_service_may_be_killed_once_and_the_run_still_finishes(started, tmp_path: Path) -> None:
-    run = started("--orchestrator.max-steps", "40", "--orchestrator.checkpoint.every-steps", "1")
+    run = started("--orchestrator.max-steps", WITHOUT_END, "--orchestrator.checkpoint.every-steps", "1")
     run.until("step 2/")
     for service in ("rollout", "weightsync", "trainer", "orchestrator"):
         run.child(service).kill()
@@ -128,11 +163,13 @@ def test_each_service_may_be_killed_once_and_the_run_still_finishes(started, tmp
         run.until(f"{service} serves")
         run.until("step ")
     assert audit(run.directory)["exact"], "also while it runs"
+    run.stop()
     assert run.end() == 0, "\n".join(run.seen)
-    report = json.loads((run.directory / "report.json").read_text())
-    assert report["steps"] == 40
+    report = run.report()
+    steps = report["steps"]
     told = audit(run.directory)
     assert told["exact"], told["differences"]
+    assert told["batches"] == steps
     assert told["accepted"] == told["trained"] + sum(told["dropped"].values()) + told["in_flight"]
 
     *_, older, _ = sorted(
@@ -141,21 +178,23 @@ def test_each_service_may_be_killed_once_and_the_run_still_finishes(started, tmp
     (tmp_path / "agent.py").write_text(AGENT)
     agents = ("--agents.agent", f"{tmp_path}/agent.py:Agent", "--agents.args.worth", "0.5")
     ports = ("--gateway.server.port", "0", "--gateway.server.http-port", "0")
-    flags = (*agents, *ports, "--orchestrator.max-steps", "55")
+    flags = (*agents, *ports, "--orchestrator.max-steps", WITHOUT_END)
     fork = started(*flags, "--resume-from", f"small/{older}", name="fork")
-    fork.until("step 42/")
+    fork.until(f"step {steps + 2}/")
     fork.child("agents").terminate()
     assert fork.until("agents ended").startswith("agents ended with exit code 143; restart 1 of 3"), "it drained"
     fork.until("agents serves")
+    fork.until("step ")
+    fork.stop()
     assert fork.end() == 0, "\n".join(fork.seen)
     assert fork.seen[0].startswith(f"{fork.directory}: forked from small/{older}@")
     told = audit(fork.directory)
     assert told["exact"], told["differences"]
-    assert (told["batches"], int(told["version"].partition(".")[0])) == (55, report["epochs"] + 1)
+    assert (told["batches"], int(told["version"].partition(".")[0])) == (fork.report()["steps"], report["epochs"] + 1)
     last = max(fork.directory.glob("trajectories/step_*.jsonl"), key=lambda path: int(path.stem[5:]))
     rewards = {json.loads(row)["reward"] for row in last.read_text().splitlines()}
     assert rewards <= {0.25, 0.5}, "what the agent gave"
-    assert audit(run.directory)["batches"] == 40, "the old run is as it was"
+    assert audit(run.directory)["batches"] == steps, "the old run is as it was"
 
 
 def audit(directory: Path) -> dict[str, Any]:
@@ -168,7 +207,7 @@ def audit(directory: Path) -> dict[str, Any]:
 
 
 def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_nothing(started) -> None:
-    run = started("--orchestrator.max-steps", "100000", "--max-restarts", "0", "--allocation-mode", "d1+d2")
+    run = started("--orchestrator.max-steps", WITHOUT_END, "--max-restarts", "0", "--allocation-mode", "d1+d2")
     run.until("step 1/")
     others = psutil.Process(run.process.pid).children(recursive=True)
     run.child("trainer").kill()
@@ -178,34 +217,44 @@ def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_n
     assert "trainer ended with signal SIGKILL" in said
     assert "trainer | model loaded" in said
     assert "full log:" in said
-    _, alive = psutil.wait_procs(others, timeout=5)
+    _, alive = psutil.wait_procs(others, timeout=LIMIT_S)
     assert not alive
 
 
-def test_ctrl_c_stops_everything_in_time_and_the_run_is_resumed_ends_by_itself_and_is_not_begun_again(started) -> None:
+def test_a_run_whose_ports_are_taken_before_its_services_listen_runs_on_others(started) -> None:
+    run = started("--orchestrator.max-steps", "2", program=(sys.executable, "-c", TAKES_PORTS))
+    assert run.end() == 0, "\n".join(run.seen)
+    assert sum("cannot listen: another program took its port" in line for line in run.seen) == 1
+    assert run.report()["steps"] == 2
+
+
+def test_ctrl_c_stops_everything_and_the_run_is_resumed_ends_by_itself_and_is_not_begun_again(started) -> None:
     flags = ("--replicas", "2", "--orchestrator.checkpoint.every-steps", "1")
-    run = started("--orchestrator.max-steps", "100000", *flags)
+    run = started("--orchestrator.max-steps", WITHOUT_END, *flags)
     run.until("step 3/")
     assert served_runs(run) == {"orchestrator": "runs/small", "trainer": "runs/small", "rollout": "runs/small"}
-    children = psutil.Process(run.process.pid).children(recursive=True)
-    run.process.send_signal(signal.SIGINT)
-    list(run.lines())
-    assert run.process.wait(timeout=10) == 130
-    assert "--resume continues from step_" in run.seen[-1]
-    assert not psutil.wait_procs(children, timeout=5)[1]
-    assert "never retrieved" not in "\n".join(run.seen) + run.logs()
-    resumed = started("--orchestrator.max-steps", "60", *flags, "--resume")
-    resumed.until("rollout-0 serves")
     settings = tomllib.loads((run.directory / "config.toml").read_text())
     assert len(settings["peers"]["rollout"]) == 2
     drain = (*SLUICE, "drain", settings["peers"]["rollout"][0], "--grace", "0s")
     drained = subprocess.run(drain, cwd=ROOT, text=True, capture_output=True, check=False)
     assert drained.returncode == 0, drained.stderr
-    assert resumed.until("rollout-0 ") == "rollout-0 was drained and is not started again"
+    assert run.until("rollout-0 ") == "rollout-0 was drained and is not started again"
+    run.until("step ")
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    run.process.send_signal(signal.SIGINT)
+    list(run.lines())
+    assert run.process.wait(timeout=LIMIT_S) == 130
+    assert "--resume continues from step_" in run.seen[-1]
+    assert not psutil.wait_procs(children, timeout=LIMIT_S)[1]
+    assert "never retrieved" not in "\n".join(run.seen) + run.logs()
+    last = [line for line in run.seen if line.startswith("step ")][-1]
+    steps = int(last.removeprefix("step ").partition("/")[0]) + 20
+    resumed = started("--orchestrator.max-steps", str(steps), *flags, "--resume")
     assert resumed.end() == 0, "\n".join(resumed.seen)
     assert resumed.seen[0].startswith("resuming from step_")
-    assert resumed.seen[-1].startswith("run small done: 60 steps")
-    assert json.loads((run.directory / "report.json").read_text())["steps"] == 60
+    assert "rollout-0 serves" in resumed.seen, "a new run has all replicas"
+    assert resumed.seen[-1].startswith(f"run small done: {steps} steps")
+    assert run.report()["steps"] == steps
     logs = {path.name for path in (run.directory / "logs").iterdir()}
     assert logs == {"rollout-0.log", "rollout-1.log", "trainer.log", "orchestrator.log", "weightsync.log"}
 
@@ -236,7 +285,7 @@ async def refusals(peers: dict[str, str], security: SecurityConfig) -> set[str]:
                     f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}",
                 )
                 call = make(f"/{method.containing_service.full_name}/{method.name}")
-                answer = call(*(() if method.client_streaming else (b"",)), timeout=10)
+                answer = call(*(() if method.client_streaming else (b"",)), timeout=LIMIT_S)
                 try:
                     await (answer.read() if method.server_streaming else answer)
                     found.add(f"{method.full_name} was served")
@@ -269,7 +318,7 @@ def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_oper
         (tmp_path / name).write_text(add_token(file, name, role))
     tokens = {name: str(tmp_path / name) for name in ("orchestrator", "trainer", "rollout")}
     run = started(
-        *("--orchestrator.max-steps", "100000", "--orchestrator.checkpoint.every-steps", "20"),
+        *("--orchestrator.max-steps", WITHOUT_END, "--orchestrator.checkpoint.every-steps", "20"),
         *("--orchestrator.evaluation.every-steps", "2", "--orchestrator.evaluation.prompts", "2"),
         *("--security.principals-file", str(file), "--security.token-file", str(tmp_path / "operator")),
         *("--security.service-token-files", json.dumps(tokens)),
@@ -292,22 +341,13 @@ def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_oper
     private = tomllib.loads(Path(settings).read_text())["security"]["dispatcher_token_file"]
     assert Path(private).stat().st_mode & 0o077 == 0
     assert asyncio.run(refusals(peers, SecurityConfig(token_file=private))) == {"ROLE_REQUIRED"}
-    until = time.monotonic() + DEADLINE_S
-    while "OrchestratorService/StopRun" not in {each["method"] for each in refused_to_dispatcher(run.directory)}:
-        assert time.monotonic() < until, "the orchestrator has not written down the call that it refused"
-        time.sleep(0.1)
+    wait_for(lambda: "OrchestratorService/StopRun" in {each["method"] for each in refused_to_dispatcher(run.directory)})
     run.child("orchestrator").kill()
     run.until("orchestrator serves")
     run.until("step ")
-
-    async def stop() -> None:
-        security = SecurityConfig(token_file=tmp_path / "operator")
-        async with OrchestratorClient(peers["orchestrator"], security) as orchestrator:
-            await orchestrator.stop("small", "seen enough")
-
-    asyncio.run(stop())
+    run.stop(SecurityConfig(token_file=tmp_path / "operator"))
     assert run.end() == 0, "\n".join(run.seen)
-    report = json.loads((run.directory / "report.json").read_text())
+    report = run.report()
     assert report["stop_reason"] == "seen enough"
     (setting,) = report["changed_settings"]
     assert (setting["principal"], setting["key"], setting["new"]) == ("operator", "trainer.lr", "1.5e-09")

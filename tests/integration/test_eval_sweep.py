@@ -49,19 +49,21 @@ class Asking:
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Adds one; is wrong about odd numbers every other time; uses a tool that it is offered."""
+    """Adds one; is wrong about odd numbers every other time; uses a tool that it is offered. Answers `most` requests until `open` is set."""
 
     asked: list[str]
     lock = threading.Lock()
-    slow_s = 0.0
+    open: threading.Event
+    most = 0
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         last = body["messages"][-1]
         with self.lock:
             self.asked.append(last["content"])
-            count = self.asked.count(last["content"])
-        time.sleep(self.slow_s)
+            count, late = self.asked.count(last["content"]), len(self.asked) > self.most
+        if late:
+            self.open.wait()
         said: dict[str, object]
         if last["content"] == "Use it.":
             call = {
@@ -89,12 +91,14 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, type[Endpoint]]]:
-    handler = type("Handler", (Endpoint,), {"asked": []})
+    handler = type("Handler", (Endpoint,), {"asked": [], "open": threading.Event()})
+    handler.open.set()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/v1", handler
+    handler.open.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -118,7 +122,7 @@ def test_a_model_behind_an_endpoint_is_evaluated(endpoint, env: str, tmp_path: P
         [{"name": "adds", "environment": f"{env}:Adds"}, {"name": "asks", "environment": f"{env}:Asks", "samples": 1}]
     )
     argv = [each for each in by_endpoint(url, env, tmp_path) if each not in {"--environment", f"{env}:Adds"}]
-    done = subprocess.run([*argv, "--environments", both], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*argv, "--environments", both], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     adds, asks = json.loads((tmp_path / "result.json").read_text())["results"]
     assert (adds["environment"], adds["episodes"], adds["tokens"]) == ("adds", 4 * TASKS, 3 * 4 * TASKS)
@@ -133,7 +137,7 @@ def test_a_model_behind_an_endpoint_is_evaluated(endpoint, env: str, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, env: str, tmp_path: Path) -> None:
     url, _ = endpoint
     both = [
@@ -143,7 +147,7 @@ def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, 
     data = tmp_path / "data/good.jsonl"
     settings = {"url": url, "model": "m", "environments": json.dumps(both), "data": str(data), "keep": "2"}
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    done = subprocess.run([*SLUICE, "synthesize", *words], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*SLUICE, "synthesize", *words], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     sums = [row for row in rows if row["messages"][0]["content"] != "Use it."]
@@ -154,7 +158,7 @@ def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, 
     assert used["tools"][0]["function"]["name"] == "use"
     assert f"{len(rows)} of {3 * TASKS + 8} attempts" in done.stdout
     base, tuned = str(tmp_path / "base"), str(tmp_path / "tuned")
-    subprocess.run([*SLUICE, "init-model", base], check=True, capture_output=True, timeout=100)
+    subprocess.run([*SLUICE, "init-model", base], check=True, capture_output=True, timeout=300)
     learn = [
         *SLUICE,
         "sft",
@@ -169,30 +173,32 @@ def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, 
         "--batch-size",
         "4",
     ]
-    learned = subprocess.run(learn, capture_output=True, text=True, timeout=100, check=False)
+    learned = subprocess.run(learn, capture_output=True, text=True, timeout=300, check=False)
     assert learned.returncode == 0, learned.stdout + learned.stderr
     none = subprocess.run(
-        [*SLUICE, "synthesize", *words, "--threshold", "2"], capture_output=True, text=True, timeout=100, check=False
+        [*SLUICE, "synthesize", *words, "--threshold", "2"], capture_output=True, text=True, timeout=300, check=False
     )
     assert (none.returncode, data.read_text()) == (1, "")
 
 
 def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(endpoint, env: str, tmp_path: Path) -> None:
     url, handler = endpoint
-    handler.slow_s = 0.1
+    handler.most = 4 * TASKS // 2
+    handler.open.clear()
     file = tmp_path / "attempts.jsonl"
     argv = by_endpoint(url, env, tmp_path, "--attempts", str(file), "--concurrency", "2")
     with subprocess.Popen(argv, start_new_session=True, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 4):
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
+    handler.open.set()
     before = file.read_text().splitlines()
     assert 4 <= len(before) < 1 + TASKS, "killed in the middle"
     kept = {json.loads(line)["task"] for line in before[1:]}
     with file.open("a") as torn:
         torn.write('{"task": "11", "sam')
     handler.asked.clear()
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(kept)} tasks were attempted before" in done.stderr
     assert {each.split()[0] for each in handler.asked} == {str(n) for n in range(TASKS)} - kept
@@ -200,18 +206,18 @@ def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(endpoint
     assert (result["episodes"], result["prompts"]) == (4 * TASKS, TASKS)
     assert len(file.read_text().splitlines()) == 1 + TASKS
     handler.asked.clear()
-    again = subprocess.run([*argv, "--samples", "2"], capture_output=True, text=True, timeout=100, check=False)
+    again = subprocess.run([*argv, "--samples", "2"], capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 2
     assert "belongs to another evaluation: samples was 4, is 2" in again.stderr
     assert not handler.asked
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_sweep_evaluates_each_checkpoint_and_draws_them(env: str, tmp_path: Path) -> None:
     for step in (2, 10):
         argv = [*SLUICE, "init-model", str(tmp_path / f"weights/v1.{step}"), "--seed", str(step)]
-        subprocess.run(argv, check=True, capture_output=True, timeout=100)
+        subprocess.run(argv, check=True, capture_output=True, timeout=300)
     settings = {
         "weights-dir": str(tmp_path / "weights"),
         "environment": f"{env}:Adds",
@@ -224,7 +230,7 @@ def test_a_sweep_evaluates_each_checkpoint_and_draws_them(env: str, tmp_path: Pa
         "attempts": str(tmp_path / "attempts.jsonl"),
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    done = subprocess.run([*SLUICE, "eval", *words], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([*SLUICE, "eval", *words], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "sweep.json").read_text())["results"]
     assert [each["checkpoint"] for each in results] == ["v1.2", "v1.10"], "by number, not by name"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,21 +84,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_ranks(programs: RankPrograms, count: int, models: Path, results: Path, *layouts: str) -> Found:
     """Start the ranks, wait for all, and read what rank 0 found."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     logs = [results.with_suffix(f".{rank}.log") for rank in range(count)]
-    arguments = (str(models), str(results), *layouts)
-    ranks = [
-        programs.start("parallel_rank", *arguments, environment=shared | {"RANK": str(rank)}, output=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
+    with programs.group(count, "parallel_rank", str(models), str(results), *layouts, outputs=logs) as ranks:
         codes = [rank.wait(DEADLINE_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
     found: Found = json.loads(results.read_text())
     return found

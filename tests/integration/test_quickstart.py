@@ -9,17 +9,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from supervised import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 SMALL = ("--engine", "transformers", "--steps", "4", "--sft-steps", "30", "--prompts", "8", "--plain")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def quickstart(output_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     argv = [*SLUICE, "quickstart", "--output-dir", str(output_dir), *SMALL, *flags]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=4 * LIMIT_S, check=False)
 
 
 def test_the_quickstart_writes_a_model_a_report_and_every_file_that_it_names(tmp_path: Path) -> None:
@@ -50,8 +51,8 @@ def test_ctrl_c_ends_the_quickstart_and_all_of_its_services(tmp_path: Path) -> N
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-        assert process.wait(timeout=15) == 130, rest
+        assert process.wait(timeout=LIMIT_S) == 130, rest
     assert "stopped after" in rest
     assert len(children) >= 4
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
     assert not alive

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from simulated_clock import SimulatedClock
 from small_models import greedy, recompute, save_model, text_of
 from test_rollout_process import DEADLINE_S, listening, started
 
@@ -24,12 +25,24 @@ pytestmark = pytest.mark.slow
 
 PROMPT = [5, 9, 17]
 TOKENS = 400
+POLL_S = 10.0
+"""In simulated seconds, which pass only while a stopped replica is to be noticed."""
 
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for another process; the test has a deadline."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.005)
+
+
+async def pass_time(
+    pool: ReplicaPool, clock: SimulatedClock, stopped: Replica, condition: Callable[[], object]
+) -> None:
+    """Let time pass until a condition holds; each replica but the stopped one answers a poll meanwhile."""
+    while not condition():
+        heard = {each: each.progress.heard_at for each in pool.replicas if each is not stopped}
+        await clock.advance(POLL_S)
+        await until(lambda heard=heard: all(each.progress.heard_at > before for each, before in heard.items()))
 
 
 async def disturbed(engine: PolicyEngine, end: Callable[[Replica], None]) -> rollout_pb2.GenerateResponse:
@@ -67,6 +80,7 @@ def assert_whole(response: rollout_pb2.GenerateResponse, expected: list[int], lo
         assert sample.text == text_of(token for token in expected if token > 1)
 
 
+@pytest.mark.clock(reason="a real engine must still be sampling when it is stopped or killed")
 async def test_a_generation_survives_a_stopped_and_a_killed_replica(tmp_path: Path) -> None:
     directories = [tmp_path / "one", tmp_path / "two"]
     for each in directories:
@@ -77,25 +91,30 @@ async def test_a_generation_survives_a_stopped_and_a_killed_replica(tmp_path: Pa
         logprobs = recompute(model, PROMPT, expected)
         targets = [target for target, _ in await asyncio.gather(listening(one), listening(two))]
         processes = dict(zip(targets, (one, two), strict=True))
-        config = ReplicasConfig(poll_s=0.02, progress_s=2.0, coalesce_s=0.05)
-        pool = ReplicaPool(targets, SecurityConfig(), config, lambda _: None)
+        config, clock = ReplicasConfig(poll_s=POLL_S, progress_s=60.0), SimulatedClock()
+        pool = ReplicaPool(targets, SecurityConfig(), config, lambda _: None, clock=clock)
         engine = PolicyEngine(pool, "test", DEADLINE_S)
         polling = asyncio.create_task(pool.run())
+        noticing: dict[Replica, asyncio.Task[None]] = {}
         try:
             await until(lambda: sum(not each.why_not() for each in pool.replicas) == 2)
 
             def stop(replica: Replica) -> None:
                 os.kill(processes[replica.target].pid, signal.SIGSTOP)
+                noticing[replica] = asyncio.create_task(pass_time(pool, clock, replica, lambda: replica.loss))
 
             assert_whole(await disturbed(engine, stop), expected, logprobs)
+            ((stopped, noticed),) = noticing.items()
+            await noticed
             assert (pool.counts["evicted_silent"], pool.counts["continued"]) == (1, 4)
-            stopped = next(each for each in pool.replicas if each.loss)
             processes[stopped.target].send_signal(signal.SIGCONT)
-            await until(lambda: not stopped.why_not())
+            await pass_time(pool, clock, stopped, lambda: not stopped.why_not())
 
             assert_whole(await disturbed(engine, lambda replica: processes[replica.target].kill()), expected, logprobs)
             assert (pool.counts["evicted_dead"], pool.counts["continued"]) == (1, 8)
             assert pool.counts["tokens_kept"] > 0
         finally:
-            polling.cancel()
-            await asyncio.wait({polling})
+            tasks = {polling, *noticing.values()}
+            for each in tasks:
+                each.cancel()
+            await asyncio.wait(tasks)

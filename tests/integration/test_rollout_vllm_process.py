@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from small_models import CONTEXT, greedy, save_model
 from weightsync_stack import RUN, Stack, running_stack
 
-from benchmarks.children import free_port, service
+from benchmarks.children import service
 from sluice.client import RolloutClient
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
@@ -41,7 +41,7 @@ kv_cache_bytes = 33554432
 [rollout.engine_args]
 max_model_len = {context}
 [rollout.server]
-port = {port}
+host = "{target}"
 http_port = 0
 """
 
@@ -78,13 +78,12 @@ class Running:
 @pytest.fixture
 async def running(tmp_path: Path) -> AsyncIterator[Running]:
     model = save_model(tmp_path / "base", 1)
-    port = free_port()
-    target = f"127.0.0.1:{port}"
+    target = f"unix:{tmp_path}/socket"
     async with running_stack(tmp_path / "outputs", model=str(model)) as sync:
         settings = tmp_path / "rollout.toml"
         settings.write_text(
             SETTINGS.format(
-                run=RUN, model=model, weightsync=sync.target, stage=tmp_path / "stage", context=CONTEXT, port=port
+                run=RUN, model=model, weightsync=sync.target, stage=tmp_path / "stage", context=CONTEXT, target=target
             )
         )
         async with (
@@ -148,22 +147,28 @@ async def _a_drain_hands_requests_over(running: Running) -> None:
 
 
 async def _spans_of_a_request_with_an_update_on_its_way(running: Running, second: Path) -> list[tuple[int, Version]]:
+    """Pause a request in the middle, since the model is fast, let the version come, and return what sampled its tokens."""
     spans: list[tuple[int, Version]] = []
-    publishing: asyncio.Task[Version] | None = None
     pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="test")
-    pause.ttl.FromSeconds(120)
-    async for message in running.client.stream(PROMPT, LONG, run=f"runs/{RUN}"):
-        if not message.chunk.deltas:
-            continue
-        if publishing is None:  # the model is too fast: let the version come in the middle
-            await running.client._admin.Pause(pause, timeout=30)
-            publishing = asyncio.create_task(running.publish(second, 1))
-            await running.until(rollout_pb2.REPLICA_STATE_PAUSED, await publishing)
-            await running.client._admin.Resume(rollout_pb2.ResumeRequest(owner="test"), timeout=30)
-        for span in message.chunk.deltas[0].tokens.version_spans:
-            version = Version.from_proto(span.policy_version)
-            if not spans or spans[-1][1] != version:
-                spans.append((span.start, version))
+    pause.ttl.FromSeconds(3600)
+    publishing = False
+    while not publishing:  # again, if the request ends before the pause
+        spans, paused = [], False
+        async for message in running.client.stream(PROMPT, LONG, run=f"runs/{RUN}"):
+            if not message.chunk.deltas:
+                continue
+            if not paused:
+                paused = True
+                await running.client._admin.Pause(pause, timeout=DEADLINE_S)
+                status = await running.client.status()
+                publishing = status.running + status.queued > 0
+                if publishing:
+                    await running.until(rollout_pb2.REPLICA_STATE_PAUSED, await running.publish(second, 1))
+                await running.client._admin.Resume(rollout_pb2.ResumeRequest(owner="test"), timeout=DEADLINE_S)
+            for span in message.chunk.deltas[0].tokens.version_spans:
+                version = Version.from_proto(span.policy_version)
+                if not spans or spans[-1][1] != version:
+                    spans.append((span.start, version))
     return spans
 
 

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 @asynccontextmanager
 async def one_process(programs: Programs) -> AsyncIterator[tuple[Trainer, TrainerClient]]:
     """A trainer of the same model, in this process, as a run of its own."""
-    target = f"127.0.0.1:{programs.ports['weightsync']}"
+    target = programs.addresses["weightsync"]
     common = CommonConfig(
         run=ALONE,
         output_dir=programs.directory / "outputs",

@@ -13,7 +13,10 @@ import pytest
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.cli.main import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ENDS_S = 300
+"""Seconds for three processes to save and end."""
 
 OWN_LOOP = Path(__file__).parents[2] / "examples/own_loop"
 
@@ -42,7 +45,7 @@ def test_a_loop_trains_against_the_services_that_one_command_starts(tmp_path: Pa
             asyncio.run(loop.main(address[1]))
         finally:
             process.send_signal(signal.SIGINT)
-            rest = process.communicate(timeout=60)[0]
+            rest = process.communicate(timeout=ENDS_S)[0]
     assert process.returncode == 130, rest
     assert re.search(r"stopped after .* trainings are saved in ", rest)
     assert re.search(r"held out, after: \d\.\d+", capsys.readouterr().out)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from held_ports import held_ports
 from safetensors.torch import load_file
 from weightsync_stack import RESOURCE, RUN, EngineDouble, equal_bits, eventually, following
 
@@ -26,17 +26,30 @@ from weightsync.receive.shared_area import remove_stale
 from weightsync.receiver import ReceiverOptions, WeightReceiver
 from weightsync.staged import ApplyReport, StagedVersion
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MEGABYTES = 48
 
+LIMIT_S = 300.0
+"""Limit of what takes a process some seconds: it imports PyTorch."""
+
 PUSHER = """
-import asyncio, sys
+import asyncio, sys, threading
 import torch
+import weightsync.publish.push
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import BASE, Version
 from weightsync.publisher import WeightPublisher
+
+make = weightsync.publish.push.push_request
+
+def make_some(offset, views):
+    if offset > 2 << 20:
+        threading.Event().wait()  # until this process is killed
+    return make(offset, views)
+
+weightsync.publish.push.push_request = make_some
 
 async def main():
     async with connect(sys.argv[1], SecurityConfig()) as channel:
@@ -81,11 +94,8 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 class Service:
     """The program, always on the same port and directory."""
 
-    def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self.target = f"127.0.0.1:{self.port}"
+    def __init__(self, directory: Path, port: int) -> None:
+        self.target = f"127.0.0.1:{port}"
         self.directory = directory / "outputs" / RUN / "weights"
         self.file = directory / "run.toml"
         self.log = directory / "weightsync.log"
@@ -93,7 +103,7 @@ class Service:
             run = "{RUN}"
             output_dir = "{directory / "outputs"}"
             [weightsync]
-            server = {{ port = {self.port}, drain_s = 0 }}
+            server = {{ port = {port}, drain_s = 0 }}
             min_free_bytes = 0
             """)
 
@@ -101,7 +111,7 @@ class Service:
     async def running(self) -> AsyncIterator[asyncio.subprocess.Process]:
         code = "from sluice.cli.main import main; raise SystemExit(main())"
         async with program("-c", code, "weightsync", "@", str(self.file), log=self.log) as process:
-            async with connect(self.target, SecurityConfig()) as channel, asyncio.timeout(60):
+            async with connect(self.target, SecurityConfig()) as channel, asyncio.timeout(LIMIT_S):
                 await channel.channel_ready()
             yield process
 
@@ -111,7 +121,7 @@ class Service:
     async def visible(self) -> list[Version]:
         async with connect(self.target, SecurityConfig()) as channel:
             stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
-            response = await stub.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
+            response = await stub.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=LIMIT_S)
         return [Version.from_proto(manifest.version) for manifest in response.versions]
 
 
@@ -162,19 +172,20 @@ async def receiving(service: Service, stage_dir: Path, engine: Engine) -> AsyncI
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Service:
-    return Service(tmp_path)
+def service(tmp_path: Path) -> Iterator[Service]:
+    with held_ports(1) as (port,):
+        yield Service(tmp_path, port)
 
 
 async def test_a_trainer_killed_while_it_pushes_leaves_the_old_version(service: Service, tmp_path: Path) -> None:
     async with service.running(), publishing(service) as publisher:
-        await publisher.update(Version(1, 1), weights(1), deadline_s=60)
+        await publisher.update(Version(1, 1), weights(1), deadline_s=LIMIT_S)
         async with program("-c", PUSHER, service.target, RUN, str(MEGABYTES), log=tmp_path / "pusher.log") as pusher:
-            await eventually(lambda: service.incoming_bytes() > 1 << 20, 60)
+            await eventually(lambda: service.incoming_bytes() > 1 << 20, LIMIT_S)
             pusher.kill()
             await pusher.wait()
         assert await service.visible() == [Version(1, 1)]
-        await publisher.update(Version(1, 2), weights(2), deadline_s=60)
+        await publisher.update(Version(1, 2), weights(2), deadline_s=LIMIT_S)
         assert await service.visible() == [Version(1, 2), Version(1, 1)]
         assert equal_bits(load_file(service.directory / "v1.2" / "model.safetensors"), weights(2))
 
@@ -182,10 +193,10 @@ async def test_a_trainer_killed_while_it_pushes_leaves_the_old_version(service: 
 async def test_a_service_killed_during_a_push_takes_the_same_push_after_its_restart(service: Service) -> None:
     async with service.running() as first:
         async with publishing(service) as publisher:
-            await publisher.update(Version(1, 1), weights(1), deadline_s=60)
+            await publisher.update(Version(1, 1), weights(1), deadline_s=LIMIT_S)
         async with publishing(service, chunk_bytes=4096) as publisher:
-            push = asyncio.create_task(publisher.update(Version(1, 2), weights(2), deadline_s=120))
-            await eventually(lambda: service.incoming_bytes() > 1 << 20, 60)
+            push = asyncio.create_task(publisher.update(Version(1, 2), weights(2), deadline_s=LIMIT_S))
+            await eventually(lambda: service.incoming_bytes() > 1 << 20, LIMIT_S)
             first.kill()
             await first.wait()
             assert not push.done()
@@ -207,14 +218,14 @@ async def test_a_service_killed_during_a_pull_gives_the_rest_after_its_restart(
 
     async with service.running() as first:
         async with publishing(service) as publisher:
-            await publisher.update(Version(1, 1), weights(1), deadline_s=60)
+            await publisher.update(Version(1, 1), weights(1), deadline_s=LIMIT_S)
         async with receiving(service, stage_dir, engine):
-            await eventually(lambda: staging_bytes() > 0, 60)
+            await eventually(lambda: staging_bytes() > 0, LIMIT_S)
             first.kill()
             await first.wait()
             assert engine.version == BASE
             async with service.running():
-                await eventually(lambda: engine.version == Version(1, 1), 60)
+                await eventually(lambda: engine.version == Version(1, 1), LIMIT_S)
     assert equal_bits(engine.tensors, weights(1))
 
 
@@ -222,26 +233,26 @@ async def test_a_replica_without_a_service_serves_on_and_catches_up(service: Ser
     engine = Engine()
     async with service.running() as first, receiving(service, tmp_path / "shm", engine) as receiver:
         async with publishing(service) as publisher:
-            await publisher.update(Version(1, 1), weights(1), deadline_s=60)
-            await eventually(lambda: engine.version == Version(1, 1), 60)
+            await publisher.update(Version(1, 1), weights(1), deadline_s=LIMIT_S)
+            await eventually(lambda: engine.version == Version(1, 1), LIMIT_S)
         first.kill()
         await first.wait()
-        await eventually(lambda: not receiver.status().connected, 60)
+        await eventually(lambda: not receiver.status().connected, LIMIT_S)
         assert receiver.status().serving == Version(1, 1)
         async with service.running(), publishing(service) as publisher:
-            await publisher.update(Version(2, 0), weights(2), deadline_s=60)
-            await eventually(lambda: engine.version == Version(2, 0), 60)
+            await publisher.update(Version(2, 0), weights(2), deadline_s=LIMIT_S)
+            await eventually(lambda: engine.version == Version(2, 0), LIMIT_S)
     assert equal_bits(engine.tensors, weights(2))
 
 
 async def test_what_a_killed_replica_had_staged_is_removed(service: Service, tmp_path: Path) -> None:
     stage_dir = tmp_path / "shm"
     async with service.running(), publishing(service) as publisher:
-        await publisher.update(Version(1, 1), weights(1), deadline_s=60)
+        await publisher.update(Version(1, 1), weights(1), deadline_s=LIMIT_S)
         arguments = ("-c", RECEIVER, service.target, RUN, str(stage_dir))
         async with program(*arguments, log=tmp_path / "receiver.log") as replica:
             assert replica.stdout is not None
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 assert await replica.stdout.readline() == b"staged\n"
             assert remove_stale(stage_dir) == []
             replica.kill()
@@ -253,5 +264,5 @@ async def test_what_a_killed_replica_had_staged_is_removed(service: Service, tmp
 async def test_the_service_ends_when_it_is_told_to(service: Service) -> None:
     async with service.running() as process:
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             assert await process.wait() == 0

@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_programs import Rank, RankPrograms
+from rank_programs import RankPrograms
 from safetensors.torch import load_file
 from trainer_rank import VERSIONS, whole_state
 from weightsync_stack import RESOURCE, Stack, equal_bits, eventually, running_stack
 
-from benchmarks.children import free_port
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 150.0
-
-
-@contextlib.asynccontextmanager
-async def ranks(programs: RankPrograms, count: int, *arguments: str) -> AsyncIterator[list[Rank]]:
-    port = str(free_port())
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        programs.start("trainer_rank", *arguments, environment=shared | {"RANK": str(rank)}) for rank in range(count)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            await asyncio.to_thread(process.wait, 10)
+DEADLINE_S = 280.0
 
 
 async def published(
     programs: RankPrograms, stack: Stack, tmp_path: Path, layout: str, *, count: int, scenario: str
 ) -> list[list[dict[str, Any]]]:
     """What each rank noted; one that was killed noted nothing."""
-    async with ranks(programs, count, layout, stack.target, str(tmp_path), scenario) as processes:
+    with programs.group(count, "trainer_rank", layout, stack.target, str(tmp_path), scenario) as processes:
         await asyncio.gather(*(asyncio.to_thread(process.wait, DEADLINE_S) for process in processes))
     notes = [tmp_path / f"{rank}.json" for rank in range(count)]
     return [json.loads(path.read_text()) if path.exists() else [] for path in notes]

@@ -1,4 +1,4 @@
-"""Environments that fail in every way that the tests of their processes need. What an answer says is what they do."""
+"""Environments that fail in every way that the tests of their processes need. What an answer says is what they do, and print first."""
 
 import asyncio
 import ctypes
@@ -21,10 +21,15 @@ def loop():
         pass
 
 
+def stay():
+    """Say that the memory is taken, and keep it."""
+    print("has the memory")
+    time.sleep(3600)
+
+
 def hog():
-    kept = []
-    while True:
-        kept.append(bytearray(1 << 22))
+    _kept = filled(bytearray(300 << 20))
+    stay()
 
 
 def filled(memory):
@@ -33,22 +38,26 @@ def filled(memory):
 
 
 def hog_shared_memory():
-    kept = []
-    while True:
-        kept.append(filled(mmap.mmap(-1, 1 << 25)))
+    _kept = filled(mmap.mmap(-1, 300 << 20))
+    stay()
 
 
 def share_with_forks():
-    """Have 50 MiB of one's own and 50 MiB of shared memory beside three forks for two looks at the memory."""
+    """Have 50 MiB of one's own and 50 MiB of shared memory beside three forks, until a signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     _own, _shared = filled(bytearray(50 << 20)), filled(mmap.mmap(-1, 50 << 20))
-    forks = []
+    forks, (ready, says_ready) = [], os.pipe()
     for _ in range(3):
         if not (fork := os.fork()):
             for place in range(0, len(_own), 1 << 12):
                 _ = _own[place], _shared[place]  # read, so that its pages are mapped here too
+            os.write(says_ready, b"x")
             time.sleep(3600)
         forks.append(fork)
-    time.sleep(0.6)
+    for _ in forks:
+        os.read(ready, 1)
+    print("shares the memory")
+    signal.sigwait({signal.SIGUSR1})
     for fork in forks:
         os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
@@ -130,7 +139,9 @@ DEEDS = {
 
 
 def act(word):
-    """Do what a word says; return a number that tells what was found, else the length of the word."""
+    """Do what a word says, and print that before; return a number that tells what was found, else the length of the word."""
+    if word in DEEDS:
+        print(f"does {word}")
     found = DEEDS[word]() if word in DEEDS else None
     return float(len(word)) if found is None else found
 
@@ -204,7 +215,7 @@ class Letters:
 
 
 class Coroutines:
-    """Both kinds at once, as coroutines: `score` waits until two calls are under way, `messages` for ever."""
+    """Both kinds at once, as coroutines: `score` waits until two calls are under way, `messages` for ever if it does nothing else."""
 
     name = "coroutines"
 
@@ -218,6 +229,8 @@ class Coroutines:
     async def messages(self, task):
         if task.data["do"] == "loop":
             act("loop")
+        if task.data["do"] == "cancel itself":
+            raise asyncio.CancelledError("by a library")
         await asyncio.Event().wait()
 
     async def score(self, task, completion):
@@ -277,7 +290,7 @@ class HogsAtStart(Single):
 
 class HangsAtStart(Single):
     def __init__(self):
-        time.sleep(3600)
+        act("sleep")
 
 
 class DiesAgain(Single):

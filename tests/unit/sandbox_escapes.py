@@ -49,3 +49,9 @@ ESCAPES = {
     "recurse without end": "import sys; sys.setrecursionlimit(1 << 30)\ndef f(): f()\nf()\nprint('ESCAPED')",
     "crash the interpreter": "import ctypes; ctypes.string_at(0); print('ESCAPED')",
 }
+
+WAITING = {"wait without end", "start threads without end"}
+"""Those that only the limit of wall time ends."""
+
+COMPUTING = {"compute without end", "wait without end and ignore signals"}
+"""Those that only the limit of CPU time ends."""

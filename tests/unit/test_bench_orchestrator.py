@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 
 import pytest
+from simulated_clock import SimulatedClock
 
 from benchmarks.orchestrator import Level, Measured, quantile, table
 from sluice.telemetry import LoopLag
@@ -29,16 +29,17 @@ def test_the_latency_is_what_keeps_so_many_in_flight() -> None:
 
 
 def test_a_loop_that_stands_still_has_missed_all_the_looks_in_between() -> None:
-    lags = asyncio.run(_lags_of_a_loop_that_stands_still_for(0.2))
-    assert lags >= 0.15
+    lag = asyncio.run(_lag_of_a_loop_that_stands_still_for(0.2))
+    assert lag == pytest.approx(0.15), "the look that was due after 0.05 s"
 
 
-async def _lags_of_a_loop_that_stands_still_for(seconds: float) -> float:
-    lag = LoopLag()
+async def _lag_of_a_loop_that_stands_still_for(seconds: float) -> float:
+    clock = SimulatedClock()
+    lag = LoopLag(clock)
     looking = asyncio.create_task(lag.run())
-    await asyncio.sleep(0.001)
-    time.sleep(seconds)  # noqa: ASYNC251 - the fault that is looked for
-    await asyncio.sleep(0.05)
+    await clock.advance(0.0)  # it waits for its first look
+    clock.now += seconds
+    await clock.advance(0.0)
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await looking

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import pytest_asyncio
 import structlog
+from simulated_clock import SimulatedClock
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError
 from sluice.environments.base import Task
 from sluice.environments.config import EnvironmentProcessesConfig
@@ -26,23 +30,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FILE = Path(__file__).parent / "misbehaving_environment.py"
 TASK = Task("only", {"do": ""})
-LONG_S = 60.0
-"""A limit that no call reaches unless it hangs."""
-
-SHORT_S = 1.0
-"""A limit that a call reaches which hangs, after it has started processes."""
-
-VERY_SHORT_S = 0.25
-"""A limit under which no call is to end well: those that must have `LONG_S`, for the other kind of call."""
+LIMIT_S = 300.0
+"""Limit of calls and starts. The machine's clock never gets there; the tests of limits have a clock of their own."""
 
 MEMORY_MIB = 150
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
 
-def pool(name: str, *, arguments=MappingProxyType({}), start_s: float = LONG_S, **settings) -> EnvironmentProcesses:
-    config = EnvironmentProcessesConfig(**{"call_s": LONG_S, "score_s": LONG_S, **settings})
-    return EnvironmentProcesses(f"{FILE}:{name}", dict(arguments), config, (start_s, "start_s"))
+def pool(name: str, *, arguments=MappingProxyType({}), clock: Clock = CLOCK, **settings) -> EnvironmentProcesses:
+    config = EnvironmentProcessesConfig(**{"call_s": LIMIT_S, "score_s": LIMIT_S, **settings})
+    return EnvironmentProcesses(f"{FILE}:{name}", dict(arguments), config, (LIMIT_S, "start_s"), clock=clock)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -51,12 +49,33 @@ async def single() -> AsyncIterator[EnvironmentProcesses]:
         yield environment
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def hasty() -> AsyncIterator[EnvironmentProcesses]:
-    """Gives up messages after a moment, and completions at once that it cannot score."""
-    limits = {"call_s": VERY_SHORT_S, "score_retries": 0, "memory_mib": MEMORY_MIB, "max_restarts": 1000}
-    async with pool("Single", count=1, **limits) as environment:
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def timed(clock: SimulatedClock) -> AsyncIterator[EnvironmentProcesses]:
+    """Has the test's clock, and gives up completions at once that it cannot score."""
+    async with pool("Single", count=1, score_retries=0, memory_mib=MEMORY_MIB, clock=clock) as environment:
         yield environment
+
+
+async def late(clock: SimulatedClock, call: asyncio.Future[Any]) -> None:
+    """Let a call be late, and time pass until its process has ended."""
+    await clock.advance(LIMIT_S)
+    await clock.until(call.done, step_s=0.1)
+
+
+@pytest.fixture
+def logs() -> Iterator[list[Any]]:
+    with structlog.testing.capture_logs() as found:
+        yield found
+
+
+def printed(logs: list[Any], text: str = "") -> list[str]:
+    """Return the lines of the environment that have a text in them."""
+    return [entry["text"] for entry in logs if entry["event"] == "environment prints" and text in entry["text"]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -87,9 +106,7 @@ def processes_with(mark: str) -> list[str]:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not condition():  # noqa: ASYNC110 - processes that are not ours announce nothing
-            await asyncio.sleep(0.02)
+    await SimulatedClock().until(condition)
 
 
 async def test_tasks_come_page_by_page_with_their_data(single) -> None:
@@ -128,44 +145,55 @@ async def test_a_completion_that_cannot_be_scored_is_missing_and_spoils_no_other
 
 @linux_only
 @pytest.mark.parametrize("word", ["hog", "hog shared memory"])
-async def test_a_process_that_needs_too_much_memory_is_killed(hasty, word) -> None:
-    before = hasty.failures.copy()
-    assert await hasty.score(TASK, [word]) == [None]
-    assert hasty.failures - before == {Reason.MEMORY: 1, "missing": 1}
-    assert await hasty.score(TASK, ["a"]) == [1.0]
+async def test_a_process_that_needs_too_much_memory_is_killed(timed, clock, logs, word) -> None:
+    scoring = asyncio.create_task(timed.score(TASK, [word]))
+    await until(lambda: printed(logs, "has the memory"))
+    assert not scoring.done()
+    await clock.advance(1.0)  # to the next look at the memory
+    assert await scoring == [None]
+    assert timed.failures == {Reason.MEMORY: 1, "missing": 1}
+    assert await timed.score(TASK, ["a"]) == [1.0]
 
 
 @linux_only
-async def test_memory_that_processes_share_counts_once(hasty) -> None:
-    assert await hasty.score(TASK, ["share with forks"]) == [16.0], "it and its forks have 100 MiB of 150"
+async def test_memory_that_processes_share_counts_once(timed, clock, logs) -> None:
+    (process,) = await timed.score(TASK, ["pid"])
+    sharing = asyncio.create_task(timed.score(TASK, ["share with forks"]))
+    await until(lambda: printed(logs, "shares the memory"))
+    waits = clock.waits
+    for _ in range(2):
+        await clock.advance(1.0)
+        await until(lambda: clock.waits == waits)  # the look at the memory, in a thread, is over
+    os.kill(int(process), signal.SIGUSR1)
+    assert await sharing == [16.0], "it and its forks have 100 MiB of 150"
 
 
-async def test_calls_that_hang_cost_their_own_process_whether_they_hold_the_gil_or_not() -> None:
-    async with pool("Single", count=4, call_s=VERY_SHORT_S) as environment:
+async def test_calls_that_hang_cost_their_own_process_whether_they_hold_the_gil_or_not(clock, logs) -> None:
+    call_s = 3600.0  # more than the steps below take
+    async with pool("Single", count=4, call_s=call_s, clock=clock) as environment:
         hanging = [Task("t", {"do": word}) for word in ("loop", "regex", "hold the GIL", "sleep")]
         calls = [*map(environment.messages, hanging), environment.score(TASK, ["a"])]
-        *hung, rewards = await asyncio.gather(*calls, return_exceptions=True)
+        outcomes = asyncio.gather(*calls, return_exceptions=True)
+        await clock.until(lambda: len(printed(logs, "does")) == 4, step_s=0.05)  # until each has its process
+        await clock.advance(call_s)
+        *hung, rewards = await outcomes
         assert [each.reason for each in hung] == [Reason.HUNG] * 4
         assert rewards == [1.0]
         assert environment.failures == {Reason.HUNG: 4}
 
 
-async def test_the_loop_goes_on_while_a_process_hangs_and_its_end_prints_where(hasty) -> None:
-    ticks = 0
-    with structlog.testing.capture_logs() as logs:
-        hanging = asyncio.create_task(hasty.messages(Task("poison", {"do": "regex"})))
-        while not hanging.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        with pytest.raises(
-            EnvironmentFailedError, match=r"messages of task poison did not end within 0.25 s .*call_s"
-        ) as hung:
-            await hanging
+async def test_the_loop_goes_on_while_a_process_hangs_and_its_end_prints_where(timed, clock, logs) -> None:
+    hanging = asyncio.create_task(timed.messages(Task("poison", {"do": "regex"})))
+    await until(lambda: printed(logs, "does regex"))
+    assert not hanging.done()
+    await clock.advance(LIMIT_S)
+    with pytest.raises(
+        EnvironmentFailedError, match=r"messages of task poison did not end within 300 s .*call_s"
+    ) as hung:
+        await hanging
     assert (hung.value.reason, hung.value.task_id, hung.value.culprit) == (Reason.HUNG, "poison", True)
-    assert ticks > 3
-    printed = "\n".join(entry.get("text", "") for entry in logs)
-    assert "misbehaving_environment.py" in printed
-    assert "in act" in printed
+    assert printed(logs, "misbehaving_environment.py")
+    assert printed(logs, "in act")
 
 
 async def test_an_error_carries_its_type_its_message_and_the_lines_of_the_environment_alone(single) -> None:
@@ -192,12 +220,12 @@ async def test_what_is_not_plain_data_is_an_error_that_says_where(single, word, 
     assert await single.score(TASK, ["a"]) == [1.0]
 
 
-async def test_a_task_that_is_not_plain_data_fails_its_call_and_harms_no_process(hasty) -> None:
-    (process,) = await hasty.score(TASK, ["pid"])
+async def test_a_task_that_is_not_plain_data_fails_its_call_and_harms_no_process(timed, clock) -> None:
+    (process,) = await timed.score(TASK, ["pid"])
     with pytest.raises(EnvironmentFailedError, match=r"cannot be called: arguments.task.data.do is of type object"):
-        await hasty.messages(Task("t", {"do": object()}))
-    await asyncio.sleep(1.2 * VERY_SHORT_S)  # no time limit runs on for it
-    assert await hasty.score(TASK, ["pid"]) == [process]
+        await timed.messages(Task("t", {"do": object()}))
+    await clock.advance(2 * LIMIT_S)  # no time limit runs on for it
+    assert await timed.score(TASK, ["pid"]) == [process]
 
 
 async def test_a_process_that_is_about_to_end_gets_no_call_and_blames_none() -> None:
@@ -229,19 +257,35 @@ async def test_tasks_that_cannot_be_listed_are_a_wrong_setting(single, split, me
     [
         ("RaisesAtStart", r"cannot be constructed: LookupError: no server takes \*\*\*"),
         ("ExitsAtStart", "ended with exit code 7 while the environment was .*printed: cannot go on"),
-        pytest.param(
-            "HogsAtStart", rf"more than {MEMORY_MIB} .*memory_mib.* while the environment was", marks=linux_only
-        ),
-        ("HangsAtStart", "was not imported and constructed within 0.25 s"),
         ("Nothing", "has no 'Nothing'; it defines"),
     ],
 )
-async def test_an_environment_that_cannot_start_is_a_wrong_setting(name, message) -> None:
+async def test_an_environment_that_cannot_start_is_a_wrong_setting(clock, name, message) -> None:
     arguments = {"key": "sk-do-not-print"} if name == "RaisesAtStart" else {}
-    start_s = VERY_SHORT_S if name == "HangsAtStart" else LONG_S
     with pytest.raises(ConfigError, match=message):
-        async with pool(name, arguments=arguments, start_s=start_s, memory_mib=MEMORY_MIB):
+        async with pool(name, arguments=arguments, clock=clock):
             pass
+
+
+@pytest.mark.parametrize(
+    ("name", "sign", "after_s", "message"),
+    [
+        pytest.param(
+            *("HogsAtStart", "has the memory", 1.0),
+            rf"more than {MEMORY_MIB} .*memory_mib.* while the environment was",
+            marks=linux_only,
+        ),
+        ("HangsAtStart", "does sleep", LIMIT_S, "was not imported and constructed within 300 s"),
+    ],
+)
+async def test_an_environment_whose_start_has_no_end_is_a_wrong_setting(  # noqa: PLR0917 - parameters of the test
+    clock, logs, name, sign, after_s, message
+) -> None:
+    starting = asyncio.create_task(pool(name, memory_mib=MEMORY_MIB, clock=clock).__aenter__())
+    await until(lambda: printed(logs, sign))
+    await clock.advance(after_s)
+    with pytest.raises(ConfigError, match=message):
+        await starting
 
 
 async def test_processes_that_only_die_are_given_up(tmp_path) -> None:
@@ -253,32 +297,36 @@ async def test_processes_that_only_die_are_given_up(tmp_path) -> None:
         assert (given_up.value.reason, given_up.value.culprit) == (Reason.GIVEN_UP, False)
 
 
-async def test_a_flood_of_output_is_bounded_in_the_log_and_blocks_nothing(single) -> None:
-    with structlog.testing.capture_logs() as logs:
-        assert await single.score(TASK, ["flood", "a"]) == [5.0, 1.0]
-        await until(lambda: any("were left out" in entry.get("text", "") for entry in logs) or len(logs) > 100)
-    printed = [entry for entry in logs if entry["event"] == "environment prints"]
-    assert 0 < len(printed) < 1000
+async def test_a_flood_of_output_is_bounded_in_the_log_and_blocks_nothing(clock, logs) -> None:
+    async with pool("Single", count=1, log_lines_per_minute=600, clock=clock) as environment:
+        assert await environment.score(TASK, ["flood", "a"]) == [5.0, 1.0]
+    *passed, last = printed(logs)  # up to the end of the process, in no time of the clock
+    assert passed == ["does flood", *["x" * 80] * 99], "those of ten seconds"
+    assert last.startswith("(99901 lines were left out")
 
 
 @linux_only
-@pytest.mark.parametrize("word", ["fork bomb", "spawn"])
-async def test_a_killed_process_takes_along_what_it_started(hasty, word) -> None:
-    (group,) = await hasty.score(TASK, ["pid"])
-    assert of_group(int(group))
+@pytest.mark.parametrize(("word", "processes"), [("fork bomb", 32), ("spawn", 2)])
+async def test_a_killed_process_takes_along_what_it_started(timed, clock, word, processes) -> None:
+    (group,) = await timed.score(TASK, ["pid"])
+    hanging = asyncio.create_task(timed.messages(Task("t", {"do": word})))
+    await until(lambda: len(of_group(int(group))) == processes)
+    await late(clock, hanging)
     with pytest.raises(EnvironmentFailedError, match="did not end"):
-        await hasty.messages(Task("t", {"do": word}))
+        await hanging
     await until(lambda: not of_group(int(group)))
 
 
 @linux_only
-async def test_a_process_that_hangs_takes_along_what_it_started_in_another_session(hasty) -> None:
-    (parent,) = await hasty.score(TASK, ["pid"])
-    assert await hasty.score(TASK, ["start in a session without variables"]) == [36.0]
+async def test_a_process_that_hangs_takes_along_what_it_started_in_another_session(timed, clock) -> None:
+    (parent,) = await timed.score(TASK, ["pid"])
+    assert await timed.score(TASK, ["start in a session without variables"]) == [36.0]
     mark = f"of-{parent:.0f}"
     await until(lambda: processes_with(mark))
+    hanging = asyncio.create_task(timed.messages(Task("t", {"do": "sleep"})))
+    await late(clock, hanging)
     with pytest.raises(EnvironmentFailedError, match="did not end"):
-        await hasty.messages(Task("t", {"do": "sleep"}))
+        await hanging
     await until(lambda: not processes_with(mark))
 
 
@@ -296,21 +344,21 @@ async def test_a_daemon_ends_with_the_process_that_started_it_or_at_the_end_of_t
 
 
 @linux_only
-async def test_a_kill_that_the_end_of_the_run_cuts_off_leaves_nothing() -> None:
-    async with asyncio.timeout(LONG_S):
-        environment = await pool("Single", count=1, call_s=SHORT_S).__aenter__()
-        (parent,) = await environment.score(TASK, ["pid"])
-        hanging = asyncio.create_task(environment.messages(Task("t", {"do": "spawn in a session"})))
-        mark = f"of-{parent:.0f}"
-        await until(lambda: processes_with(mark))
-        (worker,) = environment._lives
-        await worker.ended.wait()  # and is about to be killed
-        ending = asyncio.create_task(environment.__aexit__())
-        await asyncio.sleep(0)
-        ending.cancel()
-        hanging.cancel()
-        await asyncio.gather(ending, hanging, return_exceptions=True)
-        await until(lambda: not processes_with(mark) and not of_group(int(parent)))
+async def test_a_kill_that_the_end_of_the_run_cuts_off_leaves_nothing(clock) -> None:
+    environment = await pool("Single", count=1, clock=clock).__aenter__()
+    (parent,) = await environment.score(TASK, ["pid"])
+    hanging = asyncio.create_task(environment.messages(Task("t", {"do": "spawn in a session"})))
+    mark = f"of-{parent:.0f}"
+    await until(lambda: processes_with(mark))
+    (worker,) = environment._lives
+    limit = asyncio.create_task(clock.advance(LIMIT_S))
+    await worker.ended.wait()  # and is about to be killed
+    ending = asyncio.create_task(environment.__aexit__())
+    await asyncio.sleep(0)
+    ending.cancel()
+    hanging.cancel()
+    await asyncio.gather(ending, hanging, limit, return_exceptions=True)
+    await until(lambda: not processes_with(mark) and not of_group(int(parent)))
 
 
 async def test_a_fork_that_comes_back_answers_once(single) -> None:
@@ -332,12 +380,14 @@ async def test_more_processes_are_started_while_calls_wait() -> None:
         hanging.cancel()
 
 
-async def test_a_call_whose_caller_left_still_ends_its_process_when_it_hangs(hasty) -> None:
-    hanging = asyncio.create_task(hasty.messages(Task("t", {"do": "loop"})))
+async def test_a_call_whose_caller_left_still_ends_its_process_when_it_hangs(timed, clock) -> None:
+    hanging = asyncio.create_task(timed.messages(Task("t", {"do": "loop"})))
     await asyncio.sleep(0)  # it is sent
     hanging.cancel()
-    async with asyncio.timeout(LONG_S):
-        assert await hasty.score(TASK, ["a"]) == [1.0]
+    scoring = asyncio.create_task(timed.score(TASK, ["a"]))
+    await clock.advance(LIMIT_S)
+    assert await scoring == [1.0]
+    assert timed.processes_ended == {Reason.HUNG: 1}
 
 
 async def test_episodes_keep_their_state_and_are_forgotten_at_their_end(several) -> None:
@@ -406,24 +456,42 @@ async def test_a_reward_that_is_no_number_is_an_error_of_the_step(several) -> No
             await episode.step("wrong reward")
 
 
-async def test_coroutines_run_side_by_side_and_one_that_is_late_is_cancelled_alone() -> None:
-    async with pool("Coroutines", count=1, call_s=VERY_SHORT_S) as environment:
+async def test_coroutines_run_side_by_side_and_one_that_is_late_is_cancelled_alone(clock, logs) -> None:
+    async with pool("Coroutines", count=1, clock=clock) as environment:
         (one,), (other,) = await asyncio.gather(environment.score(TASK, ["a"]), environment.score(TASK, ["b"]))
         assert one == other, "one process"
-        with pytest.raises(EnvironmentFailedError, match="did not end"):
-            await environment.messages(Task("t", {"do": "hang"}))
+        waiting = asyncio.create_task(environment.messages(Task("t", {"do": "wait"})))
+        await clock.advance(LIMIT_S)
+        with pytest.raises(EnvironmentFailedError, match=r"did not end within 300 s .*cancelled"):
+            await waiting
         assert await environment.score(TASK, ["c"]) == [one], "it was not killed for that"
-        with pytest.raises(EnvironmentFailedError, match="did not end"):
-            await environment.messages(Task("t", {"do": "loop"}))
+        looping = asyncio.create_task(environment.messages(Task("t", {"do": "loop"})))
+        await until(lambda: printed(logs, "does loop"))
+        await clock.advance(2 * LIMIT_S)
+        with pytest.raises(EnvironmentFailedError, match="did not end within 300 s"):
+            await looping
         assert environment.failures == {Reason.HUNG: 2}
+        assert environment.processes_ended == {Reason.HUNG: 1}
 
 
-async def test_a_plain_method_beside_coroutines_runs_in_a_thread_and_costs_its_process_when_it_hangs() -> None:
-    async with pool("HalfPlain", count=1, call_s=VERY_SHORT_S) as environment:
+async def test_a_coroutine_that_cancels_itself_has_raised() -> None:
+    async with pool("Coroutines", count=1) as environment:
+        with pytest.raises(EnvironmentFailedError, match="raised CancelledError: by a library") as raised:
+            await environment.messages(Task("t", {"do": "cancel itself"}))
+        assert raised.value.reason == Reason.RAISED
+
+
+async def test_a_plain_method_beside_coroutines_runs_in_a_thread_and_costs_its_process_when_it_hangs(
+    clock, logs
+) -> None:
+    async with pool("HalfPlain", count=1, clock=clock) as environment:
         assert await environment.score(TASK, ["a", "thread"]) == [1.0, 0.0]
         (process,) = await environment.score(TASK, ["pid"])
+        hanging = asyncio.create_task(environment.messages(Task("t", {"do": "sleep"})))
+        await until(lambda: printed(logs, "does sleep"))
+        await clock.advance(2 * LIMIT_S)
         with pytest.raises(EnvironmentFailedError, match="did not end"):
-            await environment.messages(Task("t", {"do": "sleep"}))
+            await hanging
         assert environment.failures == {Reason.HUNG: 1}
         assert await environment.score(TASK, ["pid"]) != [process]
 

@@ -27,7 +27,7 @@ ELSEWHERE = {"start_new_session", "quarantine_after", "failed_calls", "processes
 
 
 def processes(reference: str) -> EnvironmentProcesses:
-    return EnvironmentProcesses(reference, {}, EnvironmentProcessesConfig(count=1), (60.0, "start_s"))
+    return EnvironmentProcesses(reference, {}, EnvironmentProcessesConfig(count=1, score_s=300.0), (300.0, "start_s"))
 
 
 async def test_the_environment_of_one_question_scores_an_answer(code: Path) -> None:

@@ -3,20 +3,22 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from supervised import Witness, eventually, gone, run, wait_for
+from simulated_clock import SimulatedClock
+from supervised import UnhurriedClock, Witness, ending, eventually, gone, run, supervisor, wait_for
 
 from sluice.cli import fork_server
 from sluice.config.schema import SecurityConfig
 from sluice.rpc.channel import wait_until_serving
-from sluice.rpc.server import LOOPBACK, free_ports
+from sluice.rpc.server import LOOPBACK
 from sluice.supervise.fork_server import ForkServer
-from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Outcome, Supervisor
+from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Outcome
 from sluice.supervise.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="services are forked on Linux only")
@@ -26,13 +28,13 @@ SAYS_COLD = "import socket; socket.socket(fileno=0).sendall(b'cold\\n')"
 
 
 def weightsync(tmp_path: Path) -> ChildSpec:
-    (port,) = free_ports(1)
-    arguments = ("weightsync", "--output-dir", str(tmp_path), "--server.host", LOOPBACK, "--server.port", str(port))
+    """Return a service at a unix socket, which nobody else can take."""
+    arguments = ("weightsync", "--output-dir", str(tmp_path), "--server.host", f"unix:{tmp_path}/socket")
     return ChildSpec(
         "weightsync",
         (sys.executable, "-m", "sluice.cli.main", *arguments),
         tmp_path / "weightsync.log",
-        partial(wait_until_serving, f"{LOOPBACK}:{port}", SecurityConfig()),
+        partial(wait_until_serving, arguments[-1], SecurityConfig()),
         fork_server=(*FORK_SERVER, *arguments),
     )
 
@@ -64,7 +66,7 @@ def lines(witness: Witness) -> list[str]:
 
 async def test_a_killed_service_is_forked_again_and_survives_its_fork_server(tmp_path: Path) -> None:
     witness, stop, spec = Witness(), asyncio.Event(), weightsync(tmp_path)
-    running = asyncio.create_task(Supervisor([spec], witness).run(stop))
+    running = asyncio.create_task(supervisor([spec], witness).run(stop))
     await eventually(lambda: witness.count("weightsync", ChildState.SERVING) == 1)
     server, service = processes_of(spec)
     service.kill()
@@ -73,15 +75,15 @@ async def test_a_killed_service_is_forked_again_and_survives_its_fork_server(tmp
     assert same == server
     assert again != service
     server.kill()
-    wait_for(lambda: gone(server.pid))
-    await asyncio.wait_for(wait_until_serving(f"{LOOPBACK}:{spec.argv[-1]}", SecurityConfig()), 20)
+    await eventually(lambda: gone(server.pid))
+    await ending(spec.wait_ready())
     again.kill()
     await eventually(lambda: witness.count("weightsync", ChildState.SERVING) == 3)
     other, last = processes_of(spec)
     assert other != server
     assert gone(again.pid)
     stop.set()
-    assert (await running).ending is Ending.STOPPED
+    assert (await ending(running)).ending is Ending.STOPPED
     assert gone(other.pid)
     assert gone(last.pid)
     told = [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
@@ -94,16 +96,27 @@ async def test_how_a_service_ended_is_known_although_its_fork_server_was_killed_
 ) -> None:
     spec = weightsync(tmp_path)
     watchdog = await Watchdog.start()
-    async with ForkServer(spec.fork_server, os.environ, watchdog, 60) as forks:
-        forked = await forks.fork()
+    async with ForkServer(spec.fork_server, os.environ, watchdog, 60.0, UnhurriedClock()) as forks:
+        forked = await ending(forks.fork())
         assert forked is not None
-        await asyncio.wait_for(spec.wait_ready(), 60)
+        await ending(spec.wait_ready())
         server, service = processes_of(spec)
         server.kill()
-        wait_for(lambda: gone(server.pid))
+        await eventually(lambda: gone(server.pid))
         service.send_signal(number)
-        assert await asyncio.wait_for(forked.wait(), 60) == code
+        assert await ending(forked.wait()) == code
     await watchdog.stop()
+
+
+async def test_a_service_whose_port_is_taken_fails_so_that_the_run_can_choose_another(tmp_path: Path) -> None:
+    with socket.create_server((LOOPBACK, 0)) as other:
+        port = str(other.getsockname()[1])
+        words = ("weightsync", "--output-dir", str(tmp_path), "--server.host", LOOPBACK, "--server.port", port)
+        child = ChildSpec("c", ("no program",), tmp_path / "log", asyncio.Event().wait, {}, (*FORK_SERVER, *words))
+        outcome = await run([child], Witness())
+    assert (outcome.ending, outcome.cannot_bind) == (Ending.FAILED, True)
+    assert outcome.reason == "ended with exit code 4, and it cannot listen at its address"
+    assert f"cannot listen on {LOOPBACK}:{port}" in outcome.tail[-1]
 
 
 async def test_where_forking_is_not_safe_the_service_is_executed(tmp_path: Path) -> None:
@@ -130,16 +143,22 @@ async def test_where_the_fork_server_dies_at_once_the_service_is_executed(tmp_pa
 
 
 async def test_where_the_fork_server_hangs_the_service_is_executed(tmp_path: Path) -> None:
-    witness = Witness()
+    witness, clock = Witness(), SimulatedClock()
     child = ChildSpec(
         "child",
         (sys.executable, "-S", "-c", "print(1)"),
         tmp_path / "log",
         partial(asyncio.sleep, 0),
         fork_server=(sys.executable, "-S", "-c", "import time; time.sleep(600)"),
-        start_s=0.5,
+        start_s=30.0,
     )
-    assert (await run([child], witness, max_restarts=1)).ending is Ending.FAILED
+    running = asyncio.create_task(run([child], witness, max_restarts=1, clock=clock))
+    for starts in (1, 2):
+        await eventually(lambda starts=starts: witness.count("child", ChildState.STARTING) == starts and clock.waits)
+        await clock.advance(29.9)
+        assert len(lines(witness)) == starts - 1
+        await clock.advance(0.2)
+    assert (await running).ending is Ending.FAILED
     assert lines(witness) == ["1", "1"]
 
 
@@ -185,6 +204,5 @@ async def test_every_service_can_be_forked(service: str, tmp_path: Path) -> None
     child = ChildSpec(
         service, ("/no/such/program",), tmp_path / "log", asyncio.Event().wait, {}, (*FORK_SERVER, *arguments)
     )
-    async with asyncio.timeout(60):
-        outcome = await Supervisor([child], witness).run(asyncio.Event())
+    outcome = await run([child], witness)
     assert outcome.reason == "ended with exit code 2, and its settings are wrong"

@@ -13,6 +13,8 @@ from sluice.rpc.errors import SluiceError
 from sluice.rpc.from_files import LOOK_S, FromFiles
 from sluice.rpc.principals import OVERLAP_S, Principals, add_token, now_utc, read_token
 
+# Contents differ in length: a file that is written twice within one tick of the kernel's clock shows it by its size alone.
+
 
 class Clock:
     now_s = 0.0
@@ -80,13 +82,13 @@ def test_what_is_written_while_it_is_read_is_read_again(file: Path, clock: Clock
     def read_and_lose_a_race(before: str | None) -> str:
         value = read_token(file)
         if before == "first" and value == "second":
-            file.write_text("third\n")
+            file.write_text("the-third\n")
         return value
 
     token = FromFiles("the token", [file], read_and_lose_a_race, clock)
     file.write_text("second\n")
     assert later(clock, token) == "first"
-    assert later(clock, token) == "third"
+    assert later(clock, token) == "the-third"
 
 
 def test_the_first_value_must_be_good(tmp_path: Path) -> None:
@@ -103,10 +105,10 @@ def test_a_server_knows_a_new_token_at_once_and_the_old_one_for_a_while(tmp_path
     file = tmp_path / "admin"
     file.write_text("old\n")
     access = Access(SecurityConfig(admin_token_file=file))
-    file.write_text("new\n")
-    assert [identified(access, each) for each in ("new", "old", "new")] == ["admin"] * 3
-    file.write_text("newest\n")
-    assert [identified(access, each) for each in ("newest", "new", "old")] == ["admin"] * 3
+    file.write_text("newer\n")
+    assert [identified(access, each) for each in ("newer", "old", "newer")] == ["admin"] * 3
+    file.write_text("the-newest\n")
+    assert [identified(access, each) for each in ("the-newest", "newer", "old")] == ["admin"] * 3
     with pytest.raises(SluiceError, match="no principal with this token"):
         identified(access, "wrong")
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
+from simulated_clock import LIMIT_S, SimulatedClock
 from tiny_policy import TINY
 
 from rollout_svc.engines.base import ModelInfo, Sampling
 from rollout_svc.servicer import generation_request, sampling_of
-from rollout_svc.tokenizer import RENDER_THREADS, ModelTokenizer, struct_dict
+from rollout_svc.tokenizer import RENDER_DEADLINE_S, RENDER_THREADS, ModelTokenizer, struct_dict
 from sluice.cli.init_model import character_tokenizer
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
@@ -130,7 +131,7 @@ def test_a_json_schema_reaches_the_template_the_same_way_every_time():
 async def test_a_prompt_is_rendered_outside_of_the_event_loop(monkeypatch):
     prompts = ModelTokenizer(character_tokenizer(TINY))
     released = threading.Event()
-    monkeypatch.setattr(prompts, "render", lambda _conversation: [int(released.wait(10))])
+    monkeypatch.setattr(prompts, "render", lambda _conversation: [int(released.wait(LIMIT_S))])
     wire = rollout_pb2.GenerateRequest(conversation={"messages": [{"role": "user", "content": "x"}]})
     rendering = asyncio.create_task(prompts.prompt_of(wire))
     await asyncio.sleep(0)
@@ -151,12 +152,12 @@ async def test_a_conversation_that_was_rendered_before_is_not_rendered_again(mon
 
 
 async def test_prompts_that_hang_are_at_fault_and_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_svc.tokenizer.RENDER_DEADLINE_S", 0.5)
-    prompts = ModelTokenizer(character_tokenizer(TINY))
+    clock = SimulatedClock()
+    prompts = ModelTokenizer(character_tokenizer(TINY), clock=clock)
     released = threading.Event()
 
     def render(conversation: tokens_pb2.Conversation) -> list[int]:
-        return [int(conversation.messages[0].content == "good" or released.wait(60))]
+        return [int(conversation.messages[0].content == "good" or released.wait(LIMIT_S))]
 
     monkeypatch.setattr(prompts, "render", render)
     bad, good = (
@@ -164,9 +165,9 @@ async def test_prompts_that_hang_are_at_fault_and_do_not_hold_up_others(monkeypa
         for text in ("bad", "good")
     )
     try:
-        outcomes = await asyncio.gather(
-            *(prompts.prompt_of(bad) for _ in range(RENDER_THREADS)), return_exceptions=True
-        )
+        rendering = [asyncio.create_task(prompts.prompt_of(bad)) for _ in range(RENDER_THREADS)]
+        await clock.advance(RENDER_DEADLINE_S)
+        outcomes = await asyncio.gather(*rendering, return_exceptions=True)
         codes = [each.code for each in outcomes if isinstance(each, SluiceError)]
         assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * RENDER_THREADS
         assert (await prompts.prompt_of(good)).ids == [1]

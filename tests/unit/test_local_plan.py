@@ -1,18 +1,25 @@
 """What `sluice rl` decides before it starts anything."""
 
 import asyncio
+import contextlib
+import socket
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
+from rich.console import Console
+from simulated_clock import LIMIT_S, SimulatedClock
 
 from sluice.cli import rl
-from sluice.cli.rl import claim, newest_checkpoint, write_settings
+from sluice.cli.live_view import RunView
+from sluice.cli.rl import claim, newest_checkpoint, run_on_free_ports, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.plan import Machines, Part, Plan, Purpose, make_plan
 from sluice.plan.local import HOSTS, child_environment, child_specs, on_free_ports
 from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
-from sluice.supervise.supervisor import ChildSpec
+from sluice.rpc.server import LOOPBACK
+from sluice.supervise.supervisor import ChildSpec, Ending, Outcome
 
 
 def a_run(tmp_path: Path, *flags: str) -> RunConfig:
@@ -140,6 +147,47 @@ def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> Non
     assert newest_checkpoint(tmp_path) == "step_10"
 
 
+class Services:
+    """Stands for the services of a run, and for another program that takes a port of one of them at each of the first starts."""
+
+    def __init__(self, instance: str, starts: int) -> None:
+        self.plans: list[Plan] = []
+        self._instance, self._starts, self._taken = instance, starts, contextlib.ExitStack()
+
+    def __call__(self, plan: Plan, config: RunConfig) -> Outcome:
+        assert config.peers.trainer == f"{LOOPBACK}:{plan.place('trainer').port()}"
+        self.plans.append(plan)
+        if len(self.plans) > self._starts:
+            return Outcome(Ending.SUCCEEDED, "orchestrator", "exit code 0")
+        with contextlib.suppress(OSError):  # another program has it already
+            self._taken.enter_context(socket.create_server((LOOPBACK, plan.place(self._instance).port())))
+        return Outcome(Ending.FAILED, self._instance, "ended with exit code 4", cannot_bind=True)
+
+    def run(self, run: RunConfig) -> Outcome:
+        with self._taken:
+            view = RunView(run.run, Console(), live=False, verbose=False)
+            return run_on_free_ports(make_plan(run, Machines(cores=2)), run, view, self)
+
+
+def test_a_run_of_which_another_program_takes_a_port_starts_again_on_others(tmp_path: Path, capsys) -> None:
+    services = Services("trainer", starts=2)
+    assert services.run(a_run(tmp_path)).ending is Ending.SUCCEEDED
+    assert len({plan.place("trainer").port() for plan in services.plans}) == 3
+    assert capsys.readouterr().out.count("trainer cannot listen") == 2
+
+
+def test_a_run_that_finds_its_ports_taken_again_and_again_fails(tmp_path: Path) -> None:
+    services = Services("trainer", starts=100)
+    assert services.run(a_run(tmp_path)).cannot_bind
+    assert len(services.plans) == 3
+
+
+def test_a_port_of_the_settings_that_is_taken_ends_the_run(tmp_path: Path) -> None:
+    services = Services("gateway", starts=100)
+    assert services.run(a_run(tmp_path, "--orchestrator.workflow", "external")).child == "gateway"
+    assert len(services.plans) == 1
+
+
 def test_two_supervisors_cannot_hold_one_run(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     with claim(run, resume=True), pytest.raises(ConfigError, match="another process runs 'r'"), claim(run, resume=True):
@@ -175,10 +223,15 @@ async def test_a_child_serves_when_its_health_says_so_not_when_its_port_is_open(
     server = RpcServer("test", ServerConfig(), SecurityConfig())
     await server.start()
     server.set_serving(False)
+    before = health_checks()
     waiting = asyncio.create_task(wait_until_serving(server.target, SecurityConfig()))
-    done, _ = await asyncio.wait({waiting}, timeout=0.5)
-    assert not done
+    await SimulatedClock().until(lambda: waiting.done() or health_checks() >= before + 2)
+    assert not waiting.done(), "the second question follows an answer to the first one"
     server.set_serving(True)
-    async with asyncio.timeout(10):
-        await waiting
+    await asyncio.wait_for(waiting, LIMIT_S)
     await server.stop(0)
+
+
+def health_checks() -> float:
+    labels = {"service": "grpc.health.v1.Health", "method": "Check", "code": "OK"}
+    return REGISTRY.get_sample_value("sluice_rpc_total", labels) or 0.0

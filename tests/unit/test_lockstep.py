@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from simulated_clock import LIMIT_S
 
 from sluice.sampling.lockstep import Lockstep
 
@@ -60,14 +61,14 @@ class World:
         return task
 
     async def until_ended(self, *groups: asyncio.Task[None]) -> list[str]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not all(each.done() for each in groups):
                 self.lockstep.hand_over()
                 self.still.clear()
                 await asyncio.sleep(0)
         for each in groups:
             each.result()
-        await asyncio.wait_for(self.pool.admin.resumed.wait(), 10)
+        await asyncio.wait_for(self.pool.admin.resumed.wait(), LIMIT_S)
         return self.pool.admin.told
 
 

@@ -16,7 +16,7 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.memory import Decoder, estimate
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0
+DEADLINE_S = 280.0
 
 CHARACTERS = "".join(chr(0x4E00 + number) for number in range(4000))
 SHAPES = {

@@ -98,7 +98,7 @@ class Countdown:
 
 async def test_the_workflow_goes_by_what_the_environment_can_do(tmp_path) -> None:
     (tmp_path / "both_env.py").write_text(BOTH)
-    limit, settings = (30.0, "start_s"), EnvironmentProcessesConfig(count=1)
+    limit, settings = (300.0, "start_s"), EnvironmentProcessesConfig(count=1)
     async with EnvironmentProcesses(f"{tmp_path}/both_env.py:Countdown", {}, settings, limit) as countdown:
         assert isinstance(choose_workflow(OrchestratorConfig(), countdown), MultiTurn)
         with pytest.raises(ConfigError, match="workflow single_turn does not fit environment countdown"):

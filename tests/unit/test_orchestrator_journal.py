@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import random
 import sqlite3
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from run_facts import accept, applied, begin_epoch, covered, drawn, dropped, generated, made, record, unmade
+from simulated_clock import LIMIT_S, SimulatedClock
 
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
@@ -306,7 +308,7 @@ async def test_a_payload_that_another_one_replaced_is_noticed(tmp_path) -> None:
 
 
 class DeadDisk(Disk):
-    """Does not answer before `answers` is set; the journal soon gives it up."""
+    """Does not answer before `answers` is set."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -318,10 +320,8 @@ class DeadDisk(Disk):
 
 
 @pytest.fixture
-def dead_disk(monkeypatch) -> Iterator[DeadDisk]:
+def dead_disk() -> Iterator[DeadDisk]:
     disk = DeadDisk()
-    monkeypatch.setattr(store, "_DISK_S", 0.05)
-    monkeypatch.setattr(store, "_CLOSE_S", 0.05)
     yield disk
     disk.answers.set()
 
@@ -330,11 +330,14 @@ async def test_a_group_is_not_taken_for_damaged_while_the_disk_does_not_answer(t
     journal = open_journal(tmp_path)
     accept(journal, 1)
     await killed(journal)
-    again = open_journal(tmp_path, disk=dead_disk)
+    clock = SimulatedClock()
+    again = open_journal(tmp_path, disk=dead_disk, clock=clock)
     dead_disk.answers.clear()
     again.record(drawn(2))
+    reading = asyncio.create_task(again.trajectories(again.ledger.groups[1]))
+    await clock.advance(store._DISK_S)
     with pytest.raises(JournalError) as failed:
-        await again.trajectories(again.ledger.groups[1])
+        await reading
     assert not isinstance(failed.value, GroupDamagedError)
     dead_disk.answers.set()
     await asyncio.gather(*filter(None, [again._flushing]))
@@ -342,12 +345,15 @@ async def test_a_group_is_not_taken_for_damaged_while_the_disk_does_not_answer(t
 
 
 async def test_a_journal_on_a_dead_disk_is_given_up_in_time(tmp_path, dead_disk) -> None:
-    journal = open_journal(tmp_path, disk=dead_disk)
+    clock = SimulatedClock()
+    journal = open_journal(tmp_path, disk=dead_disk, clock=clock)
     dead_disk.answers.clear()
     journal.record(drawn(1))
-    async with asyncio.timeout(5.0):
+    closing = asyncio.create_task(journal.close())
+    await clock.advance(store._DISK_S)
+    async with asyncio.timeout(LIMIT_S):
         with pytest.raises(JournalError, match="did not take the journal's records"):
-            await journal.close()
+            await closing
     dead_disk.answers.set()
     await asyncio.gather(*filter(None, [journal._flushing]))
     journal._thread.end()
@@ -493,17 +499,17 @@ async def test_any_failure_of_a_write_fails_all_who_wait_and_everything_after_it
 
 
 async def test_durable_does_not_wait_for_what_is_recorded_after_the_call(tmp_path) -> None:
-    journal = open_journal(tmp_path)
+    journal = open_journal(tmp_path, limits=JournalLimits(fsync_interval_s=0.0, queue_records=1 << 30))
 
     async def record_for_ever() -> None:
-        for number in range(2, 50_000):
+        for number in itertools.count(2):
             journal.record(drawn(number))
             await asyncio.sleep(0)
 
     journal.record(drawn(1))
     recording = asyncio.create_task(record_for_ever())
     try:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(LIMIT_S):
             await journal.durable()
         assert not recording.done(), "durable returned while records kept coming"
     finally:
@@ -514,7 +520,7 @@ async def test_durable_does_not_wait_for_what_is_recorded_after_the_call(tmp_pat
 
 async def test_who_waits_for_records_ends_their_gathering(tmp_path) -> None:
     journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0))
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(LIMIT_S):
         for number in range(1, 4):  # also what is recorded while a write is under way
             journal.record(drawn(number))
             waiting = asyncio.create_task(journal.durable())

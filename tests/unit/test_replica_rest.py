@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from simulated_clock import SimulatedClock
 
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
-from sluice.sampling import replica as replica_module
 from sluice.sampling.concurrency import ConcurrencyLimit
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 from sluice.sampling.progress import ListeningClock
@@ -17,23 +17,21 @@ from sluice.versions import BASE
 FAILURE = SluiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", "the engine restarts")
 
 
-async def test_requests_that_fail_together_count_once_and_many_in_a_row_overflow_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(replica_module.time, "monotonic", lambda: now)
+async def test_requests_that_fail_together_count_once_and_many_in_a_row_overflow_nothing() -> None:
+    clock = SimulatedClock()
     limit = ConcurrencyLimit(ConcurrencyConfig(), 8)
-    replica = Replica("127.0.0.1:9", SecurityConfig(), ReplicasConfig(), limit, ListeningClock(0.1, now))
+    listening = ListeningClock(0.1, clock())
+    replica = Replica("127.0.0.1:9", SecurityConfig(), ReplicasConfig(), limit, listening, clock=clock)
     replica.seen = True
     replica.status.state = 2
     for _ in range(50):
         replica.work_failed(FAILURE)
     assert "failed lately" in replica.why_not()
-    now += 0.25
+    clock.now += 0.25
     assert not replica.why_not(), "fifty calls of one failure are one failure"
     for _ in range(3000):
         replica.work_failed(FAILURE)
-        now += 10.5
+        clock.now += 10.5
         assert not replica.why_not()
     replica.work_succeeded(BASE)
     await replica.close()

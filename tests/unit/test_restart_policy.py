@@ -37,17 +37,22 @@ def test_a_child_with_wrong_settings_is_not_restarted() -> None:
     assert after_exit(2, 0.0, [], 3, was_ready=False) == GiveUp("its settings are wrong")
 
 
-def test_settings_that_served_before_are_not_what_is_wrong() -> None:
+def test_a_child_whose_port_is_taken_is_not_restarted_at_the_same_one() -> None:
+    assert after_exit(4, 0.0, [], 3, was_ready=False) == GiveUp("it cannot listen at its address")
+
+
+@pytest.mark.parametrize("code", [2, 4])
+def test_settings_that_served_before_are_not_what_is_wrong(code: int) -> None:
     # Such as a port that another program took while the child was dead.
-    assert isinstance(after_exit(2, 0.0, [], 3, was_ready=True), StartAgain)
-    assert isinstance(after_exit(2, 9.0, [0.0, 1.0, 3.0], 3, was_ready=True), GiveUp)
+    assert isinstance(after_exit(code, 0.0, [], 3, was_ready=True), StartAgain)
+    assert isinstance(after_exit(code, 9.0, [0.0, 1.0, 3.0], 3, was_ready=True), GiveUp)
 
 
 def test_a_child_that_gave_up_is_not_restarted() -> None:
     assert after_exit(3, 0.0, [], 3, was_ready=True) == GiveUp("it gave up")
 
 
-@pytest.mark.parametrize("code", [1, 4, 127])
+@pytest.mark.parametrize("code", [1, 5, 127])
 def test_a_child_that_failed_before_it_served_is_not_restarted(code: int) -> None:
     assert isinstance(after_exit(code, 0.0, [], 3, was_ready=False), GiveUp)
 

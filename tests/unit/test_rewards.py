@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,11 +16,14 @@ from sluice.environments.processes import EnvironmentProcesses
 from sluice.environments.rewards import gsm8k_reward
 from sluice.errors import ConfigError
 
+LIMIT_S = 300.0
+"""Limit of what ends by itself at once."""
+
 
 def asks(path: Path, answer: str, **arguments: Any) -> EnvironmentProcesses:
     (path / "rows.jsonl").write_text(json.dumps({"question": "What?", "answer": answer}) + "\n")
     given = {"dataset": str(path / "rows.jsonl"), **arguments}
-    config = EnvironmentProcessesConfig(count=1, variables=["JUDGE_KEY"], score_retries=0)
+    config = EnvironmentProcessesConfig(count=1, variables=["JUDGE_KEY"], score_retries=0, score_s=LIMIT_S)
     return EnvironmentProcesses("question_answer", given, config, (60.0, "start_s"))
 
 
@@ -35,7 +37,7 @@ def test_of_gsm8k_the_last_number_counts(completion: str, reward: float) -> None
 
 async def test_programs_are_tested_in_the_sandbox(tmp_path: Path) -> None:
     answer = "assert double(2) == 4\nassert double(-1) == -2"
-    async with asks(tmp_path, answer, reward="code", limits={"wall_s": 2, "cpu_s": 1}) as questions:
+    async with asks(tmp_path, answer, reward="code", limits={"wall_s": LIMIT_S, "cpu_s": 2}) as questions:
         (task,) = await questions.tasks("train", 0)
         answers = ["def double(x): return 2 * x", "def double(x): return 4", "open('/etc/passwd')", "while True: pass"]
         assert await questions.score(task, answers) == [1.0, 0.0, 0.0, 0.0]
@@ -64,6 +66,7 @@ class Answers(BaseHTTPRequestHandler):
 
     asked: list[str]
     keys: set[str | None]
+    ended: threading.Event
     under_way = 0
     most_under_way = 0
 
@@ -75,7 +78,8 @@ class Answers(BaseHTTPRequestHandler):
         text = body["messages"][0]["content"].split("judge: ")[1].split("\n")[0]
         kind.asked.append(text)
         kind.keys.add(self.headers["authorization"])
-        time.sleep(30 if text == "silent" else 0.02)
+        if text == "silent":
+            kind.ended.wait()
         busy = text == "busy" and kind.asked.count("busy") < 3
         said = "I do not know." if text == "beside" else f"It is good.\nScore: {len(text) / 10}"
         answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
@@ -91,12 +95,13 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def judge() -> Iterator[tuple[str, type[Answers]]]:
-    handler = type("Handler", (Answers,), {"asked": [], "keys": set()})
+    handler = type("Handler", (Answers,), {"asked": [], "keys": set(), "ended": threading.Event()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/v1", handler
+    handler.ended.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -107,7 +112,8 @@ async def test_a_judge_scores_once_what_is_asked_twice_and_its_key_stays_its_own
 ) -> None:
     url, handler = judge
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
-    settings = {"url": url, "model": "m", "key_variable": "JUDGE_KEY", "timeout_s": 3, "at_a_time": 2, "temperature": 0}
+    settings = {"url": url, "model": "m", "key_variable": "JUDGE_KEY", "timeout_s": LIMIT_S, "temperature": 0}
+    settings["at_a_time"] = 2
     async with asks(tmp_path, "yes", judge=settings) as questions:
         (task,) = await questions.tasks("train", 0)
         words = ["a", "bb", "ccc", "dddd", "eeeee"]
@@ -117,9 +123,18 @@ async def test_a_judge_scores_once_what_is_asked_twice_and_its_key_stays_its_own
         assert handler.most_under_way <= 2
         assert handler.keys == {"Bearer sk-very-secret"}
         assert await questions.score(task, ["busy"]) == [0.4], "asked again until it answers"
-        assert await questions.score(task, ["beside", "silent", "forbidden", "ff"]) == [None, None, None, 0.2]
-        assert questions.failures["missing"] == 3
+        assert await questions.score(task, ["beside", "forbidden", "ff"]) == [None, None, 0.2]
+        assert questions.failures["missing"] == 2
     printed = "".join(capfd.readouterr())
     assert "sk-very-secret" not in printed
-    assert "gave no answer within 3 s" in printed
     assert "refused a request with status 401" in printed
+
+
+async def test_the_reward_of_a_judge_that_is_silent_is_missing(tmp_path: Path, judge, capfd) -> None:
+    url, handler = judge
+    async with asks(tmp_path, "yes", judge={"url": url, "model": "m", "timeout_s": 3}) as questions:
+        (task,) = await questions.tasks("train", 0)
+        assert await questions.score(task, ["silent", "silent"]) == [None, None]
+        assert questions.failures["missing"] == 2
+    assert set(handler.asked) <= {"silent"}
+    assert "gave no answer within 3 s" in "".join(capfd.readouterr())

@@ -58,6 +58,12 @@ async def test_a_timeout_ends_its_body_at_its_time_only() -> None:
         await waiting
 
 
+async def test_a_timeout_of_no_time_ends_its_body_at_once() -> None:
+    with pytest.raises(TimeoutError):
+        async with SimulatedClock().timeout(0.0):
+            await asyncio.Event().wait()
+
+
 async def test_a_body_that_is_done_in_time_is_not_ended() -> None:
     clock = SimulatedClock()
     async with clock.timeout(1.0) as limit:
@@ -77,6 +83,18 @@ async def test_a_cancelled_sleep_is_forgotten() -> None:
     assert sleeping.cancelled()
     assert clock.waits == 0
     await clock.advance(2.0)
+
+
+async def test_a_callback_comes_at_its_time_unless_it_is_cancelled() -> None:
+    clock, seen = SimulatedClock(0.0), []
+    clock.call_later(2.0, lambda: seen.append(clock()))
+    cancelled = clock.call_later(1.0, lambda: seen.append("cancelled"))
+    cancelled.cancel()
+    assert clock.waits == 1
+    await clock.advance(1.9)
+    assert seen == []
+    await clock.advance(0.2)
+    assert seen == [2.0]
 
 
 async def test_until_moves_time_if_it_is_asked_to() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_clock import LIMIT_S
 
 from rollout_svc.engines.base import FinishReason, GenerationRequest, ModelInfo, Sampling
 from rollout_svc.engines.slots.batch import ActiveRequest, ActiveSample, WaitingQueue, completed_stop
@@ -144,7 +145,7 @@ async def test_waiting_ends_when_the_request_does_or_after_the_time() -> None:
     await live.wait(0.001)
     assert not live.ended
     live.sample_ended()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         await live.wait()
     assert live.ended
 

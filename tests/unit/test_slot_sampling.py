@@ -82,7 +82,7 @@ def test_a_seeded_row_does_not_depend_on_its_neighbours() -> None:
 
     def sequence(neighbours: int) -> list[int]:
         mine = row(seed=7)
-        shared = np.random.default_rng()
+        shared = np.random.default_rng(neighbours)
         batch = [mine, *[row(seed=8 + other) for other in range(neighbours)]]
         return [draw(one[: 1 + neighbours].clone(), batch, shared).token_ids[0] for _ in range(50)]
 
@@ -153,7 +153,7 @@ class TestEdits:
 
 
 def test_alternatives_are_given_to_who_asks() -> None:
-    drawn = draw(logits(3), [row(replace(PLAIN, top_logprobs=n)) for n in (0, 2, 4)], np.random.default_rng())
+    drawn = draw(logits(3), [row(replace(PLAIN, top_logprobs=n)) for n in (0, 2, 4)], np.random.default_rng(3))
     assert [len(each) for each in drawn.top] == [0, 2, 4]
     expected = torch.log_softmax(logits(3)[1], -1).topk(2)
     assert [token for token, _ in drawn.top[1]] == expected.indices.tolist()
@@ -163,5 +163,5 @@ def test_alternatives_are_given_to_who_asks() -> None:
 def test_what_is_not_finite_shows_in_its_row_alone() -> None:
     poisoned = logits(2)
     poisoned[0, 4] = float("nan")
-    drawn = draw(poisoned, [row(), row()], np.random.default_rng())
+    drawn = draw(poisoned, [row(), row()], np.random.default_rng(2))
     assert np.isnan(drawn.logprobs).tolist() == [True, False]

@@ -1,4 +1,4 @@
-"""The supervisor over real, tiny child processes."""
+"""The supervisor over real, tiny child processes. Its time is simulated, or stands still: events decide."""
 
 import asyncio
 import os
@@ -11,12 +11,25 @@ from typing import Any
 
 import psutil
 import pytest
-from supervised import Witness, eventually, gone, run, wait_for
+from simulated_clock import SimulatedClock
+from supervised import Witness, ending, eventually, gone, run, supervisor, wait_for
 
-from sluice.supervise.supervisor import ChildLog, ChildSpec, ChildState, Ending, LogLine, Supervisor, read_line
+from sluice.supervise.restart_policy import FIRST_DELAY_S, SETTLED_S
+from sluice.supervise.supervisor import ChildLog, ChildSpec, ChildState, Ending, LogLine, read_line
 
-READY = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(__import__('os').getpid()));"
-"""A child says that it serves by a file with its process id."""
+READY = """
+import os, pathlib, signal, subprocess, sys, time
+
+def until(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+flag, seen = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]).with_suffix(".seen")
+seen.unlink(missing_ok=True)
+flag.write_text(str(os.getpid()))
+until(seen)
+"""
+"""A child says that it serves by a file with its process id, and goes on when the supervisor has seen it."""
 
 SERVE = READY + "time.sleep(600)"
 
@@ -40,7 +53,7 @@ def pid_of(tmp_path: Path, name: str) -> int:
 async def test_the_end_of_the_deciding_child_ends_all_others(tmp_path: Path) -> None:
     witness = Witness()
     other = spec(tmp_path, "other", SERVE)
-    decider = spec(tmp_path, "decider", READY + "time.sleep(0.3)", ends_run=True)
+    decider = spec(tmp_path, "decider", READY + "until(flag.with_name('other.seen'))", ends_run=True)
     outcome = await run([other, decider], witness)
     assert (outcome.ending, outcome.child) == (Ending.SUCCEEDED, "decider")
     assert not psutil.pid_exists(pid_of(tmp_path, "other"))
@@ -49,22 +62,48 @@ async def test_the_end_of_the_deciding_child_ends_all_others(tmp_path: Path) -> 
 async def test_a_killed_child_is_restarted_and_the_run_continues(tmp_path: Path) -> None:
     witness = Witness()
     stop = asyncio.Event()
-    supervisor = Supervisor([spec(tmp_path, "worker", SERVE)], witness)
-    running = asyncio.create_task(supervisor.run(stop))
+    running = asyncio.create_task(supervisor([spec(tmp_path, "worker", SERVE)], witness).run(stop))
     await eventually(lambda: witness.count("worker", ChildState.SERVING) == 1)
     os.kill(pid_of(tmp_path, "worker"), signal.SIGKILL)
     await eventually(lambda: witness.count("worker", ChildState.SERVING) == 2)
     stop.set()
-    assert (await running).ending is Ending.STOPPED
-    details = [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
-    assert details == ["ended with signal SIGKILL; restart 1 of 3 now"]
+    assert (await ending(running)).ending is Ending.STOPPED
+    assert restarts(witness) == ["ended with signal SIGKILL; restart 1 of 3 now"]
+
+
+def restarts(witness: Witness) -> list[str]:
+    return [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
+
+
+@pytest.mark.parametrize(("served_s", "pause"), [(SETTLED_S, "now"), (SETTLED_S - 1, f"in {FIRST_DELAY_S:g} s")])
+async def test_a_child_that_dies_soon_again_waits_before_its_next_start(
+    tmp_path: Path, served_s: float, pause: str
+) -> None:
+    witness, stop, clock = Witness(), asyncio.Event(), SimulatedClock()
+    running = asyncio.create_task(supervisor([spec(tmp_path, "worker", SERVE)], witness, clock=clock).run(stop))
+    for starts in (1, 2):
+        await eventually(lambda starts=starts: witness.count("worker", ChildState.SERVING) == starts)
+        clock.now += served_s if starts == 2 else 0.0
+        os.kill(pid_of(tmp_path, "worker"), signal.SIGKILL)
+        await eventually(lambda starts=starts: len(restarts(witness)) == starts)
+    assert restarts(witness)[-1].endswith(pause)
+    if pause != "now":
+        await clock.advance(FIRST_DELAY_S - 0.1)
+        assert witness.count("worker", ChildState.STARTING) == 2
+        await clock.advance(0.2)
+    await eventually(lambda: witness.count("worker", ChildState.SERVING) == 3)
+    stop.set()
+    assert (await ending(running)).ending is Ending.STOPPED
 
 
 async def test_a_child_that_may_leave_is_not_started_again_and_the_others_go_on(tmp_path: Path) -> None:
-    witness = Witness()
-    leaves = spec(tmp_path, "leaves", READY + "time.sleep(0.2)", may_leave="was drained")
-    decider = spec(tmp_path, "decider", READY + "time.sleep(1.5)", ends_run=True)
-    outcome = await run([leaves, decider], witness)
+    witness, end = Witness(), tmp_path / "end"
+    leaves = spec(tmp_path, "leaves", READY, may_leave="was drained")
+    decider = spec(tmp_path, "decider", READY + f"until(pathlib.Path({str(end)!r}))", ends_run=True)
+    running = asyncio.create_task(run([leaves, decider], witness))
+    await eventually(lambda: witness.count("leaves", ChildState.LEFT) == 1)
+    end.touch()
+    outcome = await running
     assert (outcome.ending, outcome.child) == (Ending.SUCCEEDED, "decider")
     assert witness.count("leaves", ChildState.LEFT) == 1
     assert witness.count("leaves", ChildState.STARTING) == 1
@@ -72,7 +111,7 @@ async def test_a_child_that_may_leave_is_not_started_again_and_the_others_go_on(
 
 async def test_a_child_that_may_leave_but_fails_is_started_again(tmp_path: Path) -> None:
     witness = Witness()
-    fails = spec(tmp_path, "fails", READY + "time.sleep(0.1); sys.exit(1)", may_leave="was drained")
+    fails = spec(tmp_path, "fails", READY + "sys.exit(1)", may_leave="was drained")
     outcome = await run([fails, spec(tmp_path, "other", SERVE)], witness, max_restarts=1)
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "fails")
     assert witness.count("fails", ChildState.RESTARTING) == 1
@@ -80,7 +119,7 @@ async def test_a_child_that_may_leave_but_fails_is_started_again(tmp_path: Path)
 
 async def test_after_the_last_restart_the_outcome_has_the_child_the_reason_and_its_last_lines(tmp_path: Path) -> None:
     witness = Witness()
-    dies = spec(tmp_path, "dies", READY + "time.sleep(0.2); print('the reason'); sys.exit(5)")
+    dies = spec(tmp_path, "dies", READY + "print('the reason'); sys.exit(5)")
     outcome = await run([dies], witness, max_restarts=1)
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "dies")
     assert "exit code 5" in outcome.reason
@@ -97,9 +136,16 @@ async def test_wrong_settings_end_the_run_at_once(tmp_path: Path) -> None:
 
 
 async def test_a_child_that_never_serves_fails_by_its_deadline(tmp_path: Path) -> None:
-    outcome = await run([spec(tmp_path, "mute", "import time; time.sleep(600)", start_s=0.3)], Witness())
+    clock = SimulatedClock()
+    mute = spec(tmp_path, "mute", "import time; time.sleep(600)", start_s=30.0)
+    running = asyncio.create_task(run([mute], Witness(), clock=clock))
+    await eventually(lambda: clock.waits)
+    await clock.advance(29.9)
+    assert not running.done()
+    await clock.advance(0.2)
+    outcome = await running
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "mute")
-    assert "did not serve within" in outcome.reason
+    assert "did not serve within 30 s" in outcome.reason
 
 
 async def test_stop_ends_even_a_child_that_ignores_sigterm_and_its_grandchildren(tmp_path: Path) -> None:
@@ -107,43 +153,50 @@ async def test_stop_ends_even_a_child_that_ignores_sigterm_and_its_grandchildren
     stubborn = (
         "import signal, subprocess, sys, pathlib; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
-        f"pathlib.Path({str(grandchild)!r}).write_text(str(child.pid));" + SERVE
+        f"pathlib.Path({str(grandchild)!r}).write_text(str(child.pid))" + SERVE
     )
-    witness, stop = Witness(), asyncio.Event()
-    supervisor = Supervisor([spec(tmp_path, "stubborn", stubborn, drain_s=0.1)], witness, stop_margin_s=0.2)
-    running = asyncio.create_task(supervisor.run(stop))
+    witness, stop, clock = Witness(), asyncio.Event(), SimulatedClock()
+    specs = [spec(tmp_path, "stubborn", stubborn, drain_s=3.0)]
+    running = asyncio.create_task(supervisor(specs, witness, stop_margin_s=1.0, clock=clock).run(stop))
     await eventually(lambda: witness.count("stubborn", ChildState.SERVING) == 1)
     stop.set()
-    async with asyncio.timeout(10):
-        assert (await running).ending is Ending.STOPPED
+    await eventually(lambda: witness.count("stubborn", ChildState.STOPPING) == 1)
+    await clock.advance(3.9)
+    assert not gone(pid_of(tmp_path, "stubborn"))
+    await clock.advance(0.2)
+    assert (await ending(running)).ending is Ending.STOPPED
     await eventually(lambda: gone(pid_of(tmp_path, "stubborn")) and gone(int(grandchild.read_text())))
 
 
 async def test_a_child_gets_sigterm_and_time_to_drain(tmp_path: Path) -> None:
     drains = (
-        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)));"
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)))"
         + SERVE
     )
     witness, stop = Witness(), asyncio.Event()
-    running = asyncio.create_task(Supervisor([spec(tmp_path, "polite", drains)], witness).run(stop))
+    running = asyncio.create_task(supervisor([spec(tmp_path, "polite", drains)], witness).run(stop))
     await eventually(lambda: witness.count("polite", ChildState.SERVING) == 1)
     stop.set()
-    assert (await running).ending is Ending.STOPPED
+    assert (await ending(running)).ending is Ending.STOPPED
     assert [line.text for _, line in witness.lines] == ["drained"]
 
 
 async def test_a_child_that_needs_all_its_seconds_to_drain_is_not_killed(tmp_path: Path) -> None:
+    done = tmp_path / "done"
     slow = (
-        "import signal, sys, time;"
-        "end = lambda *_: (time.sleep(1), print('drained', flush=True), sys.exit(0));"
-        "signal.signal(signal.SIGTERM, end);" + SERVE
+        "import signal, sys, pathlib;"
+        f"end = lambda *_: (until(pathlib.Path({str(done)!r})), print('drained', flush=True), sys.exit(0));"
+        "signal.signal(signal.SIGTERM, end)" + SERVE
     )
-    witness, stop = Witness(), asyncio.Event()
+    witness, stop, clock = Witness(), asyncio.Event(), SimulatedClock()
     patient = spec(tmp_path, "patient", slow, drain_s=10.0)
-    running = asyncio.create_task(Supervisor([patient], witness, stop_margin_s=0.1).run(stop))
+    running = asyncio.create_task(supervisor([patient], witness, stop_margin_s=1.0, clock=clock).run(stop))
     await eventually(lambda: witness.count("patient", ChildState.SERVING) == 1)
     stop.set()
-    assert (await running).ending is Ending.STOPPED
+    await eventually(lambda: witness.count("patient", ChildState.STOPPING) == 1)
+    await clock.advance(10.9)
+    done.touch()
+    assert (await ending(running)).ending is Ending.STOPPED
     assert [line.text for _, line in witness.lines] == ["drained"]
 
 

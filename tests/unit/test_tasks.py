@@ -6,9 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from simulated_clock import SimulatedClock
 
 from sluice import tasks
-from sluice.tasks import Turn, discard_outcome, run_to_end, settle
+from sluice.tasks import Turn, discard_outcome, first_ended, run_to_end, settle
 
 
 class Unheard:
@@ -59,6 +60,26 @@ async def test_work_that_fails_after_the_wait_for_it_is_not_reported() -> None:
     del work, failed
     gc.collect()
     assert not unheard.reports
+
+
+async def test_a_wait_ends_with_the_first_work_or_at_its_time_and_cancels_nothing() -> None:
+    clock, told = SimulatedClock(), asyncio.Event()
+    long, short = asyncio.create_task(asyncio.Event().wait()), asyncio.create_task(told.wait())
+    waits = [
+        asyncio.create_task(first_ended(long, short, timeout_s=5.0, clock=clock)),
+        asyncio.create_task(first_ended(long, timeout_s=9.0, clock=clock)),
+        asyncio.create_task(settle(long, timeout_s=9.0, clock=clock)),
+    ]
+    await clock.advance(4.9)
+    told.set()
+    await clock.advance(0.0)
+    assert [wait.done() for wait in waits] == [True, False, False]
+    await clock.advance(5.0)
+    await asyncio.gather(*waits)
+    assert not waits[-1].result()
+    assert not long.done()
+    long.cancel()
+    await asyncio.wait([long])
 
 
 class SimulatedClocks:

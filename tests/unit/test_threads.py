@@ -9,8 +9,12 @@ import sys
 import threading
 
 import pytest
+from simulated_clock import LIMIT_S
 
 from sluice.threads import DeadlineThreads, SerialThread
+
+CHILD_S = 280.0
+"""Limit for a process that imports a service; one on a quiet machine takes seconds."""
 
 HANG_AND_LEAVE = """
 import asyncio, threading
@@ -28,7 +32,7 @@ asyncio.run(main())
 
 def test_a_hung_call_does_not_keep_the_process_from_ending() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HANG_AND_LEAVE], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", HANG_AND_LEAVE], capture_output=True, text=True, timeout=CHILD_S, check=True
     )
     assert done.stdout.startswith("gave up\n")
 
@@ -65,7 +69,7 @@ asyncio.run(main())
 
 def test_a_journal_on_a_dead_disk_does_not_keep_the_process_from_ending(tmp_path) -> None:
     words = [sys.executable, "-c", HANG_IN_THE_JOURNAL, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=CHILD_S, check=True)
     assert done.stdout.startswith("gave up\n")
 
 
@@ -79,14 +83,14 @@ async def test_a_thread_that_was_ended_refuses_further_calls() -> None:
 
 
 async def test_a_thread_whose_call_has_ended_takes_the_next_one() -> None:
-    threads = DeadlineThreads("test", 2, 5.0, 1)
+    threads = DeadlineThreads("test", 2, LIMIT_S, 1)
     assert await threads.run(threading.get_ident) == await threads.run(threading.get_ident)
 
 
 async def test_threads_end_with_their_owner() -> None:
-    threads = DeadlineThreads("test", 1, 5.0, 1)
+    threads = DeadlineThreads("test", 1, LIMIT_S, 1)
     thread = await threads.run(threading.current_thread)
     del threads
     gc.collect()
-    await asyncio.to_thread(thread.join, 10)
+    await asyncio.to_thread(thread.join, LIMIT_S)
     assert not thread.is_alive()

@@ -71,7 +71,7 @@ def mine(tmp_path: Path) -> str:
 def trl(mine: str, rows: str = "rows", **arguments: object) -> EnvironmentProcesses:
     dataset = str(Path(mine).with_name(f"{rows}.jsonl")) if rows else ""
     given = {"dataset": dataset, **arguments}
-    return EnvironmentProcesses("trl", given, EnvironmentProcessesConfig(count=1), (60.0, "start_s"))
+    return EnvironmentProcesses("trl", given, EnvironmentProcessesConfig(count=1, score_s=300.0), (300.0, "start_s"))
 
 
 async def test_rewards_are_weighted_added_and_each_logged(mine: str) -> None:

@@ -94,6 +94,8 @@ def test_what_is_wrong_is_said(tmp_path):
 
 async def test_it_runs_in_processes_of_its_own(tmp_path, functions):
     arguments = {"dataset": written(tmp_path / "t.parquet", "mine", ["a"]), "reward": f"{functions}:compute_score"}
-    async with EnvironmentProcesses("verl", arguments, EnvironmentProcessesConfig(count=1), (60.0, "start_s")) as rows:
+    async with EnvironmentProcesses(
+        "verl", arguments, EnvironmentProcessesConfig(count=1, score_s=300.0), (300.0, "start_s")
+    ) as rows:
         (task,) = await rows.tasks("train", 0)
         assert await rows.judge(task, ["a", "b"]) == [Score(1.0, {"right": 1.0}), Score(0.0, {"right": 0.0})]

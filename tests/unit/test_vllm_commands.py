@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulated_clock import LIMIT_S, SimulatedClock
 
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.model_files import BaseModel
@@ -22,6 +23,9 @@ from rollout_svc.engines.vllm.requests import LoadRecorder
 from rollout_svc.engines.vllm.weights import VllmWeights
 from sluice.versions import Version
 from weightsync.staged import StagedVersion
+
+CHILD_S = 280.0
+"""Limit for a process that imports the engines; one on a quiet machine takes seconds."""
 
 
 class FailingLlm:
@@ -101,46 +105,62 @@ async def test_an_engine_that_cannot_pause_serves_on() -> None:
 class SlowLlm(FailingLlm):
     """A vLLM whose every call takes a while, one named call longer."""
 
-    def __init__(self, call_s: float, *, pause_s: float = 0.0) -> None:
+    def __init__(self, clock: SimulatedClock, call_s: float, pause_s: float = 0.0) -> None:
         super().__init__(failing="")
+        self._clock = clock
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._slow(pause_s or call_s))
         self.collective_rpc = self.start_weight_update = self.update_weights = self._slow(call_s)
         self.finish_weight_update = self.resume_generation = self._slow(call_s)
 
     def _slow(self, seconds: float) -> Callable[..., Awaitable[Any]]:
         async def call(*_: object, **__: object) -> list[tuple[str, float]]:
-            await asyncio.sleep(seconds)
+            await self._clock.sleep(seconds)
             return [("ok", 0.0)]
 
         return call
 
 
-DEADLINE_S = 0.4
+DEADLINE_S = 4.0
+STAGED = StagedVersion(Version(1, 1), Path("v.safetensors"), {}, "")
 
 
-def engine_to_update(llm: FailingLlm) -> VllmEngine:
+def engine_to_update(llm: FailingLlm, clock: SimulatedClock | None = None) -> VllmEngine:
+    """Return an engine on a clock that stands still unless the test moves it."""
     engine = engine_with(llm)
-    engine._weights = VllmWeights(clear_cache=False, double_buffer=True, patch=False, deadline_s=DEADLINE_S)
+    engine._weights = VllmWeights(
+        clear_cache=False, double_buffer=True, patch=False, deadline_s=DEADLINE_S, clock=clock or SimulatedClock()
+    )
     engine._weights.base = BaseModel((Path("model.safetensors"),), {})
     return engine
 
 
-@pytest.mark.parametrize("llm", [SlowLlm(0.25), SlowLlm(0.01, pause_s=60.0), SlowLlm(0.35)])
-async def test_the_calls_of_an_update_share_its_deadlines(llm: FailingLlm) -> None:
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes seconds."""
+    module = SimpleNamespace(WeightTransferUpdateRequest=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", module)
+
+
+@pytest.mark.usefixtures("without_vllm")
+@pytest.mark.parametrize(("call_s", "pause_s"), [(2.5, 0.0), (0.1, 600.0), (3.5, 0.0)])
+async def test_the_calls_of_an_update_share_its_deadlines(call_s: float, pause_s: float) -> None:
     """Each call ends in time; together they would take several times what an update may take."""
-    engine = engine_to_update(llm)
-    begun = time.monotonic()
+    clock = SimulatedClock()
+    engine = engine_to_update(SlowLlm(clock, call_s, pause_s), clock)
+    begun = clock()
+    applying = asyncio.create_task(engine.apply(STAGED))
+    await clock.until(applying.done, step_s=0.1)
     with pytest.raises(EngineError):
-        await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
-    assert time.monotonic() - begun < 3 * DEADLINE_S
+        await applying
+    assert clock() - begun < 3 * DEADLINE_S
 
 
 class ScriptedLlm(FailingLlm):
     """A vLLM whose worker ends each load of a version as scripted. It can always load the base."""
 
-    def __init__(self, *outcomes: tuple[str, Any], load_s: float = 0.0) -> None:
+    def __init__(self, *outcomes: tuple[str, Any], clock: SimulatedClock, load_s: float = 0.0) -> None:
         super().__init__(failing="")
-        self._outcomes, self._load_s = list(outcomes), load_s
+        self._outcomes, self._clock, self._load_s = list(outcomes), clock, load_s
         self._last: tuple[str, Any] = ("ok", 0.0)
         self.collective_rpc = self._reply
         self.loaded: list[str] = []
@@ -157,17 +177,10 @@ class ScriptedLlm(FailingLlm):
         self.loaded.append(path)
         is_base = path == "model.safetensors"
         self._last = ("ok", 0.0) if is_base else self._outcomes.pop(0)
-        await asyncio.sleep(0.0 if is_base else self._load_s)
+        await self._clock.sleep(0.0 if is_base else self._load_s)
 
     async def finish_weight_update(self, label: str | None) -> None:
         self.labels.append(label)
-
-
-@pytest.fixture
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import takes longer than the deadlines of these tests."""
-    module = SimpleNamespace(WeightTransferUpdateRequest=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", module)
 
 
 FAILED, REFUSED = ("err", "a tensor has another shape"), ("refused", "the file is gone")
@@ -176,10 +189,10 @@ FAILED, REFUSED = ("err", "a tensor has another shape"), ("refused", "the file i
 @pytest.mark.usefixtures("without_vllm")
 async def test_a_version_refused_after_it_failed_half_way_brings_the_old_one_back() -> None:
     """The refused call changed nothing, but the one before left parts of the version in the model."""
-    llm = ScriptedLlm(FAILED, REFUSED)
+    llm = ScriptedLlm(FAILED, REFUSED, clock=SimulatedClock())
     engine = engine_to_update(llm)
     with pytest.raises(EngineError, match=r"the file is gone.*version 0\.0 keeps serving"):
-        await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
+        await engine.apply(STAGED)
     assert llm.loaded == ["v.safetensors", "v.safetensors", "model.safetensors"]
     assert llm.labels == [None, None, "0.0"]
     assert engine.status().healthy
@@ -188,40 +201,54 @@ async def test_a_version_refused_after_it_failed_half_way_brings_the_old_one_bac
 @pytest.mark.usefixtures("without_vllm")
 async def test_a_version_that_fails_half_way_late_brings_the_old_one_back() -> None:
     """A second attempt would pass the deadline, and leave an engine that only a restart helps."""
-    llm = ScriptedLlm(FAILED, FAILED, load_s=0.6 * DEADLINE_S)
-    engine = engine_to_update(llm)
+    clock = SimulatedClock()
+    llm = ScriptedLlm(FAILED, FAILED, clock=clock, load_s=0.6 * DEADLINE_S)
+    engine = engine_to_update(llm, clock)
+    applying = asyncio.create_task(engine.apply(STAGED))
+    await clock.until(applying.done, step_s=0.1)
     with pytest.raises(EngineError, match=r"another shape.*version 0\.0 keeps serving"):
-        await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
+        await applying
     assert llm.loaded == ["v.safetensors", "model.safetensors"]
     assert engine.status().healthy
 
 
 @pytest.mark.usefixtures("without_vllm")
 async def test_a_version_that_fails_half_way_once_is_loaded_again() -> None:
-    llm = ScriptedLlm(FAILED, ("ok", 0.0))
+    llm = ScriptedLlm(FAILED, ("ok", 0.0), clock=SimulatedClock())
     engine = engine_to_update(llm)
-    await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
+    await engine.apply(STAGED)
     assert llm.labels == [None, "1.1"]
     assert engine.status().version == Version(1, 1)
 
 
 async def test_an_update_that_waits_for_another_command_is_cancelled_at_once() -> None:
-    engine = engine_to_update(SlowLlm(0.0))
+    clock = SimulatedClock()
+    engine = engine_to_update(SlowLlm(clock, 0.0), clock)
     async with engine._commands:
-        waiting = asyncio.create_task(engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, "")))
-        await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(engine.apply(STAGED))
+        await clock.advance(0.0)
         waiting.cancel()
-        await asyncio.wait({waiting}, timeout=5)
+        await asyncio.wait({waiting}, timeout=LIMIT_S)
         assert waiting.cancelled()
 
 
 async def test_a_shutdown_that_hangs_is_left_to_itself() -> None:
-    released = threading.Event()
-    llm: Any = SimpleNamespace(output_handler=None, shutdown=lambda _seconds: released.wait(60))
+    asked, released, clock = threading.Event(), threading.Event(), SimulatedClock()
+
+    def hang(_seconds: float) -> None:
+        asked.set()
+        released.wait()
+
+    llm: Any = SimpleNamespace(output_handler=None, shutdown=hang)
     config: Any = SimpleNamespace()
     processes = VllmProcesses(llm, LoadRecorder(), config, True, OwnerThread(), frozenset())
+    ending = asyncio.create_task(processes.shut_down(10.0, clock))
     try:
-        await asyncio.wait_for(processes.shut_down(0.05), 10)
+        await clock.until(asked.is_set)
+        await clock.advance(19.9)
+        assert not ending.done()
+        await clock.advance(0.2)
+        await asyncio.wait_for(ending, LIMIT_S)
     finally:
         released.set()
 
@@ -231,7 +258,10 @@ import asyncio, multiprocessing, threading, time
 from types import SimpleNamespace
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.vllm import processes
+from simulated_clock import SimulatedClock
 from weightsync import vllm_plugin
+
+clock, hangs = SimulatedClock(), threading.Event()
 
 def work(ready):
     vllm_plugin._die_with_parent()  # as the plugin does in every process of vLLM
@@ -246,25 +276,33 @@ def engine_core():
 
 def hang(*_):
     engine_core()
+    hangs.set()
     threading.Event().wait()
+
+async def until_the_deadline(work):
+    working = asyncio.ensure_future(work)
+    await clock.until(hangs.is_set)
+    await clock.advance(3600)
+    await working
 
 async def shutdown():
     owner = processes.OwnerThread()
     llm = SimpleNamespace(output_handler=None, shutdown=hang)
-    await processes.VllmProcesses(llm, None, None, True, owner, frozenset()).shut_down(0.2)
+    held = processes.VllmProcesses(llm, None, None, True, owner, frozenset())
+    await until_the_deadline(held.shut_down(10.0, clock))
     print("gave up")
 
 async def start():
     processes._launch = hang
     try:
-        await processes.launch("model", {}, fork=False, deadline_s=0.2)
+        await until_the_deadline(processes.launch("model", {}, fork=False, deadline_s=10.0, clock=clock))
     except EngineError:
         print("gave up")
 
 async def processes_left(hanging):
     await hanging()
     for child in multiprocessing.active_children():
-        child.join(5)
+        child.join(60)
     print(len(multiprocessing.active_children()), "left")
 
 async def running():
@@ -274,25 +312,23 @@ async def running():
 """
 
 
-@pytest.mark.parametrize("what", ["shutdown", "start", "running"])
-def test_a_vllm_that_hangs_or_runs_does_not_keep_the_process_from_ending(what: str) -> None:
+def output_of(call: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", f"{HANG_AND_LEAVE}asyncio.run({what}())"],
+        [sys.executable, "-c", f"{HANG_AND_LEAVE}asyncio.run({call})"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=20,
+        timeout=CHILD_S,
         check=True,
     )
-    assert done.stdout.endswith("gave up\n")
+    return done.stdout
+
+
+@pytest.mark.parametrize("what", ["shutdown", "start", "running"])
+def test_a_vllm_that_hangs_or_runs_does_not_keep_the_process_from_ending(what: str) -> None:
+    assert output_of(f"{what}()").endswith("gave up\n")
 
 
 @pytest.mark.parametrize("what", ["shutdown", "start"])
 def test_a_vllm_that_hangs_leaves_no_process_while_this_one_lives(what: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{HANG_AND_LEAVE}asyncio.run(processes_left({what}))"],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=40,
-        check=True,
-    )
-    assert done.stdout.endswith("gave up\n0 left\n")
+    assert output_of(f"processes_left({what})").endswith("gave up\n0 left\n")

@@ -6,7 +6,7 @@ import asyncio
 from typing import cast
 
 import grpc
-from weightsync_stack import eventually
+from simulated_clock import SimulatedClock
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
@@ -36,9 +36,9 @@ class Upstream:
         return response
 
 
-def forwarder(upstream: Upstream, now: list[float]) -> Forwarder:
+def forwarder(upstream: Upstream, clock: SimulatedClock) -> Forwarder:
     stub = cast("weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub", upstream)
-    return Forwarder(stub, lambda: now[0], LEASE_S)
+    return Forwarder(stub, clock, LEASE_S)
 
 
 def report(replica: str, number: int) -> pb.ReportVersionRequest:
@@ -48,37 +48,37 @@ def report(replica: str, number: int) -> pb.ReportVersionRequest:
 
 
 async def test_only_the_latest_report_of_a_replica_goes_out() -> None:
-    upstream, now = Upstream(), [0.0]
-    reports = forwarder(upstream, now)
+    upstream, clock = Upstream(), SimulatedClock()
+    reports = forwarder(upstream, clock)
     for number in (1, 2, 3):
         reports.put(report("a", number))
         reports.put(report("b", number))
     upstream.here.set()
     task = asyncio.create_task(reports.run_forever())
-    await eventually(lambda: len(upstream.received) == 2)
+    await clock.until(lambda: len(upstream.received) == 2)
     assert upstream.received == [("a", 3), ("b", 3)]
     assert reports.lease_s == 20
     reports.put(report("a", 4))
-    await eventually(lambda: ("a", 4) in upstream.received)
+    await clock.until(lambda: ("a", 4) in upstream.received)
     task.cancel()
 
 
 async def test_reports_wait_while_upstream_is_away_and_old_ones_are_dropped() -> None:
-    upstream, now = Upstream(), [0.0]
-    reports = forwarder(upstream, now)
+    upstream, clock = Upstream(), SimulatedClock()
+    reports = forwarder(upstream, clock)
     reports.put(report("gone", 1))
     task = asyncio.create_task(reports.run_forever())
-    await asyncio.sleep(0)
-    now[0] = LEASE_S + 1
+    await clock.advance(LEASE_S + 1)
     reports.put(report("live", 2))
     upstream.here.set()
-    await eventually(lambda: bool(upstream.received))
+    await clock.advance(LEASE_S)
+    assert len(reports) == 0
     assert upstream.received == [("live", 2)]
     task.cancel()
 
 
 async def test_what_waits_is_bounded() -> None:
-    reports = forwarder(Upstream(), [0.0])
+    reports = forwarder(Upstream(), SimulatedClock())
     for number in range(5000):
         reports.put(report(f"replica-{number}", number))
     assert len(reports) == 4096

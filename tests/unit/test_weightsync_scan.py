@@ -19,7 +19,7 @@ from weightsync.publish.shards import local_slices
 
 TENSORS = {
     "odd": torch.arange(7, dtype=torch.uint8),
-    "brain": torch.randn(5, 3).bfloat16(),
+    "brain": torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16(),
     "scalar": torch.tensor(2.5, dtype=torch.float64),
     "empty": torch.zeros(3, 0),
     "flags": torch.tensor([True, False, True]),

@@ -7,11 +7,13 @@ import errno
 import fcntl
 import os
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from simulated_clock import LIMIT_S, SimulatedClock
 
 from sluice.versions import Version
 from weightsync.receive.pull import PullLimits
@@ -19,6 +21,17 @@ from weightsync.receive.shared_area import BehindError, SharedArea, SharedCopy, 
 from weightsync.receive.version_file import StagingError
 
 DIGEST = "0" * 32
+WAIT_S = 30.0
+
+
+class Threads(ThreadPoolExecutor):
+    """Counts the work that it was given."""
+
+    submitted = 0
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.submitted += 1
+        return super().submit(work, *args, **kwargs)
 
 
 def made(area: SharedArea, number: int = 1) -> SharedCopy:
@@ -147,7 +160,7 @@ def test_a_forked_child_keeps_no_file_in_memory(tmp_path: Path) -> None:
 
 
 async def test_a_third_copy_waits_until_one_is_let_go(tmp_path: Path) -> None:
-    area = SharedArea(tmp_path, "run")
+    area, clock = SharedArea(tmp_path, "run"), SimulatedClock()
     old, current = made(area, 1), made(area, 2)
     built = asyncio.Event()
 
@@ -156,12 +169,13 @@ async def test_a_third_copy_waits_until_one_is_let_go(tmp_path: Path) -> None:
         built.set()
 
     with ThreadPoolExecutor(2) as threads:
-        files = StagedFiles(area, threads, PullLimits(room_wait_s=60))
+        files = StagedFiles(area, threads, PullLimits(room_wait_s=WAIT_S), clock)
         waiting = asyncio.create_task(files.obtain(area.file(Version(1, 3), DIGEST), current.path, 5, build))
-        while len(names(area)) < 4:  # noqa: ASYNC110 - the claim is a file
-            await asyncio.sleep(0.001)
+        await clock.until(lambda: clock.waits)  # it has looked, and waits for room
+        assert len(names(area)) == 4, "the claim is two files"
         assert not built.is_set()
         old.release()
+        await clock.advance(1.0)
         staged, _ = await waiting
     assert built.is_set()
     assert staged.path.read_bytes() == b"third"
@@ -169,19 +183,53 @@ async def test_a_third_copy_waits_until_one_is_let_go(tmp_path: Path) -> None:
         copy.release()
 
 
-async def test_a_receiver_that_is_held_back_does_not_stop_the_others(tmp_path: Path) -> None:
-    area = SharedArea(tmp_path, "run")
+async def test_a_receiver_that_is_held_back_stops_the_others_no_longer_than_configured(tmp_path: Path) -> None:
+    area, clock = SharedArea(tmp_path, "run"), SimulatedClock()
     held = [made(area, 1), made(area, 2)]
+    built = asyncio.Event()
 
     async def build(descriptor: int) -> None:
         os.write(descriptor, b"third")
+        built.set()
 
     with ThreadPoolExecutor(2) as threads:
-        files = StagedFiles(area, threads, PullLimits(room_wait_s=0.0))
-        staged, _ = await files.obtain(area.file(Version(1, 3), DIGEST), held[1].path, 5, build)
+        files = StagedFiles(area, threads, PullLimits(room_wait_s=WAIT_S), clock)
+        waiting = asyncio.create_task(files.obtain(area.file(Version(1, 3), DIGEST), held[1].path, 5, build))
+        await clock.until(lambda: clock.waits)
+        await clock.advance(WAIT_S)
+        await clock.until(lambda: clock.waits)
+        assert not built.is_set()
+        await clock.advance(1.0)
+        staged, _ = await waiting
+        staged.release()
+        # What was waited for in vain is not waited for again.
+        staged, _ = await files.obtain(area.file(Version(1, 4), DIGEST), held[1].path, 5, build)
     assert staged.path.exists()
     for copy in (staged, *held):
         copy.release()
+
+
+async def test_a_process_that_does_not_finish_a_file_is_waited_for_no_longer_than_configured(tmp_path: Path) -> None:
+    area, clock = SharedArea(tmp_path, "run"), SimulatedClock()
+    path = area.file(Version(1, 1), DIGEST)
+    claim = area.claim(path)
+    assert claim is not None
+
+    async def build(descriptor: int) -> None:
+        raise AssertionError("another process makes it")
+
+    with ThreadPoolExecutor(2) as threads:
+        files = StagedFiles(area, threads, PullLimits(copy_wait_s=WAIT_S), clock)
+        waiting = asyncio.create_task(files.obtain(path, None, 5, build))
+        await clock.until(lambda: clock.waits)
+        await clock.advance(WAIT_S)
+        await clock.until(lambda: clock.waits)
+        assert not waiting.done()
+        await clock.advance(1.0)
+        with pytest.raises(StagingError, match=f"did not finish {path} within {WAIT_S:g} s"):
+            await waiting
+    claim.abandon()
+    assert names(area) == []
 
 
 async def test_memory_that_runs_out_under_way_is_told_with_the_remedy(tmp_path: Path) -> None:
@@ -256,17 +304,31 @@ def test_a_claim_that_fails_leaves_the_file_to_the_next(tmp_path: Path) -> None:
 
 
 def test_a_file_that_somebody_looks_at_can_be_used_a_moment_later(tmp_path: Path) -> None:
-    area = SharedArea(tmp_path, "run")
-    copy = made(area)
+    copy = made(SharedArea(tmp_path, "run"))
     fcntl.flock(copy.descriptor, fcntl.LOCK_EX)
-    letting_go = threading.Timer(0.1, fcntl.flock, (copy.descriptor, fcntl.LOCK_UN))
-    letting_go.start()
+    pauses: list[float] = []
+
+    def let_go(seconds: float) -> None:
+        pauses.append(seconds)
+        fcntl.flock(copy.descriptor, fcntl.LOCK_UN)
+
+    area = SharedArea(tmp_path, "run", let_go)
     second = area.attach(copy.path)
-    letting_go.join()
     assert second is not None
+    assert len(pauses) == 1
     second.release()
     copy.release()
     assert names(area) == []
+
+
+def test_a_file_that_somebody_keeps_locked_is_named_after_some_attempts(tmp_path: Path) -> None:
+    copy = made(SharedArea(tmp_path, "run"))
+    fcntl.flock(copy.descriptor, fcntl.LOCK_EX)
+    pauses: list[float] = []
+    with pytest.raises(StagingError, match="cannot be locked"):
+        SharedArea(tmp_path, "run", pauses.append).attach(copy.path)
+    assert sum(pauses) == pytest.approx(1.0)
+    copy.release()
 
 
 @pytest.mark.parametrize("digest", ["../../elsewhere", "0/1", "", "a.b"])
@@ -279,7 +341,8 @@ def test_a_digest_that_could_lead_elsewhere_names_no_file(tmp_path: Path, digest
 async def test_who_makes_a_version_that_others_are_past_takes_theirs_if_it_will_do(
     tmp_path: Path, or_newer: bool
 ) -> None:
-    area, path = SharedArea(tmp_path, "run"), SharedArea(tmp_path, "run").file(Version(1, 2), DIGEST)
+    area, clock = SharedArea(tmp_path, "run"), SimulatedClock()
+    path = area.file(Version(1, 2), DIGEST)
     old, newer = made(area, 1), made(area, 3)
     next_one = area.claim(area.file(Version(1, 4), DIGEST))
     assert next_one is not None
@@ -288,14 +351,17 @@ async def test_who_makes_a_version_that_others_are_past_takes_theirs_if_it_will_
         return os.write(descriptor, b"whole")
 
     with ThreadPoolExecutor(2) as threads:
-        files = StagedFiles(area, threads, PullLimits(room_wait_s=0.0))
+        files = StagedFiles(area, threads, PullLimits(room_wait_s=WAIT_S), clock)
         if or_newer:
             with pytest.raises(BehindError) as caught:
                 await files.obtain(path, old.path, 5, build, or_newer=True)
             assert caught.value.version == Version(1, 3)
             assert not path.exists()
         else:
-            copy, _ = await files.obtain(path, old.path, 5, build, or_newer=False)
+            making = asyncio.create_task(files.obtain(path, old.path, 5, build, or_newer=False))
+            await clock.until(lambda: clock.waits)
+            await clock.advance(2 * WAIT_S)
+            copy, _ = await making
             copy.release()
     next_one.abandon()
     for each in (old, newer):
@@ -303,19 +369,19 @@ async def test_who_makes_a_version_that_others_are_past_takes_theirs_if_it_will_
 
 
 async def test_a_caller_that_is_cancelled_leaves_no_lock_behind(tmp_path: Path) -> None:
-    area = SharedArea(tmp_path, "run")
+    area, clock = SharedArea(tmp_path, "run"), SimulatedClock()
     first, busy = made(area), threading.Event()
 
     async def build(descriptor: int) -> None:
         raise AssertionError("the file is there")
 
-    with ThreadPoolExecutor(1) as threads:
+    with Threads(1) as threads:
         threads.submit(busy.wait)
-        files = StagedFiles(area, threads, PullLimits())
+        files = StagedFiles(area, threads, PullLimits(), clock)
         obtaining = asyncio.create_task(files.obtain(first.path, None, 5, build))
-        await asyncio.sleep(0.05)
+        await clock.until(lambda: threads.submitted == 2)  # it is about to lock the file
         obtaining.cancel()
-        await asyncio.sleep(0.05)
+        await clock.advance(0)  # it has noticed
         busy.set()
         with pytest.raises(asyncio.CancelledError):
             await obtaining
@@ -327,23 +393,32 @@ async def test_a_file_that_was_released_is_made_anew_and_not_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as one that an engine could not load: found again, it would be tried for ever."""
-    area = SharedArea(tmp_path, "run")
+    area, clock = SharedArea(tmp_path, "run"), SimulatedClock()
     path = area.file(Version(1, 1), DIGEST)
-    release = SharedCopy.release
+    release, may_release = SharedCopy.release, threading.Event()
 
-    def slow_release(copy: SharedCopy) -> None:
-        time.sleep(0.2)
+    def late_release(copy: SharedCopy) -> None:
+        assert may_release.wait(LIMIT_S)
         release(copy)
 
-    monkeypatch.setattr(SharedCopy, "release", slow_release)
-    with ThreadPoolExecutor(2) as threads:
-        files = StagedFiles(area, threads, PullLimits())
-        for content in (b"damaged", b"whole"):
+    def build(content: bytes) -> Callable[[int], Any]:
+        async def write(descriptor: int) -> int:
+            return os.write(descriptor, content)
 
-            async def build(descriptor: int, content: bytes = content) -> int:
-                return os.write(descriptor, content)
+        return write
 
-            copy, written = await files.obtain(path, None, 5, build)
-            assert (written, path.read_bytes()) == (len(content), content)
-            files.release(copy)
+    monkeypatch.setattr(SharedCopy, "release", late_release)
+    with Threads(2) as threads:
+        files = StagedFiles(area, threads, PullLimits(), clock)
+        damaged, _ = await files.obtain(path, None, 5, build(b"damaged"))
+        assert path.read_bytes() == b"damaged"
+        files.release(damaged)
+        before = threads.submitted
+        obtaining = asyncio.create_task(files.obtain(path, None, 5, build(b"whole")))
+        await clock.advance(0)
+        assert threads.submitted == before, "it does not look for the file before that is removed"
+        may_release.set()
+        copy, written = await obtaining
+        assert (written, path.read_bytes()) == (5, b"whole")
+        files.release(copy)
     assert names(area) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from sluice.versions import Version
 from weight_faults.points import Point
-from weight_faults.process import DEADLINE_S, Program
+from weight_faults.process import DEADLINE_S, SILENCE_S, Program
 from weight_faults.versions import DENSE_BYTES
 from weight_faults.world import World, eventually, expect, rubbish
 
@@ -20,8 +21,11 @@ __all__ = ["DAMAGES", "Damage"]
 _NO_ROOM_BYTES = 64 << 10
 """Longest file while there is "no room": enough for a delta and a log, not for a dense form."""
 
-_MOST_ATTEMPTS = 6
-"""Versions after which one must have come through."""
+_PATIENCE_S = 5.0
+"""Seconds until a trainer publishes the next version."""
+
+_SILENCE_S = 2.0
+"""Seconds without a sign of life after which an engine opens a stream again, where that is what it has to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Damage:
             version in service.
         wired: Programs between which and the service there is a wire that can be damaged.
         form: Which form is hit.
+        silence_s: Seconds without a sign of life after which an engine opens a stream again.
     """
 
     phase: str
@@ -42,6 +47,7 @@ class Damage:
     play: Callable[[World], float]
     wired: tuple[str, ...] = ()
     form: str = "delta"
+    silence_s: float = SILENCE_S
 
     @property
     def id(self) -> str:
@@ -213,13 +219,13 @@ DAMAGES = (
     Damage("over_budget", "service", _over_budget, form="anchor"),
     Damage("memory_full", "engine", _memory_full),
     Damage("damaged_push", "trainer", _damaged_push, wired=("trainer",)),
-    Damage("damaged_pull", "engine", _damaged_pull, wired=("engine",)),
+    Damage("damaged_pull", "engine", _damaged_pull, wired=("engine",), silence_s=_PATIENCE_S),
     Damage("damaged_delta_file", "service", _damaged_delta_file),
     Damage("damaged_dense_file", "service", _damaged_dense_file),
     Damage("damaged_base", "engine", _damaged_base),
     Damage("dead_builder", "engine", _dead_builder),
-    Damage("standstill", "service", _standstill),
-    Damage("standstill_in_pull", "service", _standstill_in_pull),
+    Damage("standstill", "service", _standstill, silence_s=_SILENCE_S),
+    Damage("standstill_in_pull", "service", _standstill_in_pull, silence_s=_SILENCE_S),
     Damage("repeated_commit", "trainer", _repeated_commit, form="anchor"),
 )
 """Every such fault."""
@@ -242,21 +248,20 @@ def _finish_somehow(world: World, lost: Version) -> float:
     """Publish on until a version comes through: a delta on what is lost may be taken before anybody notices."""
     began = time.monotonic()
     served = len(world.observer.served)
-    for number in range(3 if lost.number == 2 else 4, 4 + _MOST_ATTEMPTS):
-        version = Version(lost.epoch, number)
-        world.push(version)
-        try:
-            world.observer.await_served(version, 1.0)
-        except TimeoutError:
-            continue
-        seconds = time.monotonic() - began
-        expect(lost not in world.observer.served[served:], f"{lost} was served after it was lost")
-        world.given_up |= {each for each in world.acknowledged if lost <= each < version}
-        newest = Version(version.epoch, number + 1)
-        world.deliver(newest)
-        world.check(newest)
-        return seconds
-    raise TimeoutError(f"no version came through in {_MOST_ATTEMPTS} attempts")
+    for number in itertools.count(lost.number + 1):
+        world.push(Version(lost.epoch, number))
+        version = world.observer.served_after(lost, _PATIENCE_S)
+        if version is not None:
+            break
+        if time.monotonic() > began + DEADLINE_S:
+            raise TimeoutError(f"no version came through until {Version(lost.epoch, number)}")
+    seconds = time.monotonic() - began
+    expect(lost not in world.observer.served[served:], f"{lost} was served after it was lost")
+    world.given_up |= {each for each in world.acknowledged if lost <= each < version}
+    newest = Version(lost.epoch, number + 1)
+    world.deliver(newest)
+    world.check(newest)
+    return seconds
 
 
 def _new_trainer(world: World) -> Version:

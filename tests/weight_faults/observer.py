@@ -60,6 +60,12 @@ class Observer:
                 serves = self.served[-1] if self.served else "nothing"
                 raise TimeoutError(f"the engine serves {serves} and not {version} after {deadline_s:g} s")
 
+    def served_after(self, version: Version, within_s: float) -> Version | None:
+        """Wait until the engine answers with a later version, and return that; None if it does not in time."""
+        with self._news:
+            found = self._news.wait_for(lambda: bool(self.served) and self.served[-1] > version, within_s)
+            return self.served[-1] if found else None
+
     def await_loaded(self, version: Version, deadline_s: float) -> None:
         """Return when every store shows a version as a directory of the right bits.
 

@@ -18,10 +18,13 @@ from typing import Any
 from weight_faults import programs
 from weight_faults.points import Point
 
-__all__ = ["DEADLINE_S", "GoneError", "Program"]
+__all__ = ["DEADLINE_S", "SILENCE_S", "GoneError", "Program"]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 """Longest wait for anything; a cell that needs it has failed."""
+
+SILENCE_S = 60.0
+"""Seconds without a sign of life that no program needs, however busy the machine is."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Modules of the product: the server that forks does not know the directory of the tests.

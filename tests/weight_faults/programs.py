@@ -42,8 +42,8 @@ RUN = "faults"
 CHUNK_BYTES = 4096
 """Size of chunks here: small, so that a small model still travels in hundreds of them and a delta in several."""
 
-_SOURCES = SourceLimits(look_s=60, answer_s=1, fallback_s=0.5, retry_s=0.1, ban_s=0.5)
-"""A source that fails is left sooner than in service, and no other is looked for without a reason."""
+_SOURCES = SourceLimits(look_s=3600, answer_s=60, fallback_s=1, retry_s=1, ban_s=1)
+"""A source that is gone is left sooner than in service, a slow one is not, and no other is looked for without a reason."""
 
 _WAYS = ("delta", "dense")
 
@@ -128,7 +128,7 @@ class Desk:
 
     def _halt(self) -> None:
         self._send({"event": "reached"})
-        self._go_on.wait(timeout=60)
+        self._go_on.wait()
 
     def _send(self, message: Message) -> None:
         with self._sending:
@@ -171,7 +171,7 @@ async def _engine(desk: Desk, settings: Settings) -> None:
     weightsync.receive.sources._SILENCE_S = settings["silence_s"]
     engine = Engine()
     async with connect(settings["target"], SecurityConfig()) as channel:
-        limits = PullLimits(deadline_s=30, idle_s=settings["silence_s"], attempts=6, first_pause_s=0.02)
+        limits = PullLimits(idle_s=settings["silence_s"])
         receiver = WeightReceiver(
             channel,
             RUN,

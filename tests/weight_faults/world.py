@@ -14,27 +14,24 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from held_ports import held_ports
 
-from benchmarks.children import free_port
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weight_faults.observer import Observer
-from weight_faults.process import DEADLINE_S, Program
+from weight_faults.process import DEADLINE_S, SILENCE_S, Program
 from weight_faults.programs import RUN
 from weight_faults.versions import DENSE_BYTES
 from weight_faults.wire import Wire
 
 __all__ = ["World", "eventually", "expect", "rubbish"]
 
-_KEEP = 8
+_KEEP = 100
 """More than the versions of any cell: retention then removes nothing that a check still asks for."""
 
-_ATTEMPT_S = DEADLINE_S / 3
+_ATTEMPT_S = DEADLINE_S / 5
 """Seconds for one attempt at a push: a bit that turns over in a frame's own header lets it wait to its deadline."""
-
-_SILENCE_S = 1.0
-"""Seconds without a sign of life after which an engine opens a stream again."""
 
 
 class World:
@@ -45,6 +42,7 @@ class World:
         relay: Whether there is a relay, which an engine of the same host prefers.
         local_files: Whether processes hand each other files of this host; otherwise all bytes go through sockets.
         wired: Programs that reach the service by a wire that can be damaged.
+        silence_s: Seconds without a sign of life after which an engine opens a stream again.
 
     Attributes:
         wires: The wires, by program.
@@ -53,7 +51,13 @@ class World:
     """
 
     def __init__(
-        self, directory: Path, *, relay: bool = False, local_files: bool = False, wired: Iterable[str] = ()
+        self,
+        directory: Path,
+        *,
+        relay: bool = False,
+        local_files: bool = False,
+        wired: Iterable[str] = (),
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.directory = directory
         self.stage_dir, self.host_dir = directory / "shm", directory / "host"
@@ -61,11 +65,13 @@ class World:
         self.epoch = 1
         self.acknowledged: list[Version] = []
         self.given_up: set[Version] = set()
-        self._ports = {"service": free_port(), "relay": free_port()}
+        self._held = contextlib.ExitStack()
+        ports = self._held.enter_context(held_ports(2))  # a program that is started again is found where it was
+        self._ports = dict(zip(("service", "relay"), ports, strict=True))
         self.service = self._service("service", {})
         self.relay = self._service("relay", {"upstream": self.address("service")}) if relay else None
         self.wires = {name: Wire(self._ports["service"]) for name in wired}
-        staging = {"replica": "engine", "stage_dir": str(self.stage_dir), "silence_s": _SILENCE_S}
+        staging = {"replica": "engine", "stage_dir": str(self.stage_dir), "silence_s": silence_s}
         self.trainer = self._peer("trainer", {"local_files": local_files, "host_dir": str(self.host_dir)})
         self.engine = self._peer("engine", {"local_files": local_files, **staging})
         self.programs = [each for each in (self.service, self.relay, self.trainer, self.engine) if each is not None]
@@ -88,8 +94,8 @@ class World:
             "local_dir": str(self.host_dir),
             "keep": _KEEP,
             "heartbeat_s": 0.3,
-            "dense_delay_s": 0.05,
-            "linger_s": 0.2,
+            "dense_delay_s": 0,
+            "linger_s": 1,
             **more,
         }
         settings = {"directory": str(self.directory / name), "config": config}
@@ -126,6 +132,7 @@ class World:
         for wire in self.wires.values():
             wire.close()
         self._threads.shutdown(cancel_futures=True)
+        self._held.close()
 
     def add_engine(self, name: str) -> Program:
         """Start another engine of the same host."""
@@ -156,7 +163,7 @@ class World:
 
     def try_push(self, version: Version, deadline_s: float) -> dict[str, Any]:
         """Have the trainer publish a version once; the answer holds "error", "code" and "reason" where that failed."""
-        answer = self.trainer.ask("push", deadline_s + 5, version=str(version), deadline_s=deadline_s)
+        answer = self.trainer.ask("push", deadline_s + DEADLINE_S, version=str(version), deadline_s=deadline_s)
         if "error" not in answer:
             self.acknowledged.append(version)
         return answer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import grpc
 import structlog
 import torch
 
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.tasks import settle
 from sluice.v1 import training_pb2
@@ -154,7 +154,7 @@ class Tuner:
         sampler: Samples from them.
         compute: The thread that uses the engine.
         directory: For saved states.
-        clock: Seconds, monotonic.
+        clock: Tells how long trainings have been idle, and how long their callers wait.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Tuner:
         compute: ComputeThread,
         directory: Path,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
         self._config, self.bank, self.sampler, self._compute = config, bank, sampler, compute
         self._directory, self._clock = directory, clock
@@ -300,7 +300,7 @@ class Tuner:
             if left <= 0:
                 return training_pb2.Operation()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with self._clock.timeout(left):
                     await changed.wait()
 
     async def run_forever(self) -> None:
@@ -441,7 +441,7 @@ class Tuner:
     async def remove_idle(self) -> None:
         """Save and delete trainings that nobody uses. Runs until cancelled."""
         while True:
-            await asyncio.sleep(min(LOOK_S, self._config.limits.idle_s))
+            await self._clock.sleep(min(LOOK_S, self._config.limits.idle_s))
             for held in list(self._trainings.values()):
                 busy = held.sampling or held.order.ready
                 if not busy and self._clock() - held.used > self._config.limits.idle_s:

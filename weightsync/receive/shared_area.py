@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from sluice.clock import CLOCK, Clock
 from sluice.host_files import (
     close,
     is_at,
@@ -132,11 +133,17 @@ class SharedArea:
 
     The parent is a directory in shared memory, such as ``/dev/shm``, to which everybody may write. The files are trusted by
     their names, so the directory must belong to this user alone.
+
+    Args:
+        parent: The directory in shared memory.
+        run: The run's name.
+        pause: Waits so many seconds between two attempts to lock a file; blocks the thread.
     """
 
-    def __init__(self, parent: Path, run: str) -> None:
+    def __init__(self, parent: Path, run: str, pause: Callable[[float], object] = time.sleep) -> None:
         self.parent = parent
         self.path = parent / f"{_PREFIX}{run}.{os.getuid()}"
+        self._pause = pause
 
     def file(self, version: Version, digest: str) -> Path:
         """Return the path of a staged version.
@@ -161,7 +168,7 @@ class SharedArea:
             if lock_now(descriptor, fcntl.LOCK_SH) and is_at(descriptor, path):
                 return SharedCopy(path, descriptor)
             close(descriptor)  # a process is removing it, or checks whether it is used
-            time.sleep(_PAUSE_S)
+            self._pause(_PAUSE_S)
         raise StagingError(f"{path} cannot be locked: remove it, and end the process that holds it exclusively")
 
     def claim(self, path: Path) -> Claim | None:
@@ -321,8 +328,8 @@ class BehindError(Exception):
 class StagedFiles:
     """The files of staged versions that one receiver uses. They are locked and removed in threads."""
 
-    def __init__(self, area: SharedArea, threads: Executor, limits: PullLimits) -> None:
-        self._area, self._threads, self._limits = area, threads, limits
+    def __init__(self, area: SharedArea, threads: Executor, limits: PullLimits, clock: Clock = CLOCK) -> None:
+        self._area, self._threads, self._limits, self._clock = area, threads, limits, clock
         self._used: list[SharedCopy] = []
         """In use, or released and possibly not removed yet."""
         self._leaving: list[Future[None]] = []
@@ -394,7 +401,7 @@ class StagedFiles:
             log.warning("a staged version was not removed", path=str(copy.path), error=str(error))
 
     async def _find_or_claim(self, path: Path, held: Path | None, *, or_newer: bool) -> SharedCopy | Claim:
-        deadline = time.monotonic() + self._limits.copy_wait_s
+        deadline = self._clock() + self._limits.copy_wait_s
         while True:
             copy = await self._owned(partial(self._area.attach, path), SharedCopy.release)
             if copy is not None:
@@ -403,12 +410,12 @@ class StagedFiles:
             if claim is not None:
                 return claim
             await self._others(path, held, or_newer=or_newer)
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 raise StagingError(
                     f"another process did not finish {path} within {self._limits.copy_wait_s:g} s: end that process,"
                     " and the file is made here"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await self._clock.sleep(_LOOK_S)
 
     async def _owned(self, work: Callable[[], T], give_back: Callable[[Any], None]) -> T:
         """Take a lock in a thread. Give it back if the caller is cancelled meanwhile: nobody else could release it."""
@@ -429,14 +436,14 @@ class StagedFiles:
 
     async def _wait_for_room(self, path: Path, held: Path | None, *, or_newer: bool) -> None:
         """Wait until a base and one staged copy are all that exists, at most `room_wait_s`: one held receiver must not stop the others."""
-        deadline = time.monotonic() + self._limits.room_wait_s
+        deadline = self._clock() + self._limits.room_wait_s
         while len(others := await self._others(path, held, or_newer=or_newer)) > _MOST_OTHERS:
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 names = [each.name for each in others]
                 log.warning("a receiver of this host stays behind; it keeps a third version in memory", others=names)
                 self._stuck = others - {held}
                 return
-            await asyncio.sleep(_LOOK_S)
+            await self._clock.sleep(_LOOK_S)
 
     async def _others(self, path: Path, held: Path | None, *, or_newer: bool) -> set[Path]:
         """Return the staged files besides one, except those that were waited for in vain.

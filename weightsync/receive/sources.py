@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
@@ -21,6 +20,7 @@ import structlog
 import xxhash
 
 from sluice.backoff import Backoff
+from sluice.clock import CLOCK, Clock
 from sluice.host_files import host_id
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
@@ -193,6 +193,7 @@ class Sources:
         replica: The engine's name.
         connect: Opens a channel to a relay; None keeps the engine at the root.
         host: Identity of this host; None asks the kernel.
+        clock: Decides when to look, and when a source has failed for too long.
 
     Attributes:
         current: Address of the source in use, `ROOT` for the root.
@@ -208,12 +209,13 @@ class Sources:
         *,
         host: str | None = None,
         limits: SourceLimits | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         self.current = ROOT
         self.changed = asyncio.Event()
         self._run, self._replica, self._connect = run, replica, connect
         self._host = host_id() if host is None else host
-        self._limits = limits or SourceLimits()
+        self._limits, self._clock = limits or SourceLimits(), clock
         self._sources = {ROOT: _Source.at(root)}
         self._watches: WeakSet[_Stream] = WeakSet()
         self._listed: list[pb.WeightSource] = []
@@ -293,7 +295,7 @@ class Sources:
             if self._failing_since is not None:
                 pause_s = limits.retry_s
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with self._clock.timeout(pause_s):
                     await self._wake.wait()
             self._wake.clear()
             await self._look()
@@ -313,7 +315,7 @@ class Sources:
     async def _look(self) -> None:
         answers = [await self._ask(ROOT), *await asyncio.gather(*map(self._ask, self._worth_asking()))]
         candidates = [each for each in answers if each is not None]
-        now = time.monotonic()
+        now = self._clock()
         if self.current != ROOT and self.current not in {each.address for each in candidates}:
             self._failing_since = self._failing_since or now
             if now - self._failing_since < self._limits.fallback_s:
@@ -353,7 +355,7 @@ class Sources:
         """Ask a source for its state, and the root for its relays too. Return None if it does not answer."""
         if address not in self._sources and self._connect is not None:
             self._sources[address] = _Source.at(self._connect(address))
-        started, request = time.monotonic(), pb.ListSourcesRequest(run=self._run)
+        started, request = self._clock(), pb.ListSourcesRequest(run=self._run)
         try:
             response = await self._sources[address].delivery.ListSources(request, timeout=self._limits.answer_s)
         except grpc.aio.AioRpcError as error:
@@ -365,7 +367,7 @@ class Sources:
         if address == ROOT:
             self._listed = relays
         newest = Version.from_proto(source.newest) if source.HasField("newest") else None
-        return Candidate(address, source.host, source.watchers, newest, time.monotonic() - started)
+        return Candidate(address, source.host, source.watchers, newest, self._clock() - started)
 
     def _stalled(self, candidates: list[Candidate], now: float) -> list[Candidate]:
         """Return relays that have lacked a version for too long without any progress."""
@@ -382,7 +384,7 @@ class Sources:
 
     def _ban(self, address: str, reason: str) -> None:
         """Leave a source alone for a time that doubles with each failure, and varies."""
-        now = time.monotonic()
+        now = self._clock()
         ended, last_s = self._bans.get(address, (now, 0.0))
         again = now - ended < _LONGEST_BAN_S
         ban_s = min(_LONGEST_BAN_S, max(self._limits.ban_s, last_s * 2 if again else 0.0))
@@ -438,6 +440,7 @@ class VersionWatch:
         changed: Called after each announcement.
         hurry: Set when calls go to another source: ends the pause between attempts. None: they never do.
         backoff: The pauses between attempts; None takes those of `Backoff`.
+        clock: Decides when a silent stream is dead, and when to try again.
 
     Attributes:
         newest: Manifest of the newest version that was announced.
@@ -453,8 +456,9 @@ class VersionWatch:
         *,
         hurry: asyncio.Event | None = None,
         backoff: Backoff | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
-        self._backoff = backoff or Backoff()
+        self._backoff, self._clock = backoff or Backoff(), clock
         self.newest: pb.Manifest | None = None
         self.connected = False
         self._warned = False
@@ -481,7 +485,7 @@ class VersionWatch:
             except TimeoutError:
                 pause_s = self._lost(f"no sign of life for {_SILENCE_S:g} s")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with self._clock.timeout(pause_s):
                     await self._hurry.wait()
                     self._backoff.succeed()
             self._hurry.clear()
@@ -515,7 +519,7 @@ class VersionWatch:
         call = self._call(request, timeout=_STREAM_S)
         try:
             while True:
-                async with asyncio.timeout(_SILENCE_S):
+                async with self._clock.timeout(_SILENCE_S):
                     response = await call.read()
                 if not isinstance(response, pb.WatchVersionsResponse):  # the end of the stream
                     return
@@ -585,7 +589,10 @@ class Reporter:
         run: str,
         replica: str,
         serving: Callable[[], Version],
+        *,
+        clock: Clock = CLOCK,
     ) -> None:
+        self._clock = clock
         self._call, self._run, self._replica, self._serving = call, run, replica, serving
         self._last = pb.ReportVersionRequest(run=run, replica=replica, phase=pb.REPLICA_PHASE_SERVING)
         self._news = asyncio.Event()
@@ -617,7 +624,7 @@ class Reporter:
             except grpc.aio.AioRpcError as error:
                 log.debug("report not sent", code=error.code().name)
             try:
-                async with asyncio.timeout(self._renew_s):
+                async with self._clock.timeout(self._renew_s):
                     await self._news.wait()
             except TimeoutError:
                 continue

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import structlog
 import xxhash
 
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end
 from sluice.v1 import weightsync_pb2 as pb
@@ -75,6 +76,7 @@ class DenseForms:
         ended: Called after each attempt: versions that it held may be removed now.
         delay_s: Seconds from a commit until its dense form is begun.
         retry_s: Seconds after which a failed attempt is repeated.
+        clock: Decides when both are over.
     """
 
     def __init__(
@@ -84,11 +86,13 @@ class DenseForms:
         *,
         delay_s: float,
         retry_s: float,
+        clock: Clock = CLOCK,
     ) -> None:
         self._reserve = reserve
         self._ended = ended
         self._delay_s = delay_s
         self._retry_s = retry_s
+        self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._builds: dict[str, _Build] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-dense", initializer=_give_way)
@@ -129,10 +133,10 @@ class DenseForms:
     async def _follow(self, run: Run) -> None:
         """Make dense forms until the newest version that can be reached has one."""
         try:
-            await asyncio.sleep(self._delay_s)
+            await self._clock.sleep(self._delay_s)
             while (path := next_dense(run.ledger.committed)) is not None:
                 settled = await self._make(run, path)
-                await asyncio.sleep(self._delay_s if settled else self._retry_s)
+                await self._clock.sleep(self._delay_s if settled else self._retry_s)
         finally:
             del self._tasks[run.name]
 

@@ -15,6 +15,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import structlog
 from prometheus_client import Metric
 
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.telemetry import gauge
 from sluice.v1 import weightsync_pb2 as pb
@@ -215,7 +216,7 @@ class Runs:
         model_of: Returns the base model whose files go with a run's versions; empty: none.
         upstream: Where the versions come from if this is a relay.
         mirror: Where the versions are copied to.
-        clock: Seconds, monotonic.
+        clock: Tells how long replicas, uploads and streams have been silent, and when work in the background is due.
 
     Attributes:
         threads: Where blocking work is done.
@@ -230,7 +231,7 @@ class Runs:
         upstream: Upstream | None = None,
         *,
         mirror: Copy | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
         self.config = config
         self.clock = clock
@@ -243,6 +244,7 @@ class Runs:
             self.retention_due.set,
             delay_s=config.dense_delay_s,
             retry_s=config.heartbeat_s,
+            clock=clock,
         )
         self._commits: set[asyncio.Task[pb.CommitVersionResponse]] = set()
         self._directory_of = directory_of
@@ -517,7 +519,7 @@ class Runs:
         """
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.config.heartbeat_s):
+                async with self.clock.timeout(self.config.heartbeat_s):
                     await self.retention_due.wait()
             self.retention_due.clear()
             for run in self:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import Message
 
+from sluice.clock import Clock
 from sluice.host_files import PeerFileError, host_id, open_peer_file
 from sluice.rpc import SluiceError
 from sluice.rpc.access import require_role
@@ -55,7 +56,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     ) -> pb.PushWeightsResponse:
         """Take in one shard."""
         self._check_no_relay()
-        first = await _next(request_iterator, self._runs.config.chunk_idle_s)
+        first = await self._next(request_iterator)
         if first is None or first.WhichOneof("part") != "header":
             raise SluiceError.invalid_argument("header", "the first message of a push carries the header")
         header = first.header
@@ -162,9 +163,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         writing: asyncio.Future[None] | None = None
         flushing: asyncio.Future[None] | None = None
         flushed = upload.stored
-        idle_s = self._runs.config.chunk_idle_s
         try:
-            while (part := await _next(requests, idle_s)) is not None:
+            while (part := await self._next(requests)) is not None:
                 if part.WhichOneof("part") != "chunk":
                     raise SluiceError.invalid_argument("part", "after the header, only chunks follow")
                 upload.active_at = self._runs.clock()
@@ -177,7 +177,22 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
                 if last is not None:
                     await last
         finally:
-            await settle(*(each for each in (writing, flushing) if each is not None), timeout_s=idle_s)
+            await settle(
+                *(each for each in (writing, flushing) if each is not None), timeout_s=self._runs.config.chunk_idle_s
+            )
+
+    async def _next(self, requests: AsyncIterator[pb.PushWeightsRequest]) -> pb.PushWeightsRequest | None:
+        """Return the next message, None at the end of the stream."""
+        idle_s = self._runs.config.chunk_idle_s
+        try:
+            async with self._runs.clock.timeout(idle_s):
+                return await anext(requests, None)
+        except TimeoutError as error:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "PUSH_IDLE",
+                f"no chunk came for {idle_s:g} s (weightsync.chunk_idle_s); what came in stays: resume the push",
+            ) from error
 
     async def _open_local(self, header: pb.PushHeader) -> int:
         """Open the file that a header names; return its descriptor."""
@@ -255,19 +270,6 @@ def _check_digest(upload: Upload, announced: pb.Shard) -> None:
         )
 
 
-async def _next(requests: AsyncIterator[pb.PushWeightsRequest], idle_s: float) -> pb.PushWeightsRequest | None:
-    """Return the next message, None at the end of the stream."""
-    try:
-        async with asyncio.timeout(idle_s):
-            return await anext(requests, None)
-    except TimeoutError as error:
-        raise SluiceError(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            "PUSH_IDLE",
-            f"no chunk came for {idle_s:g} s (weightsync.chunk_idle_s); what came in stays: resume the push",
-        ) from error
-
-
 class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
     """Serves `sluice.v1.WeightDeliveryService`."""
 
@@ -293,7 +295,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         self._watchers += 1
         run.watchers += 1
         try:
-            async for response in _announce(run, known, self._runs.config.heartbeat_s):
+            async for response in _announce(run, known, self._runs.config.heartbeat_s, self._runs.clock):
                 yield response
         finally:
             self._watchers -= 1
@@ -389,7 +391,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         """Write one message of a stream; raise DEADLINE_EXCEEDED if the caller does not read."""
         seconds = self._runs.config.chunk_idle_s
         try:
-            async with asyncio.timeout(seconds):
+            async with self._runs.clock.timeout(seconds):
                 await context.write(response)
         except TimeoutError as error:
             raise SluiceError(
@@ -399,7 +401,9 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
             ) from error
 
 
-async def _announce(run: Run, known: Version | None, heartbeat_s: float) -> AsyncIterator[pb.WatchVersionsResponse]:
+async def _announce(
+    run: Run, known: Version | None, heartbeat_s: float, clock: Clock
+) -> AsyncIterator[pb.WatchVersionsResponse]:
     """Yield each newer version, and a sign of life at the start and whenever there was no news for a while."""
     quiet = True
     while True:
@@ -414,7 +418,7 @@ async def _announce(run: Run, known: Version | None, heartbeat_s: float) -> Asyn
             quiet = False
             continue
         try:
-            async with asyncio.timeout(heartbeat_s):
+            async with clock.timeout(heartbeat_s):
                 await changed.wait()
         except TimeoutError:
             quiet = True

@@ -42,6 +42,7 @@ from rollout_svc.engines.model_files import BaseModel, read_base_model
 from rollout_svc.engines.slots.batch import ActiveRequest, BatchLimits, Decoder, SlotBatch, WaitingQueue
 from rollout_svc.engines.slots.model import InPlaceWeights, SlotCache, SlotModel
 from rollout_svc.engines.steps import Steps, awaiting_weights, paced
+from sluice.clock import CLOCK, Clock
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
@@ -90,12 +91,15 @@ class TransformersEngine(LoraEngine):
     Args:
         model: Directory or hub id of the base model.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
+        clock: The time of starts, commands and drains.
     """
 
     info: ModelInfo
 
-    def __init__(self, model: str, options: SlotOptions | None = None, lora: LoraLimits | None = None) -> None:
-        self._model, self._options = model, options or SlotOptions()
+    def __init__(
+        self, model: str, options: SlotOptions | None = None, lora: LoraLimits | None = None, clock: Clock = CLOCK
+    ) -> None:
+        self._model, self._options, self._clock = model, options or SlotOptions(), clock
         super().__init__(lora, self._options.drain_deadline_s)
         self._commands = asyncio.Lock()
         self._running: SlotLoop | None = None
@@ -104,7 +108,7 @@ class TransformersEngine(LoraEngine):
         self._resume_from: StagedVersion | None = None
         self._active: dict[str, set[ActiveRequest]] = {}
         # A thread of its own, since the default pool cannot give up a model that loads for ever.
-        self._loading = DeadlineThreads("loading", 1, self._options.start_deadline_s, most_hung=1)
+        self._loading = DeadlineThreads("loading", 1, self._options.start_deadline_s, most_hung=1, clock=clock)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -192,7 +196,7 @@ class TransformersEngine(LoraEngine):
         """
         loop, seconds = self._loop, deadlines * self._options.command_deadline_s
         try:
-            async with asyncio.timeout(seconds):
+            async with self._clock.timeout(seconds):
                 return await asyncio.wrap_future(loop.call(action))
         except TimeoutError as error:
             why = f"the engine is still in one step after {seconds:g} s; call restart()"
@@ -277,7 +281,7 @@ class TransformersEngine(LoraEngine):
             loop = self._loop
             paused = await self._command(lambda: loop.pause(mode))
             try:
-                async with asyncio.timeout(self._options.drain_deadline_s):
+                async with self._clock.timeout(self._options.drain_deadline_s):
                     await asyncio.wrap_future(paused)
             except BaseException as error:
                 await self._command(loop.resume)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import gc
@@ -23,6 +22,7 @@ from rollout_svc.config import LoraLimits
 from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.vllm import check_names, lora_arguments
 from rollout_svc.engines.vllm.requests import LoadRecorder
+from sluice.clock import CLOCK, Clock
 from sluice.tasks import settle
 from sluice.threads import SerialThread
 from weightsync.vllm_plugin import BACKEND, CPU_KERNELS, WORKER_EXTENSION, children_die_with_us
@@ -95,14 +95,14 @@ class VllmProcesses:
     _owner: OwnerThread
     _segments: frozenset[Path]
 
-    async def shut_down(self, deadline_s: float = 10.0) -> None:
+    async def shut_down(self, deadline_s: float = 10.0, clock: Clock = CLOCK) -> None:
         """End the processes and the thread that owns them. Idempotent."""
         handler = self.llm.output_handler
         if handler is not None:  # it would report the end of the processes as an error
             handler.cancel()
-            await asyncio.wait([handler], timeout=deadline_s)
+            await settle(handler, timeout_s=deadline_s, clock=clock)
         ending = self._owner.submit(self.llm.shutdown, deadline_s)
-        if await settle(ending, timeout_s=2 * deadline_s):
+        if await settle(ending, timeout_s=2 * deadline_s, clock=clock):
             ending.result()
         else:
             log.error("vLLM did not shut down in time; its processes are killed", seconds=2 * deadline_s)
@@ -114,7 +114,13 @@ class VllmProcesses:
 
 
 async def launch(
-    model: str, given: Mapping[str, Any], *, fork: bool, deadline_s: float, lora: LoraLimits | None = None
+    model: str,
+    given: Mapping[str, Any],
+    *,
+    fork: bool,
+    deadline_s: float,
+    lora: LoraLimits | None = None,
+    clock: Clock = CLOCK,
 ) -> VllmProcesses:
     """Start vLLM's engine.
 
@@ -126,6 +132,7 @@ async def launch(
             hold its sockets open).
         deadline_s: How long it may take.
         lora: Adapters that it has to hold; None for none.
+        clock: Time of the deadline.
 
     Raises:
         EngineError: if it cannot start or takes longer.
@@ -136,7 +143,7 @@ async def launch(
         owner = OwnerThread()
         on_failure.callback(owner.end)
         try:
-            async with asyncio.timeout(deadline_s):
+            async with clock.timeout(deadline_s):
                 processes = await owner.submit(_launch, model, dict(given), lora, fork, owner)
         except TimeoutError as error:
             owner.kill()

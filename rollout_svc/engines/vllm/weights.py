@@ -14,6 +14,8 @@ import structlog
 from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.engines.model_files import BaseModel
 from rollout_svc.engines.vllm.requests import LoadRecorder
+from sluice.clock import CLOCK, Clock
+from sluice.tasks import first_ended
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
@@ -71,6 +73,7 @@ class VllmWeights:
         double_buffer: Whether a version is built beside the one that samples, if the workers can.
         patch: Whether only the changed values are loaded on an accelerator, if the workers can.
         deadline_s: Seconds for each of the three steps of a switch: prepare; pause and load; go back if that fails.
+        clock: Time of these deadlines.
 
     Attributes:
         base: The model on disk; set when the engine has started.
@@ -80,7 +83,9 @@ class VllmWeights:
         admit: Set unless a switch is in progress. New requests wait for it and are sampled by the next version.
     """
 
-    def __init__(self, *, clear_cache: bool, double_buffer: bool, patch: bool, deadline_s: float) -> None:
+    def __init__(
+        self, *, clear_cache: bool, double_buffer: bool, patch: bool, deadline_s: float, clock: Clock = CLOCK
+    ) -> None:
         self.base: BaseModel | None = None
         self.version = BASE
         self.staged: StagedVersion | None = None
@@ -90,7 +95,7 @@ class VllmWeights:
         self._clear_cache = clear_cache
         self._double_buffer = double_buffer
         self._patch = patch
-        self._deadline_s = deadline_s
+        self._deadline_s, self._clock = deadline_s, clock
 
     def files(self, staged: StagedVersion | None) -> WeightFiles:
         """Return the files of a staged version, or of the base model for None.
@@ -117,9 +122,9 @@ class VllmWeights:
         prepare_s = 0.0
         try:
             if self._double_buffer or self._patch:
-                prepare_s = await prepare(llm, files, end, patch=self._patch)
+                prepare_s = await prepare(llm, files, end, self._clock, patch=self._patch)
             else:
-                await check(llm, files, end)
+                await check(llm, files, end, self._clock)
         except HalfLoadedError:
             raise
         except EngineError as error:
@@ -136,7 +141,7 @@ class VllmWeights:
     async def _pause_and_load(self, llm: AsyncLLM, files: WeightFiles, *, resume: bool) -> tuple[float, float]:
         end = self._end()
         pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
-        await step(llm, "pausing", pause, left(end))
+        await step(llm, "pausing", pause, left(end, self._clock), self._clock)
         begun = time.perf_counter()  # the step in progress at the call has returned its tokens
         refused: EngineError | None = None
         try:
@@ -149,7 +154,7 @@ class VllmWeights:
         except EngineError as error:
             end, refused, copy_s = self._end(), error, 0.0
         if resume:
-            await step(llm, "resuming", llm.resume_generation(), left(end))
+            await step(llm, "resuming", llm.resume_generation(), left(end, self._clock), self._clock)
         if refused is not None:
             raise EngineError(f"{refused}; version {self.version} keeps serving") from refused
         self.version, self.suspect = files.version, False
@@ -162,17 +167,17 @@ class VllmWeights:
             EngineError: if the files were refused at once; the model is untouched.
             HalfLoadedError: if the first attempt failed later, whatever became of the second: the model may hold parts of it.
         """
-        begun = time.monotonic()
+        begun = self._clock()
         try:
-            return await load(llm, files, end)
+            return await load(llm, files, end, self._clock)
         except StepTimeoutError:
             raise
         except HalfLoadedError as error:
-            if left(end) < time.monotonic() - begun:
+            if left(end, self._clock) < self._clock() - begun:
                 raise  # a second attempt that passes the deadline would leave no way back
             log.warning("update failed, trying again", version=str(files.version), error=str(error))
         try:
-            return await load(llm, files, end)
+            return await load(llm, files, end, self._clock)
         except HalfLoadedError:
             raise
         except EngineError as error:
@@ -180,20 +185,20 @@ class VllmWeights:
 
     async def _go_back(self, llm: AsyncLLM, end: float) -> None:
         try:
-            await load(llm, self.files(self.staged), end)
+            await load(llm, self.files(self.staged), end, self._clock)
         except EngineError as error:
             raise HalfLoadedError(f"neither the new nor the old version could be loaded: {error}") from error
 
     def _end(self) -> float:
-        return time.monotonic() + self._deadline_s
+        return self._clock() + self._deadline_s
 
 
-def left(end: float) -> float:
-    """Return the seconds until a time of `time.monotonic`."""
-    return max(0.0, end - time.monotonic())
+def left(end: float, clock: Clock) -> float:
+    """Return the seconds until a time of a clock."""
+    return max(0.0, end - clock())
 
 
-async def step(llm: AsyncLLM, name: str, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
+async def step(llm: AsyncLLM, name: str, work: Coroutine[Any, Any, T], deadline_s: float, clock: Clock = CLOCK) -> T:
     """Wait for one call to the engine until a deadline. If its process dies, the call would never return.
 
     Raises:
@@ -201,10 +206,10 @@ async def step(llm: AsyncLLM, name: str, work: Coroutine[Any, Any, T], deadline_
             then unknown.
     """
     task = asyncio.create_task(work)
-    end = time.monotonic() + deadline_s
+    end = clock() + deadline_s
     try:
-        while not task.done() and time.monotonic() < end and not llm.errored:
-            await asyncio.wait({task}, timeout=min(ALIVE_CHECK_S, left(end)))
+        while not task.done() and clock() < end and not llm.errored:
+            await first_ended(task, timeout_s=min(ALIVE_CHECK_S, left(end, clock)), clock=clock)
         if task.done():
             return task.result()
     except Exception as error:
@@ -216,20 +221,20 @@ async def step(llm: AsyncLLM, name: str, work: Coroutine[Any, Any, T], deadline_
     raise StepTimeoutError(f"{name} did not end within {deadline_s:.1f} s; restart the engine")
 
 
-async def check(llm: AsyncLLM, files: WeightFiles, end: float) -> None:
+async def check(llm: AsyncLLM, files: WeightFiles, end: float, clock: Clock) -> None:
     """Let every worker check the files before any of them changes its model. `prepare` does that too.
 
     Raises:
         EngineError: if a worker refuses them; nothing has changed.
     """
     work = llm.collective_rpc("sluice_check", kwargs=files.arguments())
-    replies = await step(llm, "checking the weights", work, left(end))
+    replies = await step(llm, "checking the weights", work, left(end, clock), clock)
     refused = next((why for kind, why in replies if kind != "ok"), "")
     if refused:
         raise EngineError(f"version {files.version} was not loaded: {refused}")
 
 
-async def prepare(llm: AsyncLLM, files: WeightFiles, end: float, *, patch: bool) -> float:
+async def prepare(llm: AsyncLLM, files: WeightFiles, end: float, clock: Clock, *, patch: bool) -> float:
     """Let the workers build a version while they sample, if they can. Then `load` has little to do.
 
     Returns:
@@ -240,15 +245,15 @@ async def prepare(llm: AsyncLLM, files: WeightFiles, end: float, *, patch: bool)
     """
     name = "preparing the weights"
     arguments = files.arguments() | {"patch": patch}
-    last_check = time.monotonic() + LAST_CHECK * left(end)
-    replies = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), left(end))
+    last_check = clock() + LAST_CHECK * left(end, clock)
+    replies = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), left(end, clock), clock)
     while all(kind in {"ok", "pending"} for kind, _ in replies):
-        if time.monotonic() > last_check:
+        if clock() > last_check:
             raise EngineError(f"version {files.version} was not prepared in time; raise rollout.deadlines.apply_s")
-        replies = await step(llm, name, llm.collective_rpc("sluice_prepared"), left(end))
+        replies = await step(llm, name, llm.collective_rpc("sluice_prepared"), left(end, clock), clock)
         if all(kind == "ok" for kind, _ in replies):
             return max(float(seconds) for _, seconds in replies)
-        await asyncio.sleep(PREPARE_CHECK_S)
+        await clock.sleep(PREPARE_CHECK_S)
     why = dict(replies)
     if "refused" in why:
         raise EngineError(f"version {files.version} was not loaded: {why['refused']}")
@@ -257,13 +262,14 @@ async def prepare(llm: AsyncLLM, files: WeightFiles, end: float, *, patch: bool)
     return 0.0
 
 
-async def load(llm: AsyncLLM, files: WeightFiles, end: float) -> float:
+async def load(llm: AsyncLLM, files: WeightFiles, end: float, clock: Clock) -> float:
     """Load a version into a paused engine and label it.
 
     Args:
         llm: vLLM's ``AsyncLLM``, paused so that no step runs.
         files: What to load.
-        end: Time of `time.monotonic` by which all calls must have ended.
+        end: Time by which all calls must have ended.
+        clock: Of that time.
 
     Returns:
         Seconds that the copy took in the slowest worker that replies.
@@ -275,12 +281,12 @@ async def load(llm: AsyncLLM, files: WeightFiles, end: float) -> float:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415 - loaded by start()
 
     request = WeightTransferUpdateRequest(update_info=files.arguments())
-    await step(llm, "opening the update", llm.start_weight_update(), left(end))
-    await step(llm, "loading the weights", llm.update_weights(request), left(end))
-    replies = await step(llm, "asking for the outcome", llm.collective_rpc("sluice_status"), left(end))
+    await step(llm, "opening the update", llm.start_weight_update(), left(end, clock), clock)
+    await step(llm, "loading the weights", llm.update_weights(request), left(end, clock), clock)
+    replies = await step(llm, "asking for the outcome", llm.collective_rpc("sluice_status"), left(end, clock), clock)
     error = next((reply for reply in replies if reply[0] != "ok"), None)
     label = None if error else str(files.version)
-    await step(llm, "closing the update", llm.finish_weight_update(label), left(end))
+    await step(llm, "closing the update", llm.finish_weight_update(label), left(end, clock), clock)
     if error is not None:
         refused = all(kind == "refused" for kind, _ in replies)  # if only some refused, the others have loaded it
         raise (EngineError if refused else HalfLoadedError)(f"version {files.version} was not loaded: {error[1]}")

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from memory_sessions import MemorySession, MemorySessions
+from simulated_clock import LIMIT_S, SimulatedClock
 
 from gateway_svc.config import CaptureConfig
 from gateway_svc.http import create_app
@@ -24,24 +25,28 @@ class Gateway:
     url: str
     sessions: MemorySessions
     session: MemorySession
+    server: HttpServer
+    clock: SimulatedClock
 
-    def http(self, **headers: str) -> httpx.AsyncClient:
+    def http(self, transport: httpx.AsyncBaseTransport | None = None, **headers: str) -> httpx.AsyncClient:
         """A client without any library of a dialect, with the key of the session unless it is given another one."""
         given = {"authorization": f"Bearer {self.session.key}"} | headers
-        return httpx.AsyncClient(base_url=self.url, headers={k: v for k, v in given.items() if v}, timeout=20)
+        sent = {k: v for k, v in given.items() if v}
+        return httpx.AsyncClient(base_url=self.url, headers=sent, timeout=LIMIT_S, transport=transport)
 
 
 @asynccontextmanager
 async def running_gateway(
     security: SecurityConfig | None = None, capture: CaptureConfig | None = None
 ) -> AsyncIterator[Gateway]:
+    """Start a gateway. Requests are held for a time that passes when a test moves its clock."""
     security = security or SecurityConfig()
-    sessions = MemorySessions()
-    app = create_app(sessions, capture or CaptureConfig(), Access(security), "127.0.0.1")
+    sessions, clock = MemorySessions(), SimulatedClock()
+    app = create_app(sessions, capture or CaptureConfig(), Access(security), "127.0.0.1", clock)
     server = HttpServer(app, "127.0.0.1", 0, security)
     port = await server.start()
     try:
-        yield Gateway(f"http://127.0.0.1:{port}", sessions, sessions.new())
+        yield Gateway(f"http://127.0.0.1:{port}", sessions, sessions.new(), server, clock)
     finally:
         sessions.serving.set()
         with anyio.CancelScope(shield=True):

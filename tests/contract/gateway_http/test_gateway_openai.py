@@ -32,7 +32,7 @@ USER: Any = [{"role": "user", "content": "Where is it?"}]
 def client_of(gateway: Any, **settings: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         **(
-            {"base_url": f"{gateway.url}/v1", "api_key": gateway.session.key, "max_retries": 0, "timeout": 20}
+            {"base_url": f"{gateway.url}/v1", "api_key": gateway.session.key, "max_retries": 0, "timeout": 60}
             | settings
         )
     )

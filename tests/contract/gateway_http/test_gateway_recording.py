@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from impatient_client import ImpatientTransport
 from orchestrator_doubles import served
 from scripted_replica import Cable, ScriptedReplica, connected
+from simulated_clock import LIMIT_S, SimulatedClock
 
 from gateway_svc.config import CaptureConfig
 from gateway_svc.episodes import EpisodeServicer
@@ -43,9 +44,28 @@ TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"
 BODY: Any = {"model": "m", "messages": USER, "max_tokens": TOKENS}
 RETRY = {"x-stainless-retry-count": "1"}
 
+POOL = ReplicasConfig(progress_s=600.0)
+"""A replica that a test holds back is not taken for one that hangs."""
+
+LINGER_S = 5.0
+STEP_S = 0.01
+"""Simulated seconds between two looks at what real I/O brings."""
+
+
+@dataclass
+class HeldReplica(ScriptedReplica):
+    """Begins requests, and samples nothing until `go` is set."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def _stream(self, wanted):
+        async for message in super()._stream(wanted):
+            yield message
+            await self.go.wait()
+
 
 class Orchestrator(session_pb2_grpc.SessionServiceServicer):
-    """The rules of sessions and their journal, over gRPC: one open session of the principal `anyone`."""
+    """The rules of sessions and their journal, over gRPC: one open session of the principal `anyone`. Its time stands still."""
 
     def __init__(self, journal: Journal) -> None:
         limits = ExternalConfig()
@@ -75,8 +95,8 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         await answer_exchange(requests, context.write, self._begin, self._record)
 
     async def _begin(self, principal, request, most_s):
-        for _ in range(100):
-            answer = self._claims.begin("anyone", request, time.monotonic(), joined=request.joins)
+        while True:
+            answer = self._claims.begin("anyone", request, 0.0, joined=request.joins)
             if isinstance(answer, Recorded):
                 return session_pb2.BeginGenerationResponse(recorded=self.recorded[answer.request.request_id])
             if isinstance(answer, Claimed):
@@ -88,16 +108,15 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
                     response.continues.ids.extend([*made.prompt_token_ids, *made.samples[int(index)].token_ids])
                 return response
             await asyncio.sleep(0.02)
-        return session_pb2.BeginGenerationResponse(running=answer.request_id)
 
     async def _record(self, principal, request):
-        names, parent = self._claims.record("anyone", request, time.monotonic())
+        names, parent = self._claims.record("anyone", request, 0.0)
         self.recorded[request.generation.request_id] = request.generation
         await self._journal.durable()
         return session_pb2.RecordGenerationResponse(generation_ids=names, parent=parent)
 
     async def ReleaseGeneration(self, request, context):
-        self._claims.release("anyone", request, time.monotonic())
+        self._claims.release("anyone", request, 0.0)
         self.released += 1
         return session_pb2.ReleaseGenerationResponse()
 
@@ -109,17 +128,33 @@ class Stack:
     cable: Cable
     replica: ScriptedReplica
     episodes: episode_pb2_grpc.EpisodeServiceAsyncStub
+    sessions: RecordedSessions
+    clock: SimulatedClock
 
-    def http(self) -> httpx.AsyncClient:
+    def http(self, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {self.orchestrator.key}"}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=20)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=LIMIT_S, transport=transport)
+
+    @property
+    def readers(self) -> int:
+        """How many requests wait for what is sampled."""
+        return sum(each.readers for each in self.sessions._running.values())
+
+    async def asked_in_vain(self, http: httpx.AsyncClient, transport: ImpatientTransport, **headers: str) -> None:
+        """Make a request whose client gives up while the replica holds it back."""
+        asking = asyncio.create_task(http.post(CHAT, json=BODY, headers=headers))
+        await until(lambda: self.readers == 1 and self.replica.open == 1)
+        transport.give_up()
+        with pytest.raises(httpx.ReadTimeout):
+            await asking
+        await until(lambda: self.readers == 0)
 
 
 @contextlib.asynccontextmanager
 async def stack(directory: Any, replica: ScriptedReplica, **deadlines: float) -> AsyncIterator[Stack]:
-    """A gateway between a replica and an orchestrator whose cable can be cut."""
-    capture = CaptureConfig.model_validate({"deadlines": {"keepalive_s": 0.05, **deadlines}})
-    security = SecurityConfig()
+    """A gateway between a replica and an orchestrator whose cable can be cut. Time passes for the gateway when a test moves it."""
+    capture = CaptureConfig.model_validate({"deadlines": deadlines})
+    security, clock = SecurityConfig(), SimulatedClock()
     journal = Journal(directory, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
     orchestrator = Orchestrator(journal)
     register = session_pb2_grpc.add_SessionServiceServicer_to_server
@@ -130,14 +165,21 @@ async def stack(directory: Any, replica: ScriptedReplica, **deadlines: float) ->
         cable = Cable(target)
         await cable.plug_in()
         opened.push_async_callback(cable.cut)
-        pool = ReplicaPool([address], security, ReplicasConfig(poll_s=0.05), lambda _: None)
+        pool = ReplicaPool([address], security, POOL, lambda _: None)
         following = asyncio.create_task(pool.run())
         opened.push_async_callback(_ended, following)
         channel = await opened.enter_async_context(connect(f"127.0.0.1:{cable.port}", security, role="gateway"))
         sessions = RecordedSessions(
-            channel, PolicyEngine(pool, "test", 60.0), capture, run="test", base_url="http://gateway", name="east"
+            channel,
+            PolicyEngine(pool, "test", 600.0),
+            capture,
+            run="test",
+            base_url=lambda: "http://gateway",
+            name="east",
+            clock=clock,
         )
-        server = HttpServer(create_app(sessions, capture, Access(security), "127.0.0.1"), "127.0.0.1", 0, security)
+        app = create_app(sessions, capture, Access(security), "127.0.0.1", clock)
+        server = HttpServer(app, "127.0.0.1", 0, security)
         port = await server.start()
         opened.push_async_callback(sessions.close)
         opened.push_async_callback(server.stop, 0)
@@ -145,7 +187,7 @@ async def stack(directory: Any, replica: ScriptedReplica, **deadlines: float) ->
         grpc_target = await opened.enter_async_context(served((*service, "sluice.v1.EpisodeService")))
         agent = await opened.enter_async_context(connect(grpc_target, security, role="agent"))
         episodes = episode_pb2_grpc.EpisodeServiceStub(agent)
-        yield Stack(f"http://127.0.0.1:{port}", orchestrator, cable, replica, episodes)
+        yield Stack(f"http://127.0.0.1:{port}", orchestrator, cable, replica, episodes, sessions, clock)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
@@ -154,7 +196,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.005)
 
@@ -182,22 +224,25 @@ async def test_turns_with_tools_continue_the_tokens_that_were_sampled(tmp_path):
 
 
 async def test_a_client_with_a_short_limit_gets_its_reply_when_it_asks_again(tmp_path):
-    async with stack(tmp_path, ScriptedReplica("slow", pace_s=0.1)) as gateway, gateway.http() as http:
-        with pytest.raises(httpx.ReadTimeout):
-            await http.post(CHAT, json=BODY, timeout=0.3)
-        for _ in range(20):
-            with contextlib.suppress(httpx.ReadTimeout):
-                reply = await http.post(CHAT, json=BODY, headers=RETRY, timeout=0.3)
-                break
+    transport = ImpatientTransport()
+    async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http(transport) as http:
+        await gateway.asked_in_vain(http, transport)
+        for _ in range(3):
+            await gateway.asked_in_vain(http, transport, **RETRY)
+        asking = asyncio.create_task(http.post(CHAT, json=BODY, headers=RETRY))
+        await until(lambda: gateway.readers == 1)
+        gateway.replica.go.set()
+        reply = await asking
         (recorded,) = gateway.orchestrator.recorded.values()
         assert reply.json()["id"] == f"{recorded.request_id}/0"
         assert len(gateway.replica.requests) == 1
 
 
 async def test_a_reply_whose_client_was_cut_off_is_given_to_the_same_request_without_a_mark(tmp_path):
-    async with stack(tmp_path, ScriptedReplica("slow", pace_s=0.03)) as gateway, gateway.http() as http:
-        with pytest.raises(httpx.ReadTimeout):
-            await http.post(CHAT, json=BODY, timeout=0.2)
+    transport = ImpatientTransport()
+    async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http(transport) as http:
+        await gateway.asked_in_vain(http, transport)
+        gateway.replica.go.set()
         await until(lambda: gateway.orchestrator.recorded)
         session = gateway.orchestrator.session
         assert session.leaves() == [], "nobody has it"
@@ -210,17 +255,21 @@ async def test_a_reply_whose_client_was_cut_off_is_given_to_the_same_request_wit
 
 
 async def test_a_request_that_nobody_asks_for_again_ends_and_gives_its_claim_back(tmp_path):
-    async with stack(tmp_path, ScriptedReplica("slow", pace_s=5.0), linger_s=0.1) as gateway, gateway.http() as http:
-        with pytest.raises(httpx.ReadTimeout):
-            await http.post(CHAT, json=BODY, timeout=0.3)
+    transport = ImpatientTransport()
+    async with stack(tmp_path, HeldReplica("slow"), linger_s=LINGER_S) as gateway, gateway.http(transport) as http:
+        await gateway.asked_in_vain(http, transport)
+        await gateway.clock.advance(LINGER_S + 1)
         await until(lambda: gateway.orchestrator.released)
         await until(lambda: not gateway.replica.open)
         assert not gateway.orchestrator.recorded
 
 
 async def test_requests_with_one_body_at_one_time_share_a_sampling(tmp_path):
-    async with stack(tmp_path, ScriptedReplica("slow", pace_s=0.02)) as gateway, gateway.http() as http:
-        replies = await asyncio.gather(*(http.post(CHAT, json=BODY) for _ in range(3)))
+    async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http() as http:
+        asking = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(3)]
+        await until(lambda: gateway.readers == 3)
+        gateway.replica.go.set()
+        replies = await asyncio.gather(*asking)
         later = await http.post(CHAT, json=BODY)
         assert len({reply.json()["id"] for reply in replies}) == 1
         assert later.json()["id"] != replies[0].json()["id"]
@@ -228,16 +277,26 @@ async def test_requests_with_one_body_at_one_time_share_a_sampling(tmp_path):
 
 
 async def test_a_reply_waits_for_an_orchestrator_that_is_away_and_is_recorded_before_its_end(tmp_path):
-    async with stack(tmp_path, ScriptedReplica("one", pace_s=0.01)) as gateway, gateway.http() as http:
-        gateway.replica.after_opening = lambda: asyncio.ensure_future(gateway.cable.cut())
-        async with http.stream("POST", CHAT, json=BODY | {"stream": True}) as response:
-            lines = response.aiter_lines()
-            held = [await anext(lines) for _ in range(40)]
-            assert ": waiting" in held
-            assert not gateway.orchestrator.recorded
-            await gateway.cable.plug_in()
-            rest = [line async for line in lines]
-        assert "data: [DONE]" in rest
+    async with stack(tmp_path, HeldReplica("one")) as gateway, gateway.http() as http:
+        lines: list[str] = []
+
+        async def read() -> None:
+            async with http.stream("POST", CHAT, json=BODY | {"stream": True}) as response:
+                async for line in response.aiter_lines():
+                    lines.append(line)  # noqa: PERF401 - what is there so far is looked at
+
+        reading = asyncio.create_task(read())
+        await until(lambda: gateway.replica.open == 1)
+        await gateway.cable.cut()
+        gateway.replica.go.set()
+        await until(lambda: gateway.replica.open == 0)
+        await gateway.clock.until(lambda: ": waiting" in lines, step_s=STEP_S)
+        assert not gateway.orchestrator.recorded
+        assert "data: [DONE]" not in lines
+        await gateway.cable.plug_in()
+        await gateway.clock.until(reading.done, step_s=STEP_S)
+        await reading
+        assert "data: [DONE]" in lines
         assert len(gateway.orchestrator.recorded) == 1
 
 
@@ -247,7 +306,7 @@ async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path)
             raise SluiceError.invalid_argument("conversation", "the template takes no tools")
             yield rollout_pb2.GenerateStreamResponse()
 
-    async with stack(tmp_path, Refusing("one"), keepalive_s=10.0) as gateway, gateway.http() as http:
+    async with stack(tmp_path, Refusing("one")) as gateway, gateway.http() as http:
         for stream in (False, True):
             reply = await http.post(CHAT, json=BODY | {"stream": stream})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")

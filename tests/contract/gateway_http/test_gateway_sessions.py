@@ -11,7 +11,9 @@ import grpc
 import httpx
 import openai
 import pytest
+from impatient_client import ImpatientTransport
 from prometheus_client import REGISTRY
+from simulated_clock import LIMIT_S
 
 from gateway_svc.config import CaptureConfig
 from sluice.config import SecurityConfig
@@ -165,28 +167,41 @@ class TestLife:
 
 class TestWaiting:
     @pytest.mark.parametrize("route", [route for route in ROUTES if "count" not in route and "inference" not in route])
-    async def test_a_stream_that_waits_has_comments_and_then_its_reply(self, another_gateway, route):
-        async with another_gateway(capture=capture(deadlines={"keepalive_s": 0.02})) as gateway:
-            gateway.sessions.serving.clear()
+    async def test_a_stream_that_waits_has_comments_and_then_its_reply(self, gateway, route):
+        gateway.sessions.serving.clear()
+        first: list[str] = []
+
+        async def read() -> list[str]:
             async with (
                 gateway.http() as http,
                 http.stream("POST", route, json=ROUTES[route] | {"stream": True}) as response,
             ):
                 lines = response.aiter_lines()
-                assert [await anext(lines) for _ in range(4)] == [": waiting", ""] * 2
+                while len(first) < 4:
+                    first.append(await anext(lines))
                 gateway.sessions.serving.set()
-                rest = [line async for line in lines]
-            assert any("said: Hello" in line or "more text" in line for line in rest)
-            assert not any("ping" in line for line in rest if "messages" not in route)
+                return [line async for line in lines]
+
+        reading = asyncio.create_task(read())
+        await gateway.clock.until(gateway.sessions.serving.is_set, step_s=1.0)
+        rest = await reading
+        assert first == [": waiting", ""] * 2
+        assert any("said: Hello" in line or "more text" in line for line in rest)
+        assert not any("ping" in line for line in rest if "messages" not in route)
 
     async def test_a_client_that_gives_up_and_asks_again_gets_the_same_reply(self, gateway):
         gateway.sessions.serving.clear()
+        transport = ImpatientTransport()
         async with openai.AsyncOpenAI(
-            base_url=f"{gateway.url}/v1", api_key=gateway.session.key, max_retries=2, timeout=1.0
+            base_url=f"{gateway.url}/v1",
+            api_key=gateway.session.key,
+            max_retries=2,
+            http_client=httpx.AsyncClient(transport=transport, timeout=LIMIT_S),
         ) as client:
             asking = asyncio.create_task(client.chat.completions.create(model="m", messages=USER))
             await until(lambda: gateway.session.requests)
-            await asyncio.sleep(1.2)  # the client's own limit passes
+            transport.give_up()
+            await until(lambda: transport.sent == 2)
             gateway.sessions.serving.set()
             reply = await asking
         assert len(gateway.session.requests) == len(gateway.session.generations) == 1
@@ -203,21 +218,31 @@ class TestWaiting:
         ids = [json.loads(each.text.split("\n")[0].removeprefix("data: "))["id"] for each in (streamed, repeated)]
         assert ids[0] == ids[1]
 
-    async def test_beyond_the_deadline_it_is_504(self, another_gateway):
-        async with another_gateway(capture=capture(deadlines={"request_s": 0.1})) as gateway:
-            gateway.sessions.serving.clear()
-            async with gateway.http() as http:
-                response = await http.post(CHAT, json=BODY)
+    async def test_beyond_the_deadline_it_is_504(self, gateway):
+        gateway.sessions.serving.clear()
+        async with gateway.http() as http:
+            asking = asyncio.create_task(http.post(CHAT, json=BODY))
+            await until(lambda: gateway.session.requests)
+            await gateway.clock.advance(CaptureConfig().deadlines.request_s - 1)
+            assert not asking.done()
+            await gateway.clock.advance(2.0)
+            response = await asking
         assert response.status_code == 504
         assert "capture.deadlines.request_s" in message_of(response)
 
     async def test_beyond_the_deadline_a_stream_ends_with_an_error(self, another_gateway):
-        async with another_gateway(capture=capture(deadlines={"request_s": 0.2, "keepalive_s": 0.02})) as gateway:
+        async with another_gateway(capture=capture(deadlines={"request_s": 20.0})) as gateway:
             gateway.sessions.serving.clear()
+
+            async def waited(route: str, body: dict[str, Any]) -> httpx.Response:
+                asking = asyncio.create_task(http.post(route, json=body | {"stream": True}))
+                await gateway.clock.until(asking.done, step_s=1.0)
+                return await asking
+
             async with gateway.http() as http:
-                chats = await http.post(CHAT, json=BODY | {"stream": True})
-                responses = await http.post("/v1/responses", json={"input": "Hello", "stream": True})
-                anthropic = await http.post("/v1/messages", json=ANTHROPIC | {"stream": True})
+                chats = await waited(CHAT, BODY)
+                responses = await waited("/v1/responses", {"input": "Hello"})
+                anthropic = await waited("/v1/messages", ANTHROPIC)
         events = [json.loads(each.text.rsplit("data: ", 1)[1]) for each in (chats, responses, anthropic)]
         assert events[0]["error"]["code"] == events[1]["code"] == "REQUEST_DEADLINE"
         assert (events[1]["type"], events[2]["error"]["type"]) == ("error", "timeout_error")
@@ -235,17 +260,22 @@ class TestWaiting:
 
     async def test_a_client_that_leaves_ends_its_request(self, gateway):
         gateway.sessions.serving.clear()
-        for stream in (False, True):
-            async with gateway.http() as http:
+        for count, stream in enumerate((False, True), 1):
+            transport = ImpatientTransport()
+            async with gateway.http(transport) as http:
+                asking = asyncio.create_task(http.post(CHAT, json=BODY | {"stream": stream}))
+                await until(lambda count=count: len(gateway.session.requests) == count)
+                transport.give_up()
                 with pytest.raises(httpx.ReadTimeout):
-                    await http.post(CHAT, json=BODY | {"stream": stream}, timeout=0.2)
+                    await asking
+                await until(lambda: gateway.server.in_progress == 0)
         gateway.sessions.serving.set()
         async with gateway.http() as http:
             assert (await http.post(CHAT, json=BODY)).status_code == 200
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.005)
 

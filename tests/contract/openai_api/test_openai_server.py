@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
 from collections.abc import AsyncGenerator
@@ -13,8 +12,10 @@ import httpx
 import openai
 import pytest
 from certificates import Authority
+from engine_waits import first_tokens_only
 from openai_dialect import PAST_THE_END, PROMPT, TOKENS, accepts, chat, client_of, complete, refusal
 from rollout_stack import Replica, build_engine, until
+from simulated_clock import LIMIT_S, SimulatedClock
 from small_models import CONTEXT
 
 from sluice.config import ConfigError, SecurityConfig
@@ -22,6 +23,13 @@ from sluice.openai import server
 from sluice.openai.server import HttpServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REQUEST_S = 60.0
+
+
+async def rest(stream: Any) -> list[Any]:
+    """All further events of a stream."""
+    return [event async for event in stream]
 
 
 class TestLeaving:
@@ -36,14 +44,17 @@ class TestLeaving:
         with pytest.raises(asyncio.CancelledError):
             await call
 
-    async def test_a_reader_that_leaves_within_a_stream_ends_its_sampling(self, replica, client):
-        stream = await complete(client, prompt=[PROMPT, [6]], n=2, max_tokens=480, stream=True, extra_body=PAST_THE_END)
-        async for _ in stream:
-            break
-        async with replica.frozen():
-            assert replica.servicer.samples == 4
-            await stream.close()
-            await replica.until_idle()
+    async def test_a_reader_that_leaves_within_a_stream_ends_its_sampling(self, replica, client, engine):
+        with first_tokens_only(engine):
+            stream = await complete(
+                client, prompt=[PROMPT, [6]], n=2, max_tokens=480, stream=True, extra_body=PAST_THE_END
+            )
+            async for _ in stream:
+                break
+            async with replica.frozen():
+                assert replica.servicer.samples == 4
+                await stream.close()
+                await replica.until_idle()
 
     async def test_the_next_request_is_served(self, replica, client):
         assert (await chat(client, max_tokens=2)).usage.completion_tokens <= 2
@@ -52,20 +63,32 @@ class TestLeaving:
 class TestDeadline:
     @pytest.mark.parametrize("stream", [False, True])
     async def test_a_request_that_samples_nothing_ends(self, model, engine, stream):
-        async with Replica(model, engine, request_s=0.2) as served, client_of(served) as client, served.frozen():
+        clock = SimulatedClock()
+        async with (
+            Replica(model, engine, request_s=REQUEST_S, clock=clock) as served,
+            client_of(served) as client,
+            served.frozen(),
+        ):
+            asking = asyncio.create_task(chat(client, stream=stream))
+            await until(lambda: served.servicer.samples == 1)
+            await clock.until(asking.done, step_s=REQUEST_S / 10)
             with pytest.raises(openai.InternalServerError) as caught:
-                await asyncio.wait_for(chat(client, stream=stream), 10)
+                await asking
             assert (caught.value.status_code, caught.value.code) == (504, "REQUEST_DEADLINE")
             assert served.servicer.samples == 0
 
     async def test_a_stream_that_stops_half_way_ends_with_an_error(self, model, engine):
-        async with Replica(model, engine, request_s=1.0) as served, client_of(served) as client:
-            stream = await chat(client, max_tokens=480, stream=True, extra_body=PAST_THE_END)
-            async for _ in stream:
-                break
-            async with served.frozen(), asyncio.timeout(10):
-                with pytest.raises(openai.APIError, match=r"rollout\.deadlines\.request_s"):
-                    _ = [event async for event in stream]
+        clock = SimulatedClock()
+        async with Replica(model, engine, request_s=REQUEST_S, clock=clock) as served, client_of(served) as client:
+            with first_tokens_only(engine):
+                stream = await chat(client, max_tokens=480, stream=True, extra_body=PAST_THE_END)
+                async for _ in stream:
+                    break
+                async with served.frozen():
+                    reading = asyncio.create_task(rest(stream))
+                    await clock.until(reading.done, step_s=REQUEST_S / 10)
+                    with pytest.raises(openai.APIError, match=r"rollout\.deadlines\.request_s"):
+                        await reading
 
     async def test_a_client_that_reads_nothing_is_disconnected(self, monkeypatch):
         monkeypatch.setattr(server, "SEND_DEADLINE_S", 0.05)
@@ -85,20 +108,19 @@ class TestDeadline:
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
-        await asyncio.wait_for(server.EventStream(events())({}, nothing_arrives, nobody_reads), 10)
+        await asyncio.wait_for(server.EventStream(events())({}, nothing_arrives, nobody_reads), LIMIT_S)
         assert ended.is_set()
 
     async def test_the_kernel_cuts_off_a_connection_whose_client_reads_nothing(self, monkeypatch):
-        monkeypatch.setattr(server, "SEND_DEADLINE_S", 0.5)
+        monkeypatch.setattr(server, "SEND_DEADLINE_S", 1.0)
 
-        async def endless(scope: Any, receive: Any, send: Any) -> None:
+        async def more_than_the_kernel_holds(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    while True:
-                        await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+            await send({"type": "http.response.body", "body": bytes(64 << 20), "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
-        served = HttpServer(endless, "127.0.0.1", 0, SecurityConfig())
+        served = HttpServer(more_than_the_kernel_holds, "127.0.0.1", 0, SecurityConfig())
         port = await served.start()
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
