@@ -1,4 +1,7 @@
-"""Prints as JSON how often the host waits for the device in an update of few and of many micro-batches. Run in a process of its own."""
+"""Prints as JSON how often the host waits for the device: in single operations, and in updates of few and of many micro-batches by preset.
+
+Run in a process of its own, with the directory of a model.
+"""
 
 from __future__ import annotations
 
@@ -71,4 +74,11 @@ def waits_of_single_operations() -> dict[str, int]:
     return dict(waits)
 
 
-print(json.dumps(waits_of_updates(*sys.argv[1:]) if sys.argv[1:] else waits_of_single_operations()))
+print(
+    json.dumps(
+        {
+            "operations": waits_of_single_operations(),
+            "updates": {preset: waits_of_updates(sys.argv[1], preset) for preset in OBJECTIVES},
+        }
+    )
+)
