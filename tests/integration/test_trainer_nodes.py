@@ -22,7 +22,7 @@ from sluice.versions import Version
 WEIGHTSYNC_PORT = 7113
 """On a machine of its own, where nobody else listens."""
 
-LOST_S = 60
+LOST_S = 24
 """Seconds without a sign of life after which a node is gone."""
 
 ENDED_S = 300.0
