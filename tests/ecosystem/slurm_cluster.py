@@ -190,6 +190,11 @@ class SlurmCluster:
         """The variables with which Slurm's programs find this cluster."""
         return {**os.environ, "SLURM_CONF": str(self.conf)}
 
+    @property
+    def crashes(self) -> int:
+        """How often slurmctld has ended by itself."""
+        return (self.scratch / "slurmctld.out").read_text().count("it starts again")
+
     def command(self, *words: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
         """Run a program in the controller's network, and return what it prints. Ask again if the controller does not answer."""
         deadline = time.monotonic() + COMMAND_S

@@ -112,7 +112,10 @@ class Run:
 
     def until_step(self, number: int) -> None:
         def reached() -> bool:
-            assert self.state in {"PENDING", "RUNNING", "CONFIGURING"}, self.describe()
+            state = self.state
+            assert state in {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING"}, self.describe()
+            if state == "PENDING" and set(self.cluster.states().values()) == {"idle"}:
+                self._release()  # requeued once more, by a crash of slurmctld
             return self.step >= number
 
         until(reached, f"step {number}", self.describe, 120)
@@ -124,7 +127,14 @@ class Run:
     def start_now(self) -> None:
         """Let a requeued job start as soon as all nodes are free: Slurm would wait for two minutes."""
         until(lambda: set(self.cluster.states().values()) == {"idle"}, "free nodes", self.describe)
+        self._release()
+
+    def _release(self) -> None:
         self.cluster.command("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+
+    def started(self, times: int) -> bool:
+        """Whether the job was started so often, not counting starts after a crash of slurmctld."""
+        return self.starts - self.cluster.crashes <= times <= self.starts
 
     def stalls(self) -> bool:
         """Whether the run makes no step for some seconds: none of its replicas answers."""
@@ -217,7 +227,7 @@ def interrupted(run: Run, what: str, inject: Callable[[], None], repair: Callabl
         run.start_now()
         again = time.monotonic()
         run.until_step(stopped_at + 3)
-    assert run.starts == starts + 1
+    assert run.started(starts + 1)
     print(
         f"{run.name}: {what} at step {stopped_at}: requeued after {waited:.1f} s, further steps {time.monotonic() - again:.1f} s"
         f" after the next start; peak {peak.mib:.0f} MiB"
@@ -318,7 +328,8 @@ def test_a_run_is_requeued_before_its_time_limit_and_when_it_is_preempted(
     interrupted(run, "preempted", preempt)
     run.until_end()
     rewards["requeued"] = run.reward()
-    assert (run.audit()["batches"], run.starts) == (STEPS, 3)
+    assert run.audit()["batches"] == STEPS
+    assert run.started(3)
     assert run.log.count("resuming from step_") == 2
 
 
@@ -330,7 +341,8 @@ def test_a_run_is_requeued_and_resumed_when_a_node_is_lost(
     interrupted(run, "node of the trainer killed", lambda: cluster.kill_node("n2"), lambda: cluster.start_node("n2"))
     run.until_end()
     rewards["lost"] = run.reward()
-    assert (run.audit()["batches"], run.starts) == (STEPS, 2)
+    assert run.audit()["batches"] == STEPS
+    assert run.started(2)
 
 
 def test_a_part_that_does_not_serve_ends_the_job_with_its_name_node_and_port(
