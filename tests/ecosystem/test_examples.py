@@ -32,7 +32,7 @@ EXAMPLES = {
 """Each example, and which of the virtual environments of `make install-ecosystem` stands for the one that its README makes."""
 
 SHORTEST = "arithmetic"
-RECENT_COMMITS = 20
+RECENT_COMMITS = 10
 MAX_IN_ECOSYSTEM = 2
 """`make test-examples` trains all examples; `make test-ecosystem` trains at most so many: those that the recent commits changed."""
 
