@@ -51,6 +51,7 @@ wait
 
 _CONTROLLER = """
 set -e
+ulimit -c 0
 ip link set lo up
 ip link add br0 type bridge
 ip addr add "$ADDRESS/24" dev br0
