@@ -15,8 +15,8 @@ from suite_rules import *  # noqa: F403 - hooks and fixtures for every test
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("sluice", deadline=None, suppress_health_check=_SLOW)  # machines are busy
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("sluice"), derandomize=True)
+# CI draws the same examples each time, so that no change is red for what an earlier one left undiscovered. Other runs go on searching.
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "sluice")
-"""CI draws the same examples each time: a change is not red for what another one left undiscovered. Other runs go on searching."""
 
 _COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
 """Folders in the order of their tests: workers end together if the short files come last."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -36,7 +36,7 @@ class Waits(ast.NodeVisitor):
 
     def __init__(self, module: ast.Module) -> None:
         self.found: list[tuple[int, str]] = []
-        self._constants = dict(_constants(module))
+        self._constants = _constants(module)
         self._polls = 0
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -76,12 +76,12 @@ class Waits(ast.NodeVisitor):
             self._look(value, name)
 
     def _look_at_timedelta(self, node: ast.Call) -> None:
-        parts = [(UNITS_S.get(each.arg or "", 0.0), self._number(each.value)) for each in node.keywords]
+        parts = [(UNITS_S.get(each.arg or "", 0.0), _number(each.value, self._constants)) for each in node.keywords]
         if parts and all(number is not None for _, number in parts):
             self._judge(node, "timedelta", sum(unit * (number or 0.0) for unit, number in parts))
 
     def _look(self, node: ast.expr, name: str) -> None:
-        number = self._number(node)
+        number = _number(node, self._constants)
         if number is not None:
             self._judge(node, name, number)
 
@@ -89,16 +89,18 @@ class Waits(ast.NodeVisitor):
         if 0 < seconds < SHORTEST_S:
             self.found.append((node.lineno, f"{name} of {seconds:g} s"))
 
-    def _number(self, node: ast.expr) -> float | None:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-            return float(node.value)
-        if isinstance(node, ast.Name):
-            return self._constants.get(node.id)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
-            left, right = self._number(node.left), self._number(node.right)
-            if left is not None and right is not None and not (isinstance(node.op, ast.Div) and right == 0):
-                return _compute(node.op, left, right)
-        return None
+
+def _number(node: ast.expr, constants: Mapping[str, float]) -> float | None:
+    """Return the number that an expression stands for; None if only a run can tell."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return float(node.value)
+    if isinstance(node, ast.Name):
+        return constants.get(node.id)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
+        left, right = _number(node.left, constants), _number(node.right, constants)
+        if left is not None and right is not None and not (isinstance(node.op, ast.Div) and right == 0):
+            return _compute(node.op, left, right)
+    return None
 
 
 def _compute(operator: ast.operator, left: float, right: float) -> float:
@@ -109,18 +111,16 @@ def _compute(operator: ast.operator, left: float, right: float) -> float:
     return left * right if isinstance(operator, ast.Mult) else left / right
 
 
-def _constants(module: ast.Module) -> Iterator[tuple[str, float]]:
-    """Yield the numbers that names stand for at the top of a module."""
-    known = Waits.__new__(Waits)
-    known._constants = {}
+def _constants(module: ast.Module) -> dict[str, float]:
+    """Return the numbers that names stand for at the top of a module."""
+    constants: dict[str, float] = {}
     for node in module.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            number = known._number(node.value)
+            number = _number(node.value, constants)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                if isinstance(target, ast.Name) and number is not None:
-                    known._constants[target.id] = number
-                    yield target.id, number
+            if number is not None:
+                constants |= {target.id: number for target in targets if isinstance(target, ast.Name)}
+    return constants
 
 
 def _name(function: ast.expr) -> str:
@@ -137,10 +137,9 @@ def _races(decorators: list[ast.expr]) -> bool:
 def short_waits(text: str) -> list[tuple[int, str]]:
     """Return line and description of each short wait in a module."""
     module = ast.parse(text)
-    imports = (node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom))
-    names = {name.name for node in imports for name in node.names} | {
-        node.module for node in ast.walk(module) if isinstance(node, ast.ImportFrom)
-    }
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.name for node in imports for name in node.names}
+    names |= {node.module for node in imports if isinstance(node, ast.ImportFrom) and node.module}
     marked = any(
         isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark" and _races([node.value])
         for node in module.body
