@@ -1,4 +1,4 @@
-"""Write docs/rpc-reference.md from the comments of the contracts, and docs/cli.md from the parsers: `make references`.
+"""Write docs/rpc-reference.md from the comments of the contracts, docs/cli.md from the parsers, docs/limits.md: `make references`.
 
 With `--check` nothing is written, and the exit code is 1 if a page is not what it would be.
 """
@@ -17,6 +17,7 @@ from grpc_tools import protoc
 
 from sluice.cli import main as program
 from sluice.config import command_names, service_names
+from sluice.limits import LIMITS
 from sluice.rpc.access import roles_for
 
 DOCS = Path(__file__).parent
@@ -220,6 +221,53 @@ def argument(action: argparse.Action) -> str:
     return f"{written} (required)" if action.required else written
 
 
+def limits_page() -> str:
+    """Return the page of the limits, and of what happens to what exceeds them."""
+    rows = [(f"`{each.name}`", f"{each.value:,.12g}", each.unit, each.meaning) for each in LIMITS]
+    return (
+        "\n\n".join(
+            [
+                "# Limits, and what can never be trained",
+                "<!-- Written by `make references` from sluice/limits.py. -->",
+                "Every server says these limits in `GetServerInfo`. Whoever lets data in checks it there, before anything is sampled or"
+                " written. Settings may be lower; see [configuration.md](configuration.md).",
+                table(("limit", "largest value", "of", "what is larger"), rows),
+                LIMITS_TEXT,
+            ]
+        )
+        + "\n"
+    )
+
+
+LIMITS_TEXT = """## At the door
+
+What an agent, an environment or a client gives is its own fault: it is answered (`INVALID_ARGUMENT`, with the limit's name and the
+remedy), and counted by principal and task in `GetRun.refused`, in `report.json` and in `sluice_run_refused_total`. A principal of
+whom 60 rewards were refused within a minute has to wait (`REFUSED_TOO_OFTEN` with RetryInfo). Such refusals never pause a run.
+
+## Behind the door
+
+What passed and turns out to be untrainable for good is **set aside**, and the run goes on: trajectories if the trainer names them, else
+their group, a whole batch only where nobody can say which. It is a fact of the journal, counted under a reason in
+`trajectories_dropped`, and listed under `set_aside` in `GetRun` and `report.json` with what is wrong and what to do:
+
+| reason | what | what to do |
+|---|---|---|
+| `REWARDS_UNFIT` | the estimator cannot take the rewards of a group: negative ones for `maxrl`, or such that advantages exceed float32 | another `orchestrator.advantage`, a smaller `orchestrator.max_reward`, or other rewards |
+| `BATCH_TOO_LARGE` | groups that do not fit into a batch together with the others: the largest go | a smaller `batch_size` or `group_size`, or sessions that fork less |
+| `TRAINER_REFUSES` | what the trainer's admission refuses: the text says which field and why | by that text |
+
+Episodes that may not be trained from the start are dropped as before, each under its own reason; two of them are limits:
+`TOO_LONG`, and `REWARD_TOO_LARGE` of an environment, which counts towards the quarantine of its task.
+
+**Too much of it.** If more than `orchestrator.max_set_aside` (5%) of what 20 batches hold is set aside, the rest may be biased: the run
+pauses and says why. `sluice resume` accepts what was set aside so far. If nobody does within `orchestrator.deadlines.set_aside_s`
+(an hour), the run writes a checkpoint and ends with exit code 5; start it again with the cause corrected, and it continues.
+
+A run ends by itself only for what no data can cause: settings that do not fit each other, a trainer that is lost again and again, a
+disk that cannot be written."""
+
+
 def main() -> None:
     """Write the pages, or compare them.
 
@@ -231,7 +279,11 @@ def main() -> None:
     check = parser.parse_args().check
     os.environ["COLUMNS"] = "100"  # of what prints its help without a parser
     stale = []
-    for name, text in (("rpc-reference.md", rpc_page(contracts())), ("cli.md", cli_page())):
+    for name, text in (
+        ("rpc-reference.md", rpc_page(contracts())),
+        ("cli.md", cli_page()),
+        ("limits.md", limits_page()),
+    ):
         path = DOCS / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(f"docs/{name}")

@@ -306,6 +306,7 @@ class RecordedSessions:
             is_retry=identity.is_retry,
             prefix_keys=[each.key for each in keys.prefixes],
             claim=_duration(CLAIM_S),
+            samples=request.generate.n,
         )
         if request.generate.WhichOneof("prompt") == "token_ids":
             begin.token_ids.CopyFrom(request.generate.token_ids)

@@ -35,6 +35,7 @@ from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.sessions.desk import Desk, Posed, Waiting, run_secret
 from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
 from orchestrator_svc.sessions.workflow import External
+from orchestrator_svc.setting_aside import SetAsideShare
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.training import Training
@@ -42,7 +43,7 @@ from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, c
 from sluice import host_files
 from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock
-from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
+from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, TooMuchSetAsideError, UnfinishedError
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError
@@ -94,6 +95,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
         ConfigError: if settings, environment or an existing run do not fit.
         FailedForGoodError: if the run was given up; it says why.
         UnfinishedError: if a signal ended it early.
+        TooMuchSetAsideError: if it paused because too much was set aside, and nobody let it go on.
     """
     try:
         async with asyncio.timeout(None) as ending, _built(common, config, clock) as (run, status, servicers):
@@ -146,6 +148,9 @@ async def _to_the_end(run: Run, events: EventLog, watchers_s: float, ended: asyn
     try:
         await run.run()
         stop = not stays
+        if run.gave_up:
+            stop = True
+            raise TooMuchSetAsideError(run.gave_up)
     finally:
         events.end()
         await events.all_read(watchers_s)
@@ -217,24 +222,28 @@ async def _built(
         # A pace that follows the clock starts other groups in each run.
         pacing = config.pacing.model_copy(update={"enabled": False}) if common.deterministic else config.pacing
         pace = Pace(pacing, config.batch_size)
+        share = SetAsideShare(config.max_set_aside, config.batch_size * max(each.group_size for each in config.mix))
 
         waiting = Waiting(clock)
 
-        def follow(fact: journal_pb2.Fact) -> None:
-            curriculum.apply(fact)
-            pace.apply(fact, clock())
-            waiting.follow(fact)
-
         stack.enter_context(_only_writer(common.run_dir))
         # Of an old run it reads a million facts: signals, and the environments' processes, are served meanwhile.
-        journal = await asyncio.to_thread(_journal, common, config, follow)
+        journal = await asyncio.to_thread(_journal, common, config, _following(curriculum, pace, share, waiting, clock))
         settings = LiveSettings(common, config)
         settings.restore(journal.ledger.settings)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
 
         posed = partial(_posed, curriculum)
-        desk = Desk(journal, config.external, waiting, run_secret(common.run_dir), posed=posed, clock=clock)
+        desk = Desk(
+            journal,
+            config.external,
+            waiting,
+            run_secret(common.run_dir),
+            posed=posed,
+            most_reward=config.max_reward,
+            clock=clock,
+        )
         workflows |= {
             each.name: External(processes[each.name], desk, config.external)
             for each in config.mix
@@ -275,7 +284,16 @@ async def _built(
             max_steps=config.max_steps,
             max_running=config.max_running,
         )
-        status = RunStatus(common.run, config, scheduler, pool, events, curriculum=curriculum, clock=clock)
+        status = RunStatus(
+            common.run,
+            config,
+            scheduler,
+            pool,
+            events,
+            curriculum=curriculum,
+            refusals=desk.lending.refusals,
+            clock=clock,
+        )
         reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environments=processes)
         evaluations = None
         if config.evaluation.wanted:
@@ -311,6 +329,7 @@ async def _built(
             evaluations=evaluations,
             reporter=reporter,
             desk=desk,
+            share=share,
             clock=clock,
         )
         yield (
@@ -324,6 +343,20 @@ async def _built(
                 ),
             ),
         )
+
+
+def _following(
+    curriculum: Curriculum, pace: Pace, share: SetAsideShare, waiting: Waiting, clock: Clock
+) -> Callable[[journal_pb2.Fact], None]:
+    """Return what hands each fact of the journal to all who follow them."""
+
+    def follow(fact: journal_pb2.Fact) -> None:
+        curriculum.apply(fact)
+        pace.apply(fact, clock())
+        share.apply(fact)
+        waiting.follow(fact)
+
+    return follow
 
 
 def _posed(curriculum: Curriculum, group: Group) -> Posed | None:
@@ -410,7 +443,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def ResumeRun(self, request: pb.ResumeRunRequest, _context: Context) -> pb.ResumeRunResponse:  # noqa: N802 - gRPC's name
         """Start groups again."""
         self._check_run(request.run)
-        self._run.resume()
+        await self._run.resume(caller().name)
         return pb.ResumeRunResponse(run=self._status.describe())
 
     async def StopRun(self, request: pb.StopRunRequest, _context: Context) -> pb.StopRunResponse:  # noqa: N802 - gRPC's name

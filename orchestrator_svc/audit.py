@@ -168,6 +168,7 @@ class _Journal:
             "episodes_ended": lambda fact: self._episodes_ended(fact.episodes_ended),
             "group_accepted": lambda fact: self._group_accepted(fact.group_accepted.group),
             "group_dropped": lambda fact: self._group_dropped(fact.group_dropped),
+            "trajectories_set_aside": lambda fact: self._set_aside(fact.trajectories_set_aside),
             "batch_made": lambda fact: self._batch_made(fact.batch_made),
             "batch_sent": lambda fact: self._batch_sent(fact.batch_sent),
             "batch_applied": lambda fact: self._batch_applied(fact.batch_applied),
@@ -253,6 +254,20 @@ class _Journal:
             )
         self.dropped[fact.reason] += len(group.trajectories)
         group.dropped, group.trajectories = fact.reason, []
+
+    def _set_aside(self, fact: journal_pb2.TrajectoriesSetAside) -> None:
+        group = self.groups.get(fact.group)
+        if group is None or not group.accepted or group.dropped or group.batch:
+            self._wrong(f"trajectories of group {fact.group} were set aside, but it was not complete, or in a batch")
+            return
+        for name in fact.trajectory_ids:
+            if name not in group.trajectories:
+                self._wrong(f"set aside in group {fact.group}, which lacks it", trajectory=name)
+                continue
+            group.trajectories.remove(name)
+            self.dropped[fact.reason] += 1
+        if not group.trajectories:
+            group.dropped = fact.reason
 
     def _batch_made(self, fact: journal_pb2.BatchMade) -> None:
         number, name = fact.sequence_no, fact.batch_id

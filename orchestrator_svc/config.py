@@ -14,6 +14,7 @@ from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import CommonConfig, Section, ServerConfig
 from sluice.config.schema import Value, deep_merge
 from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.limits import FLOAT32_MAX, MAX_BRANCHES, MAX_REWARD, MAX_TRAJECTORIES
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 
 NO_ADVANTAGE = "none"
@@ -240,6 +241,11 @@ class DeadlinesConfig(Section):
     episode_s: float = Field(
         900.0, gt=0, description="Seconds for a group and its scoring; a later one is dropped and counted."
     )
+    set_aside_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds that a run waits for `sluice resume` when it has paused because of `max_set_aside`; then it writes a checkpoint and ends with exit code 5.",
+    )
     hold_s: float = Field(
         600.0, gt=0, description="Seconds after which a replica held for an evaluation is free again."
     )
@@ -289,6 +295,12 @@ class ExternalConfig(Section):
     most_sessions: int = Field(16_384, ge=1, description="Most episodes that are open at a time.")
     most_leased: int = Field(4096, ge=1, description="Most episodes that one principal has leased at a time.")
     most_generations: int = Field(1024, ge=1, description="Most requests that are recorded in one session.")
+    most_branches: int = Field(
+        MAX_BRANCHES,
+        ge=1,
+        le=MAX_TRAJECTORIES,
+        description="Most samples of one session: each may end a branch, and each branch is a trajectory.",
+    )
     most_requests: int = Field(64, ge=1, description="Most requests of one session that are under way at a time.")
     session_mb: int = Field(64, ge=1, description="Most MiB that are recorded in one session; then it samples no more.")
     cache_mb: int = Field(
@@ -460,6 +472,18 @@ class OrchestratorConfig(EpisodeConfig):
     on_max_refills: Literal["fail", "train"] = Field(
         "fail",
         description="What follows after `max_refills`: the run fails, or groups that `filter` would replace are trained until the batch is made.",
+    )
+    max_reward: float = Field(
+        MAX_REWARD,
+        gt=0,
+        le=FLOAT32_MAX,
+        description="Largest absolute value of a reward. An agent that gives a larger one is refused; of an environment it counts as missing.",
+    )
+    max_set_aside: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Largest share of the trajectories of 20 batches that may be set aside because they can never be trained; with more, the run pauses and says why.",
     )
     max_lost_epochs: int = Field(
         5,

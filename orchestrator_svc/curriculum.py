@@ -29,6 +29,7 @@ FAULTS = frozenset(
     {
         "EPISODE_DEADLINE",
         "MISSING_REWARD",
+        "REWARD_TOO_LARGE",
         "ENVIRONMENT_DIED",
         "ENVIRONMENT_HUNG",
         "ENVIRONMENT_RAISED",

@@ -266,7 +266,7 @@ class Dispatcher:
                 for each in records:
                     each.trajectory.objective = settings.objective
                 most_tokens = task.max_tokens or settings.sampling.max_tokens
-                scored = sift(records, settings, most_tokens, runner.should_accept)
+                scored = sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
         except TimeoutError as error:
             if deadline.expired():
                 reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"

@@ -287,6 +287,14 @@ class RunReporter:
                 "trajectories_accepted": ledger.accepted,
                 "trajectories_trained": ledger.trained,
                 "trajectories_dropped": {reason: count for reason, count in dropped.items() if count},
+                "set_aside": {
+                    reason: {"trajectories": each.trajectories, "problem": each.problem}
+                    for reason, each in ledger.set_aside.items()
+                },
+                "refused": [
+                    {"principal": each.principal, "task_id": each.task_id, "reason": each.reason, "count": each.count}
+                    for each in self._status.refusals.describe()
+                ],
                 "groups_failed": dict(ledger.failed_groups),
                 "redraws_dropped": dict(ledger.redraws_dropped),
                 "tokens_generated": generated["tokens"],

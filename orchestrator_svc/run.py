@@ -9,6 +9,7 @@ in a task of its own and awaits it. An error in any of them ends the run.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.report import AppliedStep, RunReporter
 from orchestrator_svc.sessions.desk import Desk
+from orchestrator_svc.setting_aside import SetAsideShare
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.training import Training
 from sluice.clock import CLOCK, Clock
@@ -43,6 +45,10 @@ class Run:
         announcements: Those that announce themselves; `run` follows them, too.
         evaluations: Evaluates between steps; None if the run never does.
         desk: Has the episodes of external agents; `run` ends those whose time is over.
+        share: Says when too much is set aside.
+
+    Attributes:
+        gave_up: Why the run ended if it had paused because too much was set aside; empty otherwise.
     """
 
     def __init__(
@@ -58,9 +64,12 @@ class Run:
         evaluations: Evaluations | None,
         reporter: RunReporter,
         desk: Desk,
+        share: SetAsideShare,
         clock: Clock = CLOCK,
     ) -> None:
-        self._desk, self._clock = desk, clock
+        self._desk, self._share, self._clock = desk, share, clock
+        self._give_up_at: float | None = None  # when a pause is over that too much set aside began
+        self.gave_up = ""
         self._settings, self._config = settings, settings.config
         self._journal, self._status, self._pool, self._announcements = journal, status, pool, announcements
         self._dispatcher, self._training = dispatcher, training
@@ -88,11 +97,7 @@ class Run:
                 releasing = tasks.create_task(
                     release_left(self._journal, self._pool, self._config.deadlines.hold_s), name="holds"
                 )
-                async with asyncio.TaskGroup() as beside:
-                    await self._train(beside)
-                    self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
-                    self._desk.end()
-                    # Leaving waits for the checkpoint and the evaluation under way; each has its own deadline.
+                await self._train_and_save()
                 await self._end()
                 for each in (polling, announced, expiring, releasing):
                     each.cancel()
@@ -115,11 +120,38 @@ class Run:
         if self._status.state == orchestrator_pb2.RUN_STATE_RUNNING:
             self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, "paused by an operator")
 
-    def resume(self) -> None:
-        """Start groups again."""
+    async def resume(self, principal: str) -> None:
+        """Start groups again; what was set aside so far is accepted.
+
+        Args:
+            principal: Name of who says so.
+
+        Raises:
+            JournalError: if that cannot be written.
+        """
+        if self._share.exceeded:
+            self._journal.record(journal_pb2.Fact(run_resumed=journal_pb2.RunResumed(principal=principal)))
+            await self._journal.durable()
+        self._give_up_at = None
         self._dispatcher.resume()
         if self._status.state == orchestrator_pb2.RUN_STATE_PAUSED:
             self._status.enter(orchestrator_pb2.RUN_STATE_RUNNING, "resumed by an operator")
+
+    def _mind_share(self) -> None:
+        """Pause if too much is set aside, and end the run in order if nobody lets it go on in time."""
+        now, limit_s = self._clock(), self._config.deadlines.set_aside_s
+        if (problem := self._share.exceeded) and self._give_up_at is None and not self._stop_reason:
+            self._give_up_at = now + limit_s
+            self._dispatcher.pause()
+            self._status.enter(
+                orchestrator_pb2.RUN_STATE_PAUSED,
+                f"{problem}. Correct it and start the run again, or accept it with `sluice resume`; the run ends in {limit_s:g} s"
+                " (orchestrator.deadlines.set_aside_s)",
+            )
+            log.error("paused: too much is set aside", problem=problem, ends_in_s=limit_s)
+        elif self._give_up_at is not None and now >= self._give_up_at and not self._stop_reason:
+            self.gave_up = self._share.exceeded or "too much was set aside"
+            self.stop(f"nobody let the paused run go on within {limit_s:g} s: {self.gave_up}")
 
     def stop(self, reason: str) -> None:
         """End in order: the batches that are made are still trained, then come the last checkpoint and the report."""
@@ -167,6 +199,28 @@ class Run:
                 await self._pool.choose(BASE)
         except TimeoutError as error:
             raise self._pool.none_for(deadline_s, "orchestrator.deadlines.start_s") from error
+
+    async def _train_and_save(self) -> None:
+        """Train to the last batch, and let the trainer write the last checkpoint: what it loses meanwhile it trains again.
+
+        Raises:
+            SluiceError: what ended the run early, or if the checkpoint cannot be written.
+        """
+        for lost in itertools.count(1):
+            async with asyncio.TaskGroup() as beside:
+                await self._train(beside)
+                self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
+                # Leaving waits for the checkpoint and the evaluation under way; each has its own deadline.
+            if not (self._config.checkpoint.final and self._training.applied > 0):
+                return
+            try:
+                await self._training.save_checkpoint(self._config.deadlines.lost_s)
+            except SluiceError as error:
+                if error.reason != "NO_EPOCH" or lost > self._config.max_lost_epochs:
+                    raise
+                log.warning("the trainer restarted before the last checkpoint; it trains again what it lost", lost=lost)
+            else:
+                return
 
     async def _train(self, beside: asyncio.TaskGroup) -> None:
         """Dispatch and train side by side until the last batch is applied."""
@@ -238,10 +292,10 @@ class Run:
         while True:
             await self._clock.sleep(self._config.load_report_s)
             self._status.report_load()
+            self._mind_share()
 
     async def _end(self) -> None:
-        if self._config.checkpoint.final and self._training.applied > 0:
-            await self._training.save_checkpoint()
+        self._desk.end()
         await self._journal.durable()
         await self._report("stopped" if self._stop_reason else "succeeded")
         self._status.enter(orchestrator_pb2.RUN_STATE_SUCCEEDED, self._stop_reason)

@@ -13,11 +13,12 @@ Its environment's `overlong.policy` says what becomes of it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import EpisodeConfig, FilterConfig, OverlongConfig
 from orchestrator_svc.journal.ledger import Reason
+from sluice.limits import MAX_REWARD, MAX_TRAJECTORY_TOKENS, within
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import sampled_tokens
 
@@ -53,6 +54,7 @@ def sift(
     settings: EpisodeConfig,
     most_tokens: int,
     should_accept: Callable[[Sequence[orchestrator_pb2.TrajectoryRecord]], bool] | None = None,
+    most_reward: float = MAX_REWARD,
 ) -> ScoredGroup:
     """Separate what may be trained from what may not; rewards and masks of the records change as `overlong` says.
 
@@ -61,20 +63,16 @@ def sift(
         settings: Those of its environment.
         most_tokens: Limit of one turn in tokens.
         should_accept: Says of those that may be trained whether they are worth it; None: they are.
+        most_reward: Largest absolute value of a reward.
     """
     group = ScoredGroup(
         list(records), [each.trajectory.reward if each.trajectory.HasField("reward") else None for each in records]
     )
     policy = settings.overlong.policy
     for record in records:
-        trajectory = record.trajectory
-        if not trajectory.HasField("reward"):
-            group.untrainable[trajectory.trajectory_id] = Reason.MISSING_REWARD
-        elif not sampled_tokens(trajectory):
-            group.untrainable[trajectory.trajectory_id] = Reason.NO_TOKENS
-        elif policy == "filter" and _cut_off(trajectory):
-            group.untrainable[trajectory.trajectory_id] = Reason.OVERLONG
-            group.overlong += 1
+        if reason := _why_not(record.trajectory, policy, most_reward):
+            group.untrainable[record.trajectory.trajectory_id] = reason
+            group.overlong += reason == Reason.OVERLONG
         else:
             group.records.append(record)
     if policy == "penalise":
@@ -94,6 +92,29 @@ def sift(
         for record in cut:
             mask(record.trajectory)
     return group
+
+
+def _why_not(trajectory: tokens_pb2.Trajectory, policy: str, most_reward: float) -> str:
+    """Return why a trajectory may not be trained; empty if it may."""
+    if len(trajectory.token_ids) > MAX_TRAJECTORY_TOKENS:
+        return Reason.TOO_LONG
+    if not trajectory.token_ids:
+        return Reason.EPISODE_FAILED
+    if not trajectory.HasField("reward"):
+        return Reason.MISSING_REWARD
+    if not all(within(each, most_reward) for each in _rewards(trajectory)):
+        return Reason.REWARD_TOO_LARGE
+    if not sampled_tokens(trajectory):
+        return Reason.NO_TOKENS
+    return Reason.OVERLONG if policy == "filter" and _cut_off(trajectory) else ""
+
+
+def _rewards(trajectory: tokens_pb2.Trajectory) -> Iterator[float]:
+    """Yield every reward that a trajectory brings."""
+    yield trajectory.reward
+    yield from trajectory.branch_rewards
+    yield from trajectory.token_rewards
+    yield from (each.reward for each in trajectory.turn_rewards)
 
 
 def _penalise(group: ScoredGroup, rule: OverlongConfig, most_tokens: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -14,8 +14,9 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.scheduler import Scheduler
+from orchestrator_svc.sessions.refusals import Refusals
 from sluice.clock import CLOCK, Clock
-from sluice.rpc import SluiceError
+from sluice.paging import page_start
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
 from sluice.telemetry import LoopLag, counter, gauge
@@ -62,9 +63,11 @@ class RunStatus:
         events: EventLog,
         *,
         curriculum: Curriculum,
+        refusals: Refusals | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         self._curriculum, self._clock = curriculum, clock
+        self.refusals = refusals or Refusals()
         self.events, self.history = events, TrajectoryHistory()
         self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
         self.error = ""
@@ -181,6 +184,11 @@ class RunStatus:
             environments=self.environments(),
             groups_failed=dict(ledger.failed_groups),
             redraws_dropped=ledger.redraws_dropped,
+            set_aside=[
+                orchestrator_pb2.SetAside(reason=reason, trajectories=each.trajectories, problem=each.problem)
+                for reason, each in ledger.set_aside.items()
+            ],
+            refused=self.refusals.describe(),
         )
 
     def scrape(self) -> Iterator[Metric]:
@@ -224,6 +232,14 @@ class RunStatus:
         dropped = {reason: float(count) for reason, count in ledger.dropped.items()}
         yield counter("sluice_run_trajectories_dropped", "Trajectories dropped, by reason.", dropped, "reason")
         failed = {reason: float(count) for reason, count in ledger.failed_groups.items()}
+        set_aside = {reason: float(each.trajectories) for reason, each in ledger.set_aside.items()}
+        yield counter(
+            "sluice_run_trajectories_set_aside", "Of those dropped, what can never be trained.", set_aside, "reason"
+        )
+        refused = Counter({each.reason: 0.0 for each in self.refusals.describe()})
+        for each in self.refusals.describe():
+            refused[each.reason] += each.count
+        yield counter("sluice_run_refused", "Rewards refused where they were given, by reason.", refused, "reason")
         yield counter("sluice_run_groups_failed", "Groups that failed, by reason.", failed, "reason")
         happened = {name: float(count) for name, count in self._pool.counts.items()}
         yield counter("sluice_run_sampling_events", "What happened to requests at replicas.", happened, "event")
@@ -399,11 +415,7 @@ class TrajectoryHistory:
         Raises:
             SluiceError: INVALID_ARGUMENT if the token is not one of ours.
         """
-        if request.page_token and not request.page_token.isdecimal():
-            raise SluiceError.invalid_argument(
-                "page_token", "is not one that ListTrajectories gave: begin with an empty one"
-            )
-        before = int(request.page_token) if request.page_token else self._next
+        before = page_start(request.page_token, "ListTrajectories") or self._next
         wanted = min(request.page_size or _DEFAULT_PAGE, _LARGEST_PAGE)
         answer = orchestrator_pb2.ListTrajectoriesResponse()
         taken = last = 0

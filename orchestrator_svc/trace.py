@@ -90,6 +90,7 @@ class Trace:
             "episode_given_up": self._episode_given_up,
             "episodes_ended": self._episodes_ended,
             "group_dropped": self._group_dropped,
+            "trajectories_set_aside": self._set_aside,
             "batch_made": self._batch_made,
             "batch_applied": self._batch_applied,
             "batch_unmade": self._batch_unmade,
@@ -192,6 +193,11 @@ class Trace:
             traced.events.append(Event(time, None, f"its group was dropped: {fact.reason}"))
             for each in traced.session.trajectory_ids:
                 self.outcomes[each] = f"not trained: {fact.reason}"
+
+    def _set_aside(self, _: datetime, fact: pb.TrajectoriesSetAside) -> None:
+        for each in fact.trajectory_ids:
+            if each in self.outcomes:
+                self.outcomes[each] = f"not trained: {fact.reason}: {fact.problem}"
 
     def _batch_made(self, _: datetime, fact: pb.BatchMade) -> None:
         self._batches[fact.sequence_no] = [each for each in fact.trajectory_ids if each in self.outcomes]

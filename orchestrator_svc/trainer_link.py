@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from orchestrator_svc.config import DeadlinesConfig
+from orchestrator_svc.setting_aside import BatchRefusedError
 from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
@@ -24,6 +25,7 @@ RETRY_S = 0.5
 """Seconds between two attempts, where the trainer does not say."""
 
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED}
+"""Answers that waiting cures. `step_s` bounds how long a batch is repeated, `lost_s` how long a trainer may be away."""
 
 _UNUSABLE = {grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND}
 """Answers of a trainer that cannot read a checkpoint, where an older one may do."""
@@ -125,20 +127,36 @@ class TrainerLink:
                 log.warning("a checkpoint is skipped: it cannot be read", checkpoint=name, error=str(error))
         raise AssertionError("a trainer answers or refuses")
 
+    async def save(self, position: int, deadline_s: float, *, patience_s: float) -> trainer_pb2.SaveCheckpointResponse:
+        """Let the trainer write a checkpoint that belongs to a position of the journal, waiting so long if it is away.
+
+        Raises:
+            SluiceError: if it cannot be written, or the trainer is not there in time.
+        """
+        ask = partial(self.client.save_checkpoint, self.run, position, timeout_s=deadline_s)
+        return await self._persist(ask, patience_s, "the trainer writes no checkpoint")
+
     async def submit(
         self, header: trainer_pb2.BatchHeader, trajectories: Sequence[tokens_pb2.Trajectory]
     ) -> trainer_pb2.SubmitBatchResponse:
         """Submit a batch, waiting while the trainer's queue is full.
 
         Raises:
+            BatchRefusedError: if what it holds is at fault.
             EpochLostError: if the trainer trains another epoch, or went away.
-            SluiceError: if the batch itself is at fault.
+            SluiceError: if something else is at fault that waiting does not cure, such as settings.
         """
+        waits = ""
         while True:
             try:
                 return await self.client.submit_batch(header, trajectories, timeout_s=self._deadlines.submit_s)
             except SluiceError as error:
+                if (refusal := BatchRefusedError.of(error)) is not None:
+                    raise refusal from error
                 if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    if error.reason != waits:  # once: a full queue is repeated twice a second
+                        waits = error.reason
+                        log.info("a batch waits for the trainer", batch=header.batch_id, reason=str(error))
                     await self._clock.sleep(error.retry_after_s or RETRY_S)
                     continue
                 await self._explain(error, header.target_version.epoch)

@@ -26,12 +26,14 @@ from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.live_settings import LEARNING_RATE
 from orchestrator_svc.report import AppliedStep, reward_by_environment, summarise
 from orchestrator_svc.scheduler import OnStale, Scheduler
+from orchestrator_svc.setting_aside import BatchRefusedError, refused, set_aside, too_large
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.trainer_link import RETRY_S, EpochLostError, TrainerLink
-from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate, slopes
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, UnfitRewardsError, estimate, slopes
 from sluice.clock import CLOCK, Clock
 from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
+from sluice.limits import FLOAT32_MAX
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.tasks import Turn, run_to_end
@@ -42,6 +44,11 @@ log = structlog.get_logger(__name__)
 
 _MOST_AT_TRAINER = 2
 """Batches at the trainer: one in training and one that waits. Further ones would only grow older there."""
+
+_BATCH_TOO_LARGE = (
+    "the groups of the batch are larger together than the limits of a batch (docs/limits.md): choose a smaller"
+    " orchestrator.batch_size or group_size, or let agents fork their sessions less"
+)
 
 _STALE_POLICIES: Mapping[str, trainer_pb2.StalePolicy.ValueType] = {
     OnStale.DROP.value: trainer_pb2.STALE_POLICY_DROP,
@@ -116,16 +123,18 @@ class Training:
         """
         await self._trainer.client.keep_checkpoint(self._trainer.run, name, reason)
 
-    async def save_checkpoint(self) -> trainer_pb2.Checkpoint:
+    async def save_checkpoint(self, patience_s: float = 0.0) -> trainer_pb2.Checkpoint:
         """Let the trainer write a checkpoint, and release what the journal need no longer keep.
 
+        Args:
+            patience_s: Seconds to wait for a trainer that is away.
+
         Raises:
-            SluiceError: if it cannot be written.
+            SluiceError: if it cannot be written; FAILED_PRECONDITION (NO_EPOCH) if the trainer came back without its epoch.
         """
         self._record(curriculum_noted=self._curriculum.noted())
-        position = await self._journal.durable()
-        answer = await self._trainer.client.save_checkpoint(
-            self._trainer.run, position, timeout_s=self._config.checkpoint.deadline_s
+        answer = await self._trainer.save(
+            await self._journal.durable(), self._config.checkpoint.deadline_s, patience_s=patience_s
         )
         saved, version = answer.checkpoint, Version.from_proto(answer.checkpoint.policy_version)
         covered = journal_pb2.CheckpointCovered(
@@ -216,16 +225,21 @@ class Training:
     async def _unmake_unfit(self) -> None:
         """Take the batches apart that the trainer lacks and that cannot be sent as they are; drop what the disk damaged."""
         to_send = [batch for batch in self._ledger.to_send if batch.sequence_no not in self._at_trainer]
-        for place, batch in enumerate(to_send):
+        for batch in to_send:
             if reason := await self._why_unfit(batch):
                 log.warning("a batch is made again", batch=batch.batch_id, reason=reason)
-                for each in reversed(to_send[place:]):  # the order of batches has no gaps
-                    self._estimated.discard(each.batch_id)
-                    self._record(batch_unmade=journal_pb2.BatchUnmade(sequence_no=each.sequence_no, reason=reason))
+                self._unmake_from(batch, reason)
                 break
         for group in list(self._ledger.groups.values()):
             if group.stage is Stage.READY:
                 await self._readable(group)
+
+    def _unmake_from(self, batch: Batch, reason: str) -> None:
+        """Take a batch apart that the trainer lacks, and those after it: the order of batches has no gaps."""
+        later = [each for each in self._ledger.to_send if each.sequence_no >= batch.sequence_no]
+        for each in reversed(later):
+            self._estimated.discard(each.batch_id)
+            self._record(batch_unmade=journal_pb2.BatchUnmade(sequence_no=each.sequence_no, reason=reason))
 
     async def _why_unfit(self, batch: Batch) -> str:
         """Return why a batch cannot be sent as it was made; empty if it can."""
@@ -235,7 +249,12 @@ class Training:
             found = [(group, await self._journal.trajectories(group)) for group in batch.groups]
         except GroupDamagedError as error:
             return str(error)
-        records = await self._with_advantages(found)
+        if too_large(found):
+            return _BATCH_TOO_LARGE
+        try:
+            records = await self._with_advantages(found)
+        except UnfitRewardsError as error:
+            return str(error)
         if batch.digests and batch.digests != tuple(await _digests(records)):
             return "its trajectories are not the same bytes as when it was made: orchestrator.advantage was changed"
         self._estimated.add(batch.batch_id)
@@ -360,12 +379,18 @@ class Training:
 
     async def _submit(self, epoch: int) -> None:
         try:
-            for batch in self._ledger.to_send:
-                if batch.sequence_no not in self._at_trainer:
-                    records = [record for group in batch.groups for record in await self._journal.trajectories(group)]
-                    await self._send(batch, epoch, records)
             while True:
-                await self._send(*await self._make_batch(epoch))
+                batch = next((each for each in self._ledger.to_send if each.sequence_no not in self._at_trainer), None)
+                if batch is None:
+                    batch = await self._make_batch()
+                found = [(group, await self._journal.trajectories(group)) for group in batch.groups]
+                try:
+                    await self._send(batch, epoch, [record for _, records in found for record in records])
+                except BatchRefusedError as refusal:
+                    self._submitting = False
+                    self._unmake_from(batch, str(refusal))
+                    self._set_aside(refused(found, refusal))
+                    self._note_load()
         except EpochLostError:
             # What this raises cancels `_follow`, and would cut off the report of a step that is under way.
             while self._reporting:
@@ -373,26 +398,34 @@ class Training:
                 await self._changed.wait()
             raise
 
-    async def _make_batch(self, epoch: int) -> tuple[Batch, int, list[orchestrator_pb2.TrajectoryRecord]]:
+    async def _make_batch(self) -> Batch:
         """Make the next batch as soon as the trainer has room for it and its groups are complete."""
         while True:
             if len(self._at_trainer) < _MOST_AT_TRAINER:
                 self._drop_stale()
                 groups = self._scheduler.choose_batch()
                 if groups is not None and (made := await self._made_of(groups)) is not None:
-                    return made[0], epoch, made[1]
+                    return made
                 if groups is not None:
                     continue  # choose again
             self._changed.clear()
             await self._changed.wait()
 
-    async def _made_of(self, groups: Sequence[Group]) -> tuple[Batch, list[orchestrator_pb2.TrajectoryRecord]] | None:
-        """Make the next batch of these groups; None if the disk damaged one of them, or they may not be trained together any more."""
+    async def _made_of(self, groups: Sequence[Group]) -> Batch | None:
+        """Make the next batch of these groups; None if one was dropped or set aside, or they may not be trained together any more."""
         found = [(group, await self._readable(group)) for group in groups]
         readable = [(group, each) for group, each in found if each is not None]
         if len(readable) < len(found):
             return None
-        records = await self._with_advantages(readable)
+        if left_out := too_large(readable):
+            self._set_aside([set_aside(each, Reason.BATCH_TOO_LARGE, _BATCH_TOO_LARGE) for each in left_out])
+            return None
+        try:
+            records = await self._with_advantages(readable)
+        except UnfitRewardsError as error:
+            unfit = [group for group in groups if group.name in error.groups]
+            self._set_aside([set_aside(each, Reason.REWARDS_UNFIT, str(error)) for each in unfit])
+            return None
         digests = await _digests(records)
         if not self._scheduler.may_batch(groups):
             return None  # the limits of the run were changed meanwhile
@@ -412,7 +445,7 @@ class Training:
         )
         made = self._ledger.batches[number]
         self._estimated.add(made.batch_id)
-        return made, records
+        return made
 
     async def _with_advantages(
         self, groups: Sequence[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]]
@@ -437,6 +470,20 @@ class Training:
         log.warning("groups are too old to be trained", groups=len(groups), versions=[str(each) for each in versions])
         for group in groups:
             self._drop(group, Reason.STALE, redraw=self._scheduler.on_stale is OnStale.REQUEUE)
+        self._changed.set()
+
+    def _set_aside(self, facts: Sequence[journal_pb2.Fact]) -> None:
+        """Set aside what can never be trained; the run goes on without it."""
+        for fact in facts:
+            self._journal.record(fact)
+            said = fact.trajectories_set_aside
+            log.error(
+                "trajectories are set aside: they can never be trained",
+                group=f"g{said.group}",
+                trajectories=len(said.trajectory_ids),
+                reason=said.reason,
+                problem=said.problem,
+            )
         self._changed.set()
 
     def _drop(self, group: Group, reason: str, *, redraw: bool) -> None:
@@ -554,7 +601,11 @@ class Training:
             self._estimated.remove(batch.batch_id)
             records = [record for _, each in found for record in each]
         else:
-            records = await self._with_advantages(found)
+            records = [record for _, each in found for record in each]
+            with contextlib.suppress(
+                UnfitRewardsError
+            ):  # of another estimator, as the settings were changed to; it is trained
+                records = await self._with_advantages(found)
         bound = self._scheduler.bound_of(batch)
         summary = await summarise(step, applied, records, self._ledger.lineage, bound, past=past)
         if len(self._config.mix) > 1:
@@ -618,7 +669,7 @@ async def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Tr
     Where branches have rewards of their own, each token has its own advantage; see `sluice.advantages.slopes`.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION if the estimator cannot take these rewards.
+        UnfitRewardsError: if the estimator cannot take the rewards of some groups.
     """
     if estimator == NO_ADVANTAGE or estimator in TRAINER_ESTIMATORS:
         for record in records:
@@ -634,11 +685,8 @@ async def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Tr
         tokens = sampled_tokens(trajectory) + (before.sampled_tokens if before else 0)
         reward = trajectory.reward if trajectory.HasField("reward") else None
         episodes[trajectory.episode_id] = Episode(trajectory.episode_id, trajectory.group_id, reward, tokens)
-    try:
-        advantages = estimate(estimator, list(episodes.values()))
-        grows = slopes(estimator, list(episodes.values())) if branched else {}
-    except ValueError as error:
-        raise SluiceError.failed_precondition("REWARDS_UNFIT", f"orchestrator.advantage: {error}") from error
+    advantages = estimate(estimator, list(episodes.values()))
+    grows = slopes(estimator, list(episodes.values())) if branched else {}
     for record in records:
         await turn.give_way()
         trajectory = record.trajectory
@@ -650,4 +698,10 @@ async def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Tr
         else:
             offsets = np.array(trajectory.branch_rewards) - trajectory.reward
             by_turn = value + grows[trajectory.episode_id] * offsets
+            if not (np.abs(by_turn) <= FLOAT32_MAX).all():
+                raise UnfitRewardsError(
+                    f"{estimator} makes advantages beyond float32 of the rewards of branches: bound them"
+                    " (orchestrator.max_reward), or scale them down",
+                    {trajectory.group_id},
+                )
             trajectory.advantages[:] = np.repeat(by_turn, trajectory.turn_runs)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sluice.limits import FLOAT32_MAX
 
 Rewards: TypeAlias = NDArray[np.float64]
 
@@ -23,6 +25,18 @@ STD_OFFSET = 1e-6
 
 TRAINER_ESTIMATORS = ("gae", "reinforce_pp", "process")
 """Estimators that need a model or rewards per token. The trainer runs them before its epochs; `estimate` refuses them."""
+
+
+class UnfitRewardsError(ValueError):
+    """An estimator cannot take the rewards of some groups.
+
+    Attributes:
+        groups: Their ids. Without them it can take the rewards of the others, unless these are at fault by themselves.
+    """
+
+    def __init__(self, message: str, groups: Iterable[str]) -> None:
+        super().__init__(message)
+        self.groups = frozenset(groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +159,8 @@ def estimate(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
         episodes: One entry per episode, in any order.
 
     Raises:
-        ValueError: if the estimator is unknown, an episode occurs twice, or a reward is not finite.
+        UnfitRewardsError: if it cannot take the rewards of some groups, or their advantages exceed float32.
+        ValueError: if the estimator is unknown, or an episode occurs twice.
     """
     if name in TRAINER_ESTIMATORS:
         raise ValueError(
@@ -155,10 +170,12 @@ def estimate(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
         raise ValueError(f"there is no advantage estimator {name!r}; choose one of {', '.join(ESTIMATORS)}")
     groups = _by_group(episodes)
     scored = [episode for members in groups for episode in members]
-    within = [_within_group(name, members) for members in groups]
-    advantages = np.concatenate(within) if within else np.zeros(0)
-    if name in BATCH_SCALES and scored:
-        advantages = BATCH_SCALES[name](advantages, *_columns(scored))
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below
+        within = [_within_group(name, members) for members in groups]
+        advantages = np.concatenate(within) if within else np.zeros(0)
+        if name in BATCH_SCALES and scored:
+            advantages = BATCH_SCALES[name](advantages, *_columns(scored))
+    _check_size(name, scored, advantages)
     alone = {members[0].episode_id for members in groups if len(members) == 1}
     return {
         episode.episode_id: 0.0 if episode.episode_id in alone else float(value)
@@ -200,7 +217,29 @@ def _within_group(name: str, members: Sequence[Episode]) -> Rewards:
     if (rewards == rewards[0]).all():
         # Equal rewards do not say which attempt was better, and rounding of the mean must not pretend that they do.
         return np.zeros_like(rewards)
-    return ESTIMATORS[name](rewards, lengths)
+    try:
+        return ESTIMATORS[name](rewards, lengths)
+    except ValueError as error:
+        raise UnfitRewardsError(str(error), {members[0].group_id}) from error
+
+
+def _check_size(name: str, episodes: Sequence[Episode], advantages: Rewards) -> None:
+    """Check that advantages are numbers of float32, as which they travel.
+
+    Raises:
+        UnfitRewardsError: names the groups whose are not; if a scale over the batch spoils all, that with the largest reward.
+    """
+    fits = np.abs(advantages) <= FLOAT32_MAX  # False for NaN
+    if fits.all():
+        return
+    at_fault = {each.group_id for each, fit in zip(episodes, fits, strict=True) if not fit}
+    if name in BATCH_SCALES:
+        largest = max(episodes, key=lambda each: abs(each.reward or 0.0))
+        at_fault = {largest.group_id}
+    raise UnfitRewardsError(
+        f"{name} makes advantages beyond float32 of these rewards: bound them (orchestrator.max_reward), or scale them down",
+        at_fault,
+    )
 
 
 def _columns(episodes: Sequence[Episode]) -> tuple[Rewards, Rewards]:
@@ -221,8 +260,9 @@ def _by_group(episodes: Sequence[Episode]) -> list[list[Episode]]:
         if episode.reward is None:
             continue
         if not np.isfinite(episode.reward):
-            raise ValueError(
-                f"the reward of episode {episode.episode_id!r} is {episode.reward}: give a finite one, or None where it is missing"
+            raise UnfitRewardsError(
+                f"the reward of episode {episode.episode_id!r} is {episode.reward}: give a finite one, or None where it is missing",
+                {episode.group_id},
             )
         groups[episode.group_id].append(episode)
     return list(groups.values())

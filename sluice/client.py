@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import grpc
 
+from sluice.limits import MAX_MESSAGE_BYTES
 from sluice.rpc import ClientSecurity, SluiceError, connect
 from sluice.rpc.channel import TOO_OLD
 from sluice.v1 import (
@@ -38,6 +39,9 @@ if TYPE_CHECKING:  # a client needs grpcio and protobuf alone
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | tokens_pb2.Conversation
 """Text, token ids, messages as ``{"role": ..., "content": ...}``, or a conversation with tools."""
+
+_PIECE_VALUES = 1 << 15
+"""Values of a repeated field in one piece of a large trajectory: at most 10 bytes each, or a span of versions of some dozens."""
 
 _PART_BYTES = 512 << 10
 """Size of a message with trajectories: the loops that send and receive a batch serve others between two messages."""
@@ -388,10 +392,23 @@ def generate_request(
     return request
 
 
+def _pieces(trajectory: tokens_pb2.Trajectory) -> Iterator[tokens_pb2.Trajectory]:
+    """Yield a trajectory in pieces that are equal to it when they are merged in order; the first has all that is single."""
+    fields: dict[str, Any] = {field.name: value for field, value in trajectory.ListFields()}
+    long = [field.name for field, _ in trajectory.ListFields() if field.is_repeated]
+    yield tokens_pb2.Trajectory(**{name: value for name, value in fields.items() if name not in long})
+    for name in long:
+        values = fields[name]
+        for begin in range(0, len(values), _PIECE_VALUES):
+            piece = tokens_pb2.Trajectory()
+            getattr(piece, name).extend(values[begin : begin + _PIECE_VALUES])
+            yield piece
+
+
 def _batch_parts(
     header: trainer_pb2.BatchHeader, trajectories: Iterable[tokens_pb2.Trajectory]
 ) -> Iterator[trainer_pb2.SubmitBatchRequest]:
-    """Yield the header, then the trajectories in messages of `_PART_BYTES`; a larger trajectory has one of its own."""
+    """Yield the header, then the trajectories in messages of `_PART_BYTES`; a larger trajectory goes on in further ones."""
     yield trainer_pb2.SubmitBatchRequest(header=header)
     part = trainer_pb2.TrajectoryPart()
     size = 0
@@ -400,6 +417,11 @@ def _batch_parts(
         if part.trajectories and size + length > _PART_BYTES:
             yield trainer_pb2.SubmitBatchRequest(trajectories=part)
             part, size = trainer_pb2.TrajectoryPart(), 0
+        if length > MAX_MESSAGE_BYTES:
+            for place, piece in enumerate(_pieces(trajectory)):
+                continued = trainer_pb2.TrajectoryPart(trajectories=[piece], continued=place > 0)
+                yield trainer_pb2.SubmitBatchRequest(trajectories=continued)
+            continue
         part.trajectories.append(trajectory)
         size += length
     if part.trajectories:

@@ -53,6 +53,11 @@ class Reason:
     NOT_REPORTED = "NOT_REPORTED"
     RUN_ENDED = "RUN_ENDED"
     QUARANTINED = "QUARANTINED"
+    TOO_LONG = "TOO_LONG"
+    REWARD_TOO_LARGE = "REWARD_TOO_LARGE"
+    REWARDS_UNFIT = "REWARDS_UNFIT"
+    BATCH_TOO_LARGE = "BATCH_TOO_LARGE"
+    TRAINER_REFUSES = "TRAINER_REFUSES"
 
 
 class Stage(enum.Enum):
@@ -106,6 +111,7 @@ class Group:
         external: What external agents do with its episodes, while it runs; None if none has anything of it.
         passed: Younger groups that were batched while it was running.
         redrawn: Whether its task has to be, or was, drawn again.
+        set_aside: Its trajectories that can never be trained.
     """
 
     number: int
@@ -126,6 +132,7 @@ class Group:
     external: ExternalEpisodes | None = None
     passed: int = 0
     redrawn: bool = False
+    set_aside: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -141,6 +148,7 @@ class Group:
             Accepted(each.trajectory_id, Place.from_proto(each.place))
             for episode in episodes
             for each in episode.trajectories
+            if each.trajectory_id not in self.set_aside
         ]
 
     @property
@@ -186,6 +194,19 @@ class Batch:
     sent_in: int = 0
 
 
+@dataclass(slots=True)
+class SetAside:
+    """What was set aside for one reason.
+
+    Attributes:
+        trajectories: How many.
+        problem: What was wrong with the last of them, and what to do about it.
+    """
+
+    trajectories: int
+    problem: str
+
+
 class Redraw(NamedTuple):
     """A task that has to be drawn again."""
 
@@ -227,6 +248,7 @@ class Ledger:
         accepted: Trajectories that were generated and scored.
         trained: Trajectories that took part in an optimizer step of the present weights' history.
         failed_groups: Groups that ended without a trajectory, by reason.
+        set_aside: Trajectories of accepted groups that can never be trained, by reason.
         redraws: Tasks that have to be drawn again, in order.
         redraws_dropped: Tasks that had to be drawn again and will not be, by reason.
         checkpoints: The last ones: those that a trainer may return to.
@@ -256,6 +278,7 @@ class Ledger:
     accepted: int = 0
     trained: int = 0
     failed_groups: Counter[str] = field(default_factory=Counter)
+    set_aside: dict[str, SetAside] = field(default_factory=dict)
     redraws: list[Redraw] = field(default_factory=list)
     redraws_dropped: Counter[str] = field(default_factory=Counter)
     next_group: int = 1
@@ -473,6 +496,22 @@ class Ledger:
         self._remove(group)
         if fact.redraw:
             self._draw_again(group, fact.reason)
+
+    def _trajectories_set_aside(self, fact: pb.TrajectoriesSetAside) -> None:
+        group = self.groups.get(fact.group)
+        if group is None or group.stage is not Stage.READY:
+            raise LedgerError(f"group {fact.group} is in a batch or not complete: nothing of it can be set aside")
+        count = len(fact.trajectory_ids)
+        group.set_aside |= frozenset(fact.trajectory_ids)
+        group.size -= count
+        self._dropped[fact.reason] += count
+        before = self.set_aside.get(fact.reason)
+        self.set_aside[fact.reason] = SetAside((before.trajectories if before else 0) + count, fact.problem)
+        if not group.size:
+            self._remove(group)
+
+    def _run_resumed(self, fact: pb.RunResumed) -> None:
+        """Leave it to what watches how much is set aside."""
 
     def _batch_made(self, fact: pb.BatchMade) -> None:
         groups = [self.groups.get(number) for number in fact.groups]

@@ -262,11 +262,20 @@ class Journal:
         kind = fact.WhichOneof("kind")
         if kind == "group_dropped":
             self._in_memory.pop(fact.group_dropped.group, None)
+        elif kind == "trajectories_set_aside":
+            self._forget(fact.trajectories_set_aside)
         elif kind == "batch_applied":
             for group in self.ledger.applied_batches[fact.batch_applied.sequence_no].groups:
                 self._in_memory.pop(group.number, None)
         elif kind == "checkpoint_covered":
             self._waiting.deletes = True
+
+    def _forget(self, fact: journal_pb2.TrajectoriesSetAside) -> None:
+        """Drop from memory what was set aside of a group."""
+        group, gone = self.ledger.groups.get(fact.group), set(fact.trajectory_ids)
+        records = self._in_memory.pop(fact.group, None)
+        if group is not None and records is not None:
+            self._in_memory[fact.group] = [each for each in records if each.trajectory.trajectory_id not in gone]
 
     def keep(self, payload: Message) -> journal_pb2.PayloadPlace:
         """Write a payload, and return its place for the fact that names it, which has to be recorded before any waiting.
@@ -437,7 +446,13 @@ def _open(path: Path, environment: str) -> sqlite3.Connection:
     """
     try:
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")
+        (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            connection.close()
+            raise JournalError(
+                f"the file system of {path} refuses SQLite's write-ahead log (it answered {mode!r}): put the run's directory"
+                " (output_dir) on a local disk, or on a network file system with shared memory and locks"
+            )
         connection.execute("PRAGMA synchronous = FULL")
         migrate(connection, path, environment)
         connection.executescript(_SCHEMA)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import grpc
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -68,6 +67,7 @@ class _Claim:
     gateway: str
     body_digest: bytes
     until: float
+    samples: int
 
 
 class Claims:
@@ -96,7 +96,7 @@ class Claims:
 
         Raises:
             SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the session ended), ALREADY_EXISTS (the name has another
-                body), RESOURCE_EXHAUSTED.
+                body), RESOURCE_EXHAUSTED; FAILED_PRECONDITION (SESSION_FULL) if the session has no room.
         """
         seconds = _check_begin(request)
         session = self._lending.open_session(principal, request.episode_id)
@@ -121,8 +121,10 @@ class Claims:
             found = next(same, None)
             if found is not None and (request.is_retry or found.request_id in session.undelivered):
                 return self._given(session, found)
-            self._check_room(session, len(claims))
-        claims[request.request_id] = _Claim(request.gateway, request.body_digest, now + seconds)
+            self._check_room(session, list(claims.values()), max(1, request.samples))
+        claims[request.request_id] = _Claim(
+            request.gateway, request.body_digest, now + seconds, max(1, request.samples)
+        )
         self._claims[session.name] = claims
         self._lending.touch(session, now, max(each.until for each in claims.values()))
         return _known_prefix(session, request)
@@ -227,13 +229,13 @@ class Claims:
             self._claims.pop(session.name, None)
         self._lending.touch(session, now, max((each.until for each in claims.values()), default=0.0))
 
-    def _check_room(self, session: Session, under_way: int) -> None:
-        """Refuse one more request of a session that has as many as it may have.
+    def _check_room(self, session: Session, claims: Sequence[_Claim], samples: int) -> None:
+        """Refuse one more request, of so many samples, of a session that has as many as it may have.
 
         Raises:
-            SluiceError: RESOURCE_EXHAUSTED.
+            SluiceError: RESOURCE_EXHAUSTED if waiting helps, FAILED_PRECONDITION (SESSION_FULL) if not.
         """
-        limits = self._limits
+        limits, under_way = self._limits, len(claims)
         if under_way >= limits.most_requests:
             raise SluiceError.resource_exhausted(
                 "MOST_REQUESTS",
@@ -245,6 +247,12 @@ class Claims:
             raise _full(
                 f"{len(session.requests)} requests are recorded in session {session.name}, the most that"
                 " orchestrator.external.most_generations allows"
+            )
+        had = len(session.samples) + sum(each.samples for each in claims)
+        if had + samples > limits.most_branches:
+            raise _full(
+                f"session {session.name} has {had} samples, and {samples} more are beyond the {limits.most_branches} that"
+                " orchestrator.external.most_branches allows"
             )
         if session.payload_bytes >= limits.session_mb << 20:
             raise _full(
@@ -354,6 +362,4 @@ def _other_body(request_id: str) -> SluiceError:
 
 def _full(problem: str) -> SluiceError:
     """Return the error of a session that can sample no more; waiting does not help."""
-    return SluiceError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED, "SESSION_FULL", f"{problem}: submit it, and open another episode"
-    )
+    return SluiceError.failed_precondition("SESSION_FULL", f"{problem}: submit it, and open another episode")

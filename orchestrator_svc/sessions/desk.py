@@ -26,6 +26,7 @@ from orchestrator_svc.sessions.claims import Claims
 from orchestrator_svc.sessions.lending import Lending
 from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task
+from sluice.limits import MAX_REWARD
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY
 from sluice.rpc.principals import replace_private
@@ -115,6 +116,7 @@ class Desk:
         waiting: Follows the facts of the journal.
         secret: Session keys are derived with it.
         posed: Says what a group is about; None if its task is gone.
+        most_reward: Largest absolute value of a reward.
         clock: The time of leases, sessions and claims.
 
     Attributes:
@@ -133,11 +135,12 @@ class Desk:
         secret: bytes,
         *,
         posed: Callable[[Group], Posed | None],
+        most_reward: float = MAX_REWARD,
         clock: Clock = CLOCK,
     ) -> None:
         self._posed = posed
         self.journal, self.limits, self.clock, self.waiting = journal, limits, clock, waiting
-        self.lending = Lending(journal, limits, clock())
+        self.lending = Lending(journal, limits, clock(), most_reward=most_reward)
         self.claims = Claims(journal, self.lending, limits)
         self.openings: dict[int, tokens_pb2.Conversation] = {}
         self.ended = False

@@ -30,6 +30,8 @@ from orchestrator_svc.journal.external import (
 )
 from orchestrator_svc.journal.ledger import Group, Stage
 from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.sessions.refusals import Refusals
+from sluice.limits import MAX_REWARD, within
 from sluice.rpc import SluiceError
 from sluice.v1 import episode_pb2
 from sluice.v1 import journal_pb2 as pb
@@ -53,10 +55,17 @@ class Lending:
         journal: The run's journal.
         limits: Times and bounds.
         now: Seconds; leases and sessions of earlier processes have their full time from here.
+        most_reward: Largest absolute value of a reward.
+
+    Attributes:
+        refusals: Rewards that were refused.
     """
 
-    def __init__(self, journal: Journal, limits: ExternalConfig, now: float) -> None:
+    def __init__(
+        self, journal: Journal, limits: ExternalConfig, now: float, *, most_reward: float = MAX_REWARD
+    ) -> None:
         self._journal, self._ledger, self._limits = journal, journal.ledger, limits
+        self._most_reward, self.refusals = most_reward, Refusals()
         self._offered: dict[int, None] = {}  # an ordered set
         self._closed: set[int] = set()
         self._lease_ends: dict[str, float] = {}
@@ -107,6 +116,7 @@ class Lending:
                 " allows: submit or abandon some first",
                 self._limits.retry_s,
             )
+        self._check_open()  # an episode that is lent and cannot be opened would be kept from others
         granted: list[Lease] = []
         for group in sorted(self._offered):
             if len(granted) >= request.max_tasks or room <= 0:
@@ -116,6 +126,20 @@ class Lending:
                 granted.append(self._grant(group, principal, request.request_id, free, now))
                 room -= len(free)
         return granted
+
+    def _check_open(self) -> None:
+        """Refuse to open another episode while as many are open as may be.
+
+        Raises:
+            SluiceError: RESOURCE_EXHAUSTED.
+        """
+        sessions = (session for each in self._running() for session in each.sessions)
+        if sum(each.submission is None for each in sessions) >= self._limits.most_sessions:
+            raise SluiceError.resource_exhausted(
+                "MOST_SESSIONS",
+                f"{self._limits.most_sessions} episodes are open, the most that orchestrator.external.most_sessions allows",
+                self._limits.retry_s,
+            )
 
     def _on_offer(self, number: int) -> list[int]:
         group = self._ledger.groups.get(number)
@@ -179,12 +203,7 @@ class Lending:
             raise SluiceError.failed_precondition(
                 "LEASE_USED_UP", f"all episodes of lease {lease.lease_id} are open or ended: call LeaseTasks for others"
             )
-        if sum(1 for each in self._running() for _ in each.sessions) >= self._limits.most_sessions:
-            raise SluiceError.resource_exhausted(
-                "MOST_SESSIONS",
-                f"{self._limits.most_sessions} episodes are open, the most that orchestrator.external.most_sessions allows",
-                self._limits.retry_s,
-            )
+        self._check_open()
         fact = pb.EpisodeOpened(
             group=external.group,
             episode=left[0],
@@ -248,10 +267,10 @@ class Lending:
         Raises:
             SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it comes too late).
         """
-        if not math.isfinite(request.reward):
-            raise SluiceError.invalid_argument("reward", f"is {request.reward}; give a finite number")
+        self.refusals.check(principal, now)
         target = Target(request.generation_id, request.branch)
         session = self.known(principal, request.episode_id)
+        self._check_reward(session, request.reward, now)
         if isinstance(session, EndedSession):
             if session.last_reward == (target, request.reward):
                 return
@@ -279,17 +298,31 @@ class Lending:
             fact.branch = target.branch
         self._journal.record(pb.Fact(reward_recorded=fact))
 
-    def submit(self, principal: str, request: episode_pb2.SubmitTrajectoryRequest) -> tuple[str, ...]:
+    def _check_reward(self, session: Session | EndedSession, reward: float, now: float) -> None:
+        """Refuse a reward that cannot be trained; it is counted as its sender's.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT.
+        """
+        if within(reward, self._most_reward):
+            return
+        task_id = self.group_of(session).task_id if isinstance(session, Session) else ""
+        self.refusals.note(session.principal, task_id, "REWARD_TOO_LARGE", now)
+        problem = f"is {reward:g}; give a finite number from -{self._most_reward:g} to {self._most_reward:g} (orchestrator.max_reward)"
+        raise SluiceError(
+            grpc.StatusCode.INVALID_ARGUMENT, "REWARD_TOO_LARGE", f"reward: {problem}", violations={"reward": problem}
+        )
+
+    def submit(self, principal: str, request: episode_pb2.SubmitTrajectoryRequest, now: float) -> tuple[str, ...]:
         """End a session with what was sampled; return the names of its trajectories.
 
         Raises:
             SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it ended otherwise, or nothing was sampled).
         """
-        if request.HasField("reward") and not math.isfinite(request.reward):
-            raise SluiceError.invalid_argument(
-                "reward", f"is {request.reward}; give a finite number, or leave it out where it is missing"
-            )
+        self.refusals.check(principal, now)
         session = self.known(principal, request.episode_id)
+        if request.HasField("reward"):
+            self._check_reward(session, request.reward, now)
         if isinstance(session, EndedSession) and session.reason != SUBMITTED:
             raise _ended(request.episode_id, session.reason)
         group, episode, attempt = parse_session_name(request.episode_id) or (

@@ -289,7 +289,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self, request: episode_pb2.SubmitTrajectoryRequest, context: Context
     ) -> episode_pb2.SubmitTrajectoryResponse:
         """End an episode with what was sampled in it."""
-        trajectory_ids = self._desk.lending.submit(principal_of(context), request)
+        trajectory_ids = self._desk.lending.submit(principal_of(context), request, self._desk.clock())
         await self._desk.journal.durable()
         return episode_pb2.SubmitTrajectoryResponse(trajectory_ids=trajectory_ids)
 

@@ -68,7 +68,7 @@ def build(
     rewards: Mapping[Target, float],
     task_id: str,
 ) -> Built:
-    """Return the trajectories of a submitted session.
+    """Return the trajectories of a submitted session. Its time grows with the tokens of all branches: not for an event loop.
 
     Args:
         session: The session.
@@ -95,10 +95,12 @@ def build(
         built.not_trained[reason] += len(nodes[each].sample.token_ids)
     built.not_trained.update(_undelivered(session, nodes, held))
     reward, by_turn = episode_reward(branches, rewards), _branch_rewards(branches, rewards)
+    rest = _rest(reward, held, rewards) if any(Target(each) in rewards for each in held) else None
     context = set(why_not)
     for trajectory_id, branch in zip(session.trajectory_ids, branches, strict=True):
         trained = [each for each in branch if each not in context and nodes[each].sample.token_ids]
-        record = _record([nodes[each] for each in branch], [each in trained for each in branch])
+        counts = set(trained)
+        record = _record([nodes[each] for each in branch], [each in counts for each in branch])
         trajectory = record.trajectory
         trajectory.trajectory_id, trajectory.task_id = trajectory_id, task_id
         trajectory.group_id, trajectory.episode_id = f"g{session.group}", f"g{session.group}-{session.episode}"
@@ -112,8 +114,8 @@ def build(
         if len(branches) == 1:
             for turn, value in turns.items():
                 trajectory.turn_rewards.add(turn=turn, reward=value)
-        elif any(Target(each) in rewards for each in held):
-            trajectory.token_rewards.extend(_token_rewards(trajectory, turns, _rest(reward, held, rewards)))
+        elif rest is not None:
+            trajectory.token_rewards.extend(_token_rewards(trajectory, turns, rest))
         built.records.append(record)
         context.update(branch)
     return built

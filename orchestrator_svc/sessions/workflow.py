@@ -93,12 +93,12 @@ class External:
     async def _trajectories(
         self, engine: PolicyEngine, data: EpisodeData, session: Session
     ) -> list[orchestrator_pb2.TrajectoryRecord]:
-        """Return the trajectories of a session; none if what was sampled in it was damaged."""
+        """Return the trajectories of a session; empty ones, which count as failed, if it cannot be built or scored."""
         try:
             built = await self.built(engine, data, session)
         except (SluiceError, TreeError) as error:
             log.error("an external episode is left out", session=session.name, error=str(error))  # noqa: TRY400 - says all
-            return []
+            return [_empty(session, each) for each in session.trajectory_ids]
         for reason, tokens in built.not_trained.items():
             engine.counts[f"{NOT_TRAINED}{reason}"] += tokens
         return built.records
@@ -116,7 +116,7 @@ class External:
             rewards = await self._scored(data, session, made)
         engine.counts["requests"] += len(made)
         engine.counts["tokens"] += sum(len(sample.token_ids) for each in made for sample in each.response.samples)
-        return build(session, made, rewards, data.task.task_id)
+        return await asyncio.to_thread(build, session, made, dict(rewards), data.task.task_id)
 
     async def _scored(
         self, data: EpisodeData, session: Session, made: list[session_pb2.RecordedGeneration]
@@ -133,6 +133,15 @@ class External:
         return session.rewards | {
             target: value for target, value in zip(targets, values, strict=True) if value is not None
         }
+
+
+def _empty(session: Session, trajectory_id: str) -> orchestrator_pb2.TrajectoryRecord:
+    """Return a trajectory without tokens, so that the journal says that the episode has one and why it is not trained."""
+    return orchestrator_pb2.TrajectoryRecord(
+        trajectory=tokens_pb2.Trajectory(
+            trajectory_id=trajectory_id, group_id=f"g{session.group}", episode_id=f"g{session.group}-{session.episode}"
+        )
+    )
 
 
 class EvaluationGroups:

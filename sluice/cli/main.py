@@ -25,6 +25,7 @@ from sluice.config import (
     Section,
     ServerConfig,
     Service,
+    TooMuchSetAsideError,
     UnfinishedError,
     command_names,
     find_command,
@@ -35,7 +36,7 @@ from sluice.config import (
 )
 from sluice.config.secrets import redact_text, secret_values
 from sluice.errors import BindError
-from sluice.supervise.restart_policy import EXIT_BIND, EXIT_CONFIG, EXIT_FOR_GOOD
+from sluice.supervise.restart_policy import EXIT_BIND, EXIT_CONFIG, EXIT_FOR_GOOD, EXIT_SET_ASIDE
 
 if TYPE_CHECKING:
     import asyncio
@@ -232,7 +233,7 @@ def run_service(name: str, argv: list[str]) -> int:
         return EXIT_UNFINISHED
     except FailedForGoodError as error:
         log.error("gave up", reason=str(error))  # noqa: TRY400 - the message has the reason
-        return EXIT_FOR_GOOD
+        return EXIT_SET_ASIDE if isinstance(error, TooMuchSetAsideError) else EXIT_FOR_GOOD
     except SluiceError as error:
         log.error("service failed", code=error.code.name, reason=error.reason, message=error.message)  # noqa: TRY400 - a typed error says all
         return EXIT_FAILURE

@@ -26,6 +26,7 @@ from sluice.cli.rl import (
     add_plan_options,
     check_run,
     claim,
+    describe_finished,
     describe_resume,
     fork,
     plan_with,
@@ -49,6 +50,7 @@ from sluice.plan import Machines, Plan
 from sluice.plan.ray import render
 from sluice.rpc.access import Access, check_exposure
 from sluice.rpc.principals import new_token
+from sluice.supervise.restart_policy import EXIT_SET_ASIDE
 from sluice.supervise.supervisor import Outcome, run_until_signal
 
 if TYPE_CHECKING:
@@ -102,6 +104,9 @@ def _run(config: RunConfig, options: argparse.Namespace, machines: Machines) -> 
         fork(config, options.resume_from, resume=options.resume)
     resume = options.resume or bool(options.resume_from)
     with claim(config, resume=resume) as directory, _probe(directory) as probe:
+        if resume and (done := describe_finished(config)):
+            print(done)
+            return 0
         given, made = config, _certificates(config, directory)
         if made is not None:
             config = config.model_copy(update={"security": _with_certificates(config.security, made)})
@@ -125,7 +130,7 @@ def _run(config: RunConfig, options: argparse.Namespace, machines: Machines) -> 
         began = time.monotonic()
         outcome = asyncio.run(_drive(running, view, config))
     report_outcome(view, outcome, config, time.monotonic() - began)
-    return EXIT_CODES[outcome.ending]
+    return EXIT_SET_ASIDE if outcome.set_aside else EXIT_CODES[outcome.ending]
 
 
 def _certificates(config: RunConfig, directory: Path) -> Path | None:

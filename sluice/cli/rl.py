@@ -9,18 +9,21 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from sluice import host_files
 from sluice.checkpoint_files import complete_checkpoints
 from sluice.cli.live_view import RunView
+from sluice.cli.report import REPORT_FILE
 from sluice.config import (
     ConfigError,
     Options,
@@ -41,7 +44,7 @@ from sluice.plan.plan import COMPUTES
 from sluice.rpc.access import Access
 from sluice.rpc.principals import new_token, replace_private
 from sluice.rpc.tls import pem_files
-from sluice.supervise.restart_policy import MOST_RESTARTS, START_S
+from sluice.supervise.restart_policy import EXIT_SET_ASIDE, MOST_RESTARTS, START_S
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
 
 CONFIG_FILE = "config.toml"
@@ -61,7 +64,7 @@ def run(argv: list[str]) -> int:
     """Run until the last step, or until Ctrl-C.
 
     Returns:
-        0 after the last step, 1 if a service failed and was not restarted, 130 after Ctrl-C or SIGTERM.
+        0 after the last step, or if a resumed run has nothing left to do, 1 if a service failed and was not restarted, 130 after Ctrl-C or SIGTERM.
 
     Raises:
         ConfigError: if a setting is wrong, a service is not installed, or the run exists and `--resume` is missing.
@@ -80,11 +83,14 @@ def run(argv: list[str]) -> int:
         console = Console()
         view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
         if resume:
+            if done := describe_finished(config):
+                view.say(done, style="green")
+                return 0
             view.say(describe_resume(directory))
         began = time.monotonic()
         outcome = run_on_free_ports(_plan(config, options), config, view, partial(_run_once, options, view))
     report_outcome(view, outcome, config, time.monotonic() - began)
-    return EXIT_CODES[outcome.ending]
+    return EXIT_SET_ASIDE if outcome.set_aside else EXIT_CODES[outcome.ending]
 
 
 def run_on_free_ports(
@@ -260,6 +266,26 @@ def private_settings(config: RunConfig) -> Iterator[Path | None]:
 def newest_checkpoint(directory: Path) -> str:
     """Return the name of a run's newest complete checkpoint, such as ``step_50``; empty without one."""
     return next((each.checkpoint.name for each in complete_checkpoints(directory / "checkpoints")), "")
+
+
+def describe_finished(config: RunConfig) -> str:
+    """Return that a run has nothing left to do, for people; empty if `--resume` has to start it.
+
+    Something is left if the run did not succeed, the settings ask for more steps, or its last checkpoint is not there.
+    """
+    try:
+        report = json.loads((config.run_dir / REPORT_FILE).read_text(encoding="utf-8"))
+        succeeded, steps = report["state"] == "succeeded", int(report["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    settings: Any = config.section("orchestrator")
+    saved = int(newest_checkpoint(config.run_dir).removeprefix("step_") or 0)
+    if not succeeded or steps < settings.max_steps or (settings.checkpoint.final and saved < steps):
+        return ""
+    return (
+        f"run {config.run} has made {steps} steps, and orchestrator.max_steps is {settings.max_steps}: nothing is left to do, and"
+        f" nothing was started; results in {config.run_dir}. To train on, resume with a greater --orchestrator.max-steps"
+    )
 
 
 def describe_resume(directory: Path) -> str:

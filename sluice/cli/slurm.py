@@ -28,6 +28,7 @@ from sluice.cli.rl import (
     add_plan_options,
     check_run,
     claim,
+    describe_finished,
     describe_resume,
     is_held,
     plan_with,
@@ -46,6 +47,7 @@ from sluice.rpc.access import Access
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.principals import Role, add_token, new_token, replace_private
 from sluice.supervise import slurm_step
+from sluice.supervise.restart_policy import EXIT_SET_ASIDE
 from sluice.supervise.supervisor import ChildSpec, Ending, Outcome, Supervisor
 
 FOLDER = "slurm"
@@ -126,6 +128,9 @@ def submit(argv: list[str]) -> int:
     for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
         check_hub(model, setting)
     with claim(config, resume=options.resume) as directory:
+        if options.resume and (done := describe_finished(config)):
+            print(done)
+            return 0
         folder = directory / FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
@@ -162,6 +167,9 @@ def run_job(argv: list[str]) -> int:
     if starts:
         _wait_for_lock(config.run_dir)
     with claim(config, resume=resume) as directory:
+        if resume and (done := describe_finished(config)):
+            view.say(done)
+            return 0
         folder = directory / FOLDER
         config = _with_tokens(_with_certificates(config, folder, [each.address for each in hosts]), folder)
         write_settings(config)
@@ -177,7 +185,7 @@ def run_job(argv: list[str]) -> int:
     report_outcome(view, outcome, config, time.monotonic() - began)
     if outcome.ending is Ending.STOPPED and requeue.asked:
         return requeue.carry_out(view)
-    return EXIT_CODES[outcome.ending]
+    return EXIT_SET_ASIDE if outcome.set_aside else EXIT_CODES[outcome.ending]
 
 
 class _Requeue:

@@ -26,6 +26,10 @@ class FailedForGoodError(Exception):
     """A service gave up, and a restart would not help. The exception's ``__cause__`` is the reason."""
 
 
+class TooMuchSetAsideError(FailedForGoodError):
+    """A run paused because too much of it was set aside, and nobody let it go on in time. It says what was, and what to do."""
+
+
 @dataclass(frozen=True)
 class Service:
     """One program of the system.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice.rpc.channel import MAX_MESSAGE_BYTES, MAX_SAMPLES, connect
+from sluice.limits import MAX_MESSAGE_BYTES, MAX_SAMPLES
+from sluice.rpc.channel import connect
 from sluice.rpc.client_security import ClientSecurity
 from sluice.rpc.errors import SluiceError
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from sluice.errors import ConfigError
+from sluice.limits import MAX_MESSAGE_BYTES
 from sluice.rpc.client_security import read_token
 from sluice.rpc.from_files import FromFiles
 from sluice.rpc.tls import Pem, pem_files
@@ -44,12 +45,6 @@ TOO_OLD = "CONNECTION_TOO_OLD"
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the call that is being served, which the calls that it makes carry too."""
-
-MAX_MESSAGE_BYTES = 4 << 20
-"""Largest message of the contracts; larger things stream."""
-
-MAX_SAMPLES = 256
-"""Most samples of one Generate request."""
 
 _FRAMING_BYTES = 64 << 10
 """Room for field headers around a payload of the full size."""

@@ -11,6 +11,8 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from sluice.limits import MAX_MESSAGE_BYTES
+
 DOMAIN = "sluice"
 """The domain of every ErrorInfo."""
 
@@ -25,6 +27,9 @@ _DETAIL_BYTES = 512
 
 _VIOLATIONS = 32
 """Most field violations on the wire."""
+
+_TOO_LARGE = "essage larger than max"
+"""In what gRPC says of a message that is too large, here or at the peer. Its RESOURCE_EXHAUSTED means "later" everywhere else."""
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 """Status codes by their number on the wire."""
@@ -88,6 +93,13 @@ class SluiceError(Exception):
             status.ParseFromString(_details(error))
         except DecodeError:
             status.Clear()
+        if not status.details and _TOO_LARGE in (error.details() or ""):
+            return cls(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "MESSAGE_TOO_LARGE",
+                f"message_bytes: {error.details()}; the contracts allow {MAX_MESSAGE_BYTES} bytes: send less at a time",
+                violations={"message_bytes": f"exceeds {MAX_MESSAGE_BYTES}"},
+            )
         missing = error.details() or "no details; is the address right and the service up?"
         return cls.from_status(status, error.code(), missing)
 

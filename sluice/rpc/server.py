@@ -29,9 +29,10 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.errors import BindError
+from sluice.limits import LIMITS, MAX_MESSAGE_BYTES
 from sluice.rpc.access import ADMIN_SERVICE, INFO_SERVICE, Access, check_exposure, name_request, roles_for
 from sluice.rpc.call_log import LOGGED, CallLog
-from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
+from sluice.rpc.channel import REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
 from sluice.rpc.quota import Usage
 from sluice.rpc.tls import server_credentials
@@ -287,6 +288,7 @@ class RpcServer:
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 max_concurrent_rpcs=self._config.max_concurrent_rpcs,
                 run=f"runs/{self._run}" if self._run else "",
+                limits=[common_pb2.Limit(name=each.name, value=each.value, unit=each.unit) for each in LIMITS],
             )
         )
         common_pb2_grpc.add_ServerInfoServiceServicer_to_server(info, self._server)

@@ -15,6 +15,12 @@ EXIT_FOR_GOOD = 3
 EXIT_BIND = 4
 """Exit code of a child that cannot listen at its address: another program took the port. Once it has served, that may pass."""
 
+EXIT_SET_ASIDE = 5
+"""Exit code of an orchestrator whose run paused because too much was set aside, and which nobody let go on: a restart would wait again."""
+
+_FOR_GOOD = {EXIT_FOR_GOOD: "it gave up", EXIT_SET_ASIDE: "too much was set aside"}
+"""Why a child is not started again that has waited for whatever waiting could cure, by exit code."""
+
 _WRONG_AT_START = {EXIT_CONFIG: "its settings are wrong", EXIT_BIND: "it cannot listen at its address"}
 """Why a child that never served is not started again, by exit code."""
 
@@ -76,8 +82,8 @@ def after_exit(
     """
     if code in _WRONG_AT_START and not was_ready:
         return GiveUp(_WRONG_AT_START[code])
-    if code == EXIT_FOR_GOOD:
-        return GiveUp("it gave up")
+    if code in _FOR_GOOD:
+        return GiveUp(_FOR_GOOD[code])
     if most == 0:
         return GiveUp("")
     if code > 0 and not was_ready:

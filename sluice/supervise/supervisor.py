@@ -23,7 +23,16 @@ from typing import Protocol, Self
 
 from sluice.clock import CLOCK, Clock
 from sluice.supervise.fork_server import Forked, ForkServer
-from sluice.supervise.restart_policy import EXIT_BIND, MOST_RESTARTS, SETTLED_S, START_S, GiveUp, after_exit
+from sluice.supervise.restart_policy import (
+    EXIT_BIND,
+    EXIT_SET_ASIDE,
+    MOST_RESTARTS,
+    SETTLED_S,
+    START_S,
+    GiveUp,
+    after_exit,
+)
+from sluice.supervise.spawn import Spawned
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome, first_ended
 
@@ -116,6 +125,7 @@ class Outcome:
         reason: How and why that child ended, for people.
         tail: Last lines of its log, if it failed.
         cannot_bind: Whether it failed because it cannot listen at its address.
+        set_aside: Whether it ended because too much was set aside.
     """
 
     ending: Ending
@@ -123,6 +133,7 @@ class Outcome:
     reason: str = ""
     tail: tuple[str, ...] = ()
     cannot_bind: bool = False
+    set_aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +258,10 @@ class Supervisor:
                 died = f"ended with {describe_exit(code)}"
                 if isinstance(decision, GiveUp):
                     reason = f"{died}, and {decision.reason}" if decision.reason else died
-                    return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()), code == EXIT_BIND)
+                    tail = tuple(log.tail())
+                    return Outcome(
+                        Ending.FAILED, spec.name, reason, tail, code == EXIT_BIND, set_aside=code == EXIT_SET_ASIDE
+                    )
                 restarts.append(now)
                 when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
                 detail = f"{died}; restart {decision.attempt} of {self._max_restarts} {when}"
@@ -319,7 +333,7 @@ class Child:
     def __init__(
         self,
         spec: ChildSpec,
-        process: asyncio.subprocess.Process | Forked,
+        process: Spawned | Forked,
         output: asyncio.Task[None],
         watchdog: Watchdog,
         *,
@@ -340,7 +354,7 @@ class Child:
         clock: Clock,
     ) -> Self:
         """Start it: forked if that is possible, otherwise as a new program."""
-        process: asyncio.subprocess.Process | Forked | None = await forks.fork()
+        process: Spawned | Forked | None = await forks.fork()
         if process is None:
             process = await watchdog.start_child(
                 spec.argv,

@@ -120,6 +120,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_CONCURRENT_RPCS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     service: _builtins.str
     """Program that answers: "rollout", "trainer", "orchestrator" or "weightsync"."""
     software_version: _builtins.str
@@ -148,6 +149,10 @@ class GetServerInfoResponse(_message.Message):
     def time(self) -> _timestamp_pb2.Timestamp:
         """The server's clock when it answered, in UTC."""
 
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Limit]:
+        """Limits of the contracts as this release has them. What is larger is refused, or set aside, under the limit's name."""
+
     def __init__(
         self,
         *,
@@ -161,14 +166,45 @@ class GetServerInfoResponse(_message.Message):
         max_concurrent_rpcs: _builtins.int = ...,
         run: _builtins.str = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
+        limits: _abc.Iterable[Global___Limit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "features", b"features", "max_concurrent_rpcs", b"max_concurrent_rpcs", "max_message_bytes", b"max_message_bytes", "run", b"run", "service", b"service", "services", b"services", "software_version", b"software_version", "time", b"time", "unimplemented_rpcs", b"unimplemented_rpcs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "features", b"features", "limits", b"limits", "max_concurrent_rpcs", b"max_concurrent_rpcs", "max_message_bytes", b"max_message_bytes", "run", b"run", "service", b"service", "services", b"services", "software_version", b"software_version", "time", b"time", "unimplemented_rpcs", b"unimplemented_rpcs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class Limit(_message.Message):
+    """The largest value that is let in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, such as "trajectory_tokens"."""
+    value: _builtins.float
+    """The value."""
+    unit: _builtins.str
+    """What is counted, such as "tokens"."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+        unit: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "unit", b"unit", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Limit: _TypeAlias = Limit  # noqa: Y015
 
 @_typing.final
 class PolicyVersion(_message.Message):

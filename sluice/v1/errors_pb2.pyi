@@ -424,6 +424,15 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_MIRROR_UNREACHABLE: _ErrorReason.ValueType  # 210
     """The object store cannot be reached."""
+    ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 211
+    """Limits.
+
+    A message is larger than the contracts allow; gRPC itself refused it.
+    """
+    ERROR_REASON_REWARD_TOO_LARGE: _ErrorReason.ValueType  # 212
+    """A reward is no finite number, or beyond `orchestrator.max_reward`."""
+    ERROR_REASON_REFUSED_TOO_OFTEN: _ErrorReason.ValueType  # 213
+    """What the principal gave was refused again and again: RetryInfo says when it may go on."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Values of ErrorInfo.reason with the domain "sluice", there without the prefix: `ERROR_REASON_QUEUE_FULL` is sent as "QUEUE_FULL". A
@@ -833,4 +842,13 @@ Another orchestrator writes this run.
 """
 ERROR_REASON_MIRROR_UNREACHABLE: ErrorReason.ValueType  # 210
 """The object store cannot be reached."""
+ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 211
+"""Limits.
+
+A message is larger than the contracts allow; gRPC itself refused it.
+"""
+ERROR_REASON_REWARD_TOO_LARGE: ErrorReason.ValueType  # 212
+"""A reward is no finite number, or beyond `orchestrator.max_reward`."""
+ERROR_REASON_REFUSED_TOO_OFTEN: ErrorReason.ValueType  # 213
+"""What the principal gave was refused again and again: RetryInfo says when it may go on."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -69,6 +69,8 @@ class Fact(_message.Message):
     EPISODE_SUBMITTED_FIELD_NUMBER: _builtins.int
     EPISODE_GIVEN_UP_FIELD_NUMBER: _builtins.int
     SESSION_GENERATION_DELIVERED_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_SET_ASIDE_FIELD_NUMBER: _builtins.int
+    RUN_RESUMED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was recorded; for people to read. Order comes from `seq`."""
@@ -193,6 +195,14 @@ class Fact(_message.Message):
     def session_generation_delivered(self) -> Global___SessionGenerationDelivered:
         """A client got what was sampled while none was there."""
 
+    @_builtins.property
+    def trajectories_set_aside(self) -> Global___TrajectoriesSetAside:
+        """Trajectories of a group in no batch were set aside: they can never be trained."""
+
+    @_builtins.property
+    def run_resumed(self) -> Global___RunResumed:
+        """An operator let a run go on that had paused."""
+
     def __init__(
         self,
         *,
@@ -227,12 +237,14 @@ class Fact(_message.Message):
         episode_submitted: Global___EpisodeSubmitted | None = ...,
         episode_given_up: Global___EpisodeGivenUp | None = ...,
         session_generation_delivered: Global___SessionGenerationDelivered | None = ...,
+        trajectories_set_aside: Global___TrajectoriesSetAside | None = ...,
+        run_resumed: Global___RunResumed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "run_resumed", b"run_resumed", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "trajectories_set_aside", b"trajectories_set_aside", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "run_resumed", b"run_resumed", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "trajectories_set_aside", b"trajectories_set_aside", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped", "lease_granted", "lease_ended", "episode_opened", "session_generation_recorded", "reward_recorded", "episode_submitted", "episode_given_up", "session_generation_delivered"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped", "lease_granted", "lease_ended", "episode_opened", "session_generation_recorded", "reward_recorded", "episode_submitted", "episode_given_up", "session_generation_delivered", "trajectories_set_aside", "run_resumed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -645,6 +657,66 @@ class GroupDropped(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupDropped: _TypeAlias = GroupDropped  # noqa: Y015
+
+@_typing.final
+class TrajectoriesSetAside(_message.Message):
+    """Trajectories of an accepted group that is in no batch were set aside, because the estimator, a limit of the contracts or the trainer
+    refuses them for good. The group goes on with the others; without any, it is live no longer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group."""
+    reason: _builtins.str
+    """Why, as a reason of GetRun."""
+    problem: _builtins.str
+    """What is wrong with them, and what to do about it; for people."""
+    @_builtins.property
+    def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The trajectories."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "problem", b"problem", "reason", b"reason", "trajectory_ids", b"trajectory_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrajectoriesSetAside: _TypeAlias = TrajectoriesSetAside  # noqa: Y015
+
+@_typing.final
+class RunResumed(_message.Message):
+    """An operator let a run go on that had paused: what was set aside before counts no more towards the next pause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    principal: _builtins.str
+    """Name of the principal."""
+    def __init__(
+        self,
+        *,
+        principal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunResumed: _TypeAlias = RunResumed  # noqa: Y015
 
 @_typing.final
 class BatchMade(_message.Message):

@@ -171,6 +171,8 @@ class Run(_message.Message):
     GROUPS_FAILED_FIELD_NUMBER: _builtins.int
     CHANGED_SETTINGS_FIELD_NUMBER: _builtins.int
     REDRAWS_DROPPED_FIELD_NUMBER: _builtins.int
+    SET_ASIDE_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`runs/{run}`."""
     state: Global___RunState.ValueType
@@ -233,6 +235,14 @@ class Run(_message.Message):
     def redraws_dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Tasks that had to be drawn again and will not be, by reason: "QUARANTINED" or "TASK_CHANGED"."""
 
+    @_builtins.property
+    def set_aside(self) -> _containers.RepeatedCompositeFieldContainer[Global___SetAside]:
+        """What was set aside because it can never be trained, by reason; also counted in trajectories_dropped."""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedInput]:
+        """What was refused where it was given, such as rewards beyond the bound. The last 100 senders."""
+
     def __init__(
         self,
         *,
@@ -258,14 +268,80 @@ class Run(_message.Message):
         groups_failed: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         changed_settings: _abc.Iterable[Global___ChangedSetting] | None = ...,
         redraws_dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        set_aside: _abc.Iterable[Global___SetAside] | None = ...,
+        refused: _abc.Iterable[Global___RefusedInput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "changed_settings", b"changed_settings", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "redraws_dropped", b"redraws_dropped", "replicas", b"replicas", "running_episodes", b"running_episodes", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "changed_settings", b"changed_settings", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "redraws_dropped", b"redraws_dropped", "refused", b"refused", "replicas", b"replicas", "running_episodes", b"running_episodes", "set_aside", b"set_aside", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class SetAside(_message.Message):
+    """Trajectories that were set aside for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The reason."""
+    trajectories: _builtins.int
+    """The trajectories so far."""
+    problem: _builtins.str
+    """What was wrong with the last of them, and what to do about it."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        trajectories: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem", "reason", b"reason", "trajectories", b"trajectories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAside: _TypeAlias = SetAside  # noqa: Y015
+
+@_typing.final
+class RefusedInput(_message.Message):
+    """Input of one sender that was refused where it was given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    principal: _builtins.str
+    """Name of the principal."""
+    task_id: _builtins.str
+    """The task."""
+    reason: _builtins.str
+    """Why, as the reason of the error that it got."""
+    count: _builtins.int
+    """Times so far."""
+    def __init__(
+        self,
+        *,
+        principal: _builtins.str = ...,
+        task_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "principal", b"principal", "reason", b"reason", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedInput: _TypeAlias = RefusedInput  # noqa: Y015
 
 @_typing.final
 class RunEnvironment(_message.Message):

@@ -126,6 +126,7 @@ class BeginGenerationRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
     JOINS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     request_id: _builtins.str
@@ -140,6 +141,8 @@ class BeginGenerationRequest(_message.Message):
     """
     joins: _builtins.str
     """Request that an earlier answer named as running: if it is recorded by now, that is returned."""
+    samples: _builtins.int
+    """Samples that it will ask for, so that a session that has no room for them is refused before they are sampled. 0: one."""
     @_builtins.property
     def prefix_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of the prefixes of the conversation that end with a message of the assistant, longest first; 16 bytes each."""
@@ -164,10 +167,11 @@ class BeginGenerationRequest(_message.Message):
         token_ids: _tokens_pb2.TokenIds | None = ...,
         claim: _duration_pb2.Duration | None = ...,
         joins: _builtins.str = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "claim", b"claim", "episode_id", b"episode_id", "gateway", b"gateway", "is_retry", b"is_retry", "joins", b"joins", "prefix_keys", b"prefix_keys", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "claim", b"claim", "episode_id", b"episode_id", "gateway", b"gateway", "is_retry", b"is_retry", "joins", b"joins", "prefix_keys", b"prefix_keys", "request_id", b"request_id", "samples", b"samples", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

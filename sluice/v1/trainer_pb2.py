@@ -28,7 +28,7 @@ from sluice.v1 import common_pb2 as sluice_dot_v1_dot_common__pb2
 from sluice.v1 import tokens_pb2 as sluice_dot_v1_dot_tokens__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/trainer.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16sluice/v1/common.proto\x1a\x16sluice/v1/tokens.proto\"C\n\x11\x42\x65ginEpochRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"\xab\x01\n\x12\x42\x65ginEpochResponse\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x32\n\x10restored_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x15\n\rlast_batch_id\x18\x03 \x01(\t\x12\x18\n\x10next_sequence_no\x18\x04 \x01(\x04\"y\n\x12SubmitBatchRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.sluice.v1.BatchHeaderH\x00\x12\x31\n\x0ctrajectories\x18\x02 \x01(\x0b\x32\x19.sluice.v1.TrajectoryPartH\x00\x42\x06\n\x04part\"\x80\x03\n\x0b\x42\x61tchHeader\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x13\n\x0bsequence_no\x18\x03 \x01(\x04\x12\x30\n\x0etarget_version\x18\x04 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x15\n\rmax_staleness\x18\x05 \x01(\r\x12(\n\x08on_stale\x18\x06 \x01(\x0e\x32\x16.sluice.v1.StalePolicy\x12\x18\n\x10trajectory_count\x18\x07 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x1b\n\x13\x61\x64vantage_estimator\x18\t \x01(\t\x12\x15\n\rsampler_dtype\x18\n \x01(\t\x12\x1a\n\rlearning_rate\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x34\n\x10\x65stimated_groups\x18\x0c \x03(\x0b\x32\x1a.sluice.v1.EstimatedGroupsB\x10\n\x0e_learning_rate\"A\n\x0f\x45stimatedGroups\x12\x1b\n\x13\x61\x64vantage_estimator\x18\x01 \x01(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"=\n\x0eTrajectoryPart\x12+\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x15.sluice.v1.Trajectory\"R\n\x13SubmitBatchResponse\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x16\n\x0equeued_batches\x18\x02 \x01(\r\x12\x11\n\tduplicate\x18\x03 \x01(\x08\"%\n\x16GetTrainerStateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\xa4\x03\n\x17GetTrainerStateResponse\x12&\n\x05phase\x18\x01 \x01(\x0e\x32\x17.sluice.v1.TrainerPhase\x12\x30\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x33\n\x11published_version\x18\x03 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x16\n\x0equeued_batches\x18\x04 \x01(\r\x12\x18\n\x10next_sequence_no\x18\x05 \x01(\x04\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x07 \x01(\x04\x12\x30\n\x11newest_checkpoint\x18\x08 \x01(\x0b\x32\x15.sluice.v1.Checkpoint\x12\x12\n\nlast_error\x18\t \x01(\t\x12\x1b\n\x13\x61\x64vantage_estimator\x18\n \x01(\t\x12\x1e\n\x16oldest_reported_number\x18\x0b \x01(\x04\x12\x12\n\nobjectives\x18\x0c \x03(\t\"5\n\x11WatchStepsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_number\x18\x02 \x01(\x04\"9\n\x12WatchStepsResponse\x12#\n\x04step\x18\x01 \x01(\x0b\x32\x15.sluice.v1.StepReport\"\xfc\x02\n\nStepReport\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x13\n\x0bsequence_no\x18\x03 \x01(\x04\x12\x0f\n\x07skipped\x18\x04 \x01(\x08\x12\x33\n\x07metrics\x18\x05 \x03(\x0b\x32\".sluice.v1.StepReport.MetricsEntry\x12,\n\x07results\x18\x06 \x03(\x0b\x32\x1b.sluice.v1.TrajectoryResult\x12+\n\x08\x64uration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x63ontent_digest\x18\t \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa7\x01\n\x10TrajectoryResult\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12-\n\x07outcome\x18\x02 \x01(\x0e\x32\x1c.sluice.v1.TrajectoryOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x15\n\rmax_staleness\x18\x04 \x01(\r\x12\x16\n\x0etrained_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\">\n\x15SaveCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x18\n\x10journal_position\x18\x02 \x01(\x04\"C\n\x16SaveCheckpointResponse\x12)\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x15.sluice.v1.Checkpoint\"H\n\x15KeepCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x18\n\x16KeepCheckpointResponse\"\xc2\x01\n\nCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x15\n\rlast_batch_id\x18\x03 \x01(\t\x12\x18\n\x10journal_position\x18\x04 \x01(\x04\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"L\n\x16ListCheckpointsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"^\n\x17ListCheckpointsResponse\x12*\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x15.sluice.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*w\n\x0bStalePolicy\x12\x1c\n\x18STALE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11STALE_POLICY_DROP\x10\x01\x12\x19\n\x15STALE_POLICY_TRUNCATE\x10\x02\x12\x18\n\x14STALE_POLICY_REQUEUE\x10\x03*\xeb\x01\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_PHASE_STARTING\x10\x01\x12\x17\n\x13TRAINER_PHASE_READY\x10\x02\x12\x19\n\x15TRAINER_PHASE_WAITING\x10\x03\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x04\x12\x1c\n\x18TRAINER_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14TRAINER_PHASE_SAVING\x10\x06\x12\x18\n\x14TRAINER_PHASE_FAILED\x10\x07\x32\xda\x04\n\x0eTrainerService\x12I\n\nBeginEpoch\x12\x1c.sluice.v1.BeginEpochRequest\x1a\x1d.sluice.v1.BeginEpochResponse\x12N\n\x0bSubmitBatch\x12\x1d.sluice.v1.SubmitBatchRequest\x1a\x1e.sluice.v1.SubmitBatchResponse(\x01\x12X\n\x0fGetTrainerState\x12!.sluice.v1.GetTrainerStateRequest\x1a\".sluice.v1.GetTrainerStateResponse\x12K\n\nWatchSteps\x12\x1c.sluice.v1.WatchStepsRequest\x1a\x1d.sluice.v1.WatchStepsResponse0\x01\x12U\n\x0eSaveCheckpoint\x12 .sluice.v1.SaveCheckpointRequest\x1a!.sluice.v1.SaveCheckpointResponse\x12U\n\x0eKeepCheckpoint\x12 .sluice.v1.KeepCheckpointRequest\x1a!.sluice.v1.KeepCheckpointResponse\x12X\n\x0fListCheckpoints\x12!.sluice.v1.ListCheckpointsRequest\x1a\".sluice.v1.ListCheckpointsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/trainer.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16sluice/v1/common.proto\x1a\x16sluice/v1/tokens.proto\"C\n\x11\x42\x65ginEpochRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"\xab\x01\n\x12\x42\x65ginEpochResponse\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x32\n\x10restored_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x15\n\rlast_batch_id\x18\x03 \x01(\t\x12\x18\n\x10next_sequence_no\x18\x04 \x01(\x04\"y\n\x12SubmitBatchRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.sluice.v1.BatchHeaderH\x00\x12\x31\n\x0ctrajectories\x18\x02 \x01(\x0b\x32\x19.sluice.v1.TrajectoryPartH\x00\x42\x06\n\x04part\"\x80\x03\n\x0b\x42\x61tchHeader\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x13\n\x0bsequence_no\x18\x03 \x01(\x04\x12\x30\n\x0etarget_version\x18\x04 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x15\n\rmax_staleness\x18\x05 \x01(\r\x12(\n\x08on_stale\x18\x06 \x01(\x0e\x32\x16.sluice.v1.StalePolicy\x12\x18\n\x10trajectory_count\x18\x07 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x1b\n\x13\x61\x64vantage_estimator\x18\t \x01(\t\x12\x15\n\rsampler_dtype\x18\n \x01(\t\x12\x1a\n\rlearning_rate\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x34\n\x10\x65stimated_groups\x18\x0c \x03(\x0b\x32\x1a.sluice.v1.EstimatedGroupsB\x10\n\x0e_learning_rate\"A\n\x0f\x45stimatedGroups\x12\x1b\n\x13\x61\x64vantage_estimator\x18\x01 \x01(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"P\n\x0eTrajectoryPart\x12+\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x15.sluice.v1.Trajectory\x12\x11\n\tcontinued\x18\x02 \x01(\x08\"R\n\x13SubmitBatchResponse\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x16\n\x0equeued_batches\x18\x02 \x01(\r\x12\x11\n\tduplicate\x18\x03 \x01(\x08\"%\n\x16GetTrainerStateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\xa4\x03\n\x17GetTrainerStateResponse\x12&\n\x05phase\x18\x01 \x01(\x0e\x32\x17.sluice.v1.TrainerPhase\x12\x30\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x33\n\x11published_version\x18\x03 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x16\n\x0equeued_batches\x18\x04 \x01(\r\x12\x18\n\x10next_sequence_no\x18\x05 \x01(\x04\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x07 \x01(\x04\x12\x30\n\x11newest_checkpoint\x18\x08 \x01(\x0b\x32\x15.sluice.v1.Checkpoint\x12\x12\n\nlast_error\x18\t \x01(\t\x12\x1b\n\x13\x61\x64vantage_estimator\x18\n \x01(\t\x12\x1e\n\x16oldest_reported_number\x18\x0b \x01(\x04\x12\x12\n\nobjectives\x18\x0c \x03(\t\"5\n\x11WatchStepsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_number\x18\x02 \x01(\x04\"9\n\x12WatchStepsResponse\x12#\n\x04step\x18\x01 \x01(\x0b\x32\x15.sluice.v1.StepReport\"\xfc\x02\n\nStepReport\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x13\n\x0bsequence_no\x18\x03 \x01(\x04\x12\x0f\n\x07skipped\x18\x04 \x01(\x08\x12\x33\n\x07metrics\x18\x05 \x03(\x0b\x32\".sluice.v1.StepReport.MetricsEntry\x12,\n\x07results\x18\x06 \x03(\x0b\x32\x1b.sluice.v1.TrajectoryResult\x12+\n\x08\x64uration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x63ontent_digest\x18\t \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa7\x01\n\x10TrajectoryResult\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12-\n\x07outcome\x18\x02 \x01(\x0e\x32\x1c.sluice.v1.TrajectoryOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x15\n\rmax_staleness\x18\x04 \x01(\r\x12\x16\n\x0etrained_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\">\n\x15SaveCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x18\n\x10journal_position\x18\x02 \x01(\x04\"C\n\x16SaveCheckpointResponse\x12)\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x15.sluice.v1.Checkpoint\"H\n\x15KeepCheckpointRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x18\n\x16KeepCheckpointResponse\"\xc2\x01\n\nCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x15\n\rlast_batch_id\x18\x03 \x01(\t\x12\x18\n\x10journal_position\x18\x04 \x01(\x04\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"L\n\x16ListCheckpointsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"^\n\x17ListCheckpointsResponse\x12*\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x15.sluice.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*w\n\x0bStalePolicy\x12\x1c\n\x18STALE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11STALE_POLICY_DROP\x10\x01\x12\x19\n\x15STALE_POLICY_TRUNCATE\x10\x02\x12\x18\n\x14STALE_POLICY_REQUEUE\x10\x03*\xeb\x01\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_PHASE_STARTING\x10\x01\x12\x17\n\x13TRAINER_PHASE_READY\x10\x02\x12\x19\n\x15TRAINER_PHASE_WAITING\x10\x03\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x04\x12\x1c\n\x18TRAINER_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14TRAINER_PHASE_SAVING\x10\x06\x12\x18\n\x14TRAINER_PHASE_FAILED\x10\x07\x32\xda\x04\n\x0eTrainerService\x12I\n\nBeginEpoch\x12\x1c.sluice.v1.BeginEpochRequest\x1a\x1d.sluice.v1.BeginEpochResponse\x12N\n\x0bSubmitBatch\x12\x1d.sluice.v1.SubmitBatchRequest\x1a\x1e.sluice.v1.SubmitBatchResponse(\x01\x12X\n\x0fGetTrainerState\x12!.sluice.v1.GetTrainerStateRequest\x1a\".sluice.v1.GetTrainerStateResponse\x12K\n\nWatchSteps\x12\x1c.sluice.v1.WatchStepsRequest\x1a\x1d.sluice.v1.WatchStepsResponse0\x01\x12U\n\x0eSaveCheckpoint\x12 .sluice.v1.SaveCheckpointRequest\x1a!.sluice.v1.SaveCheckpointResponse\x12U\n\x0eKeepCheckpoint\x12 .sluice.v1.KeepCheckpointRequest\x1a!.sluice.v1.KeepCheckpointResponse\x12X\n\x0fListCheckpoints\x12!.sluice.v1.ListCheckpointsRequest\x1a\".sluice.v1.ListCheckpointsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,10 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPREPORT_METRICSENTRY']._loaded_options = None
   _globals['_STEPREPORT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_STALEPOLICY']._serialized_start=2851
-  _globals['_STALEPOLICY']._serialized_end=2970
-  _globals['_TRAINERPHASE']._serialized_start=2973
-  _globals['_TRAINERPHASE']._serialized_end=3208
+  _globals['_STALEPOLICY']._serialized_start=2870
+  _globals['_STALEPOLICY']._serialized_end=2989
+  _globals['_TRAINERPHASE']._serialized_start=2992
+  _globals['_TRAINERPHASE']._serialized_end=3227
   _globals['_BEGINEPOCHREQUEST']._serialized_start=151
   _globals['_BEGINEPOCHREQUEST']._serialized_end=218
   _globals['_BEGINEPOCHRESPONSE']._serialized_start=221
@@ -52,37 +52,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ESTIMATEDGROUPS']._serialized_start=904
   _globals['_ESTIMATEDGROUPS']._serialized_end=969
   _globals['_TRAJECTORYPART']._serialized_start=971
-  _globals['_TRAJECTORYPART']._serialized_end=1032
-  _globals['_SUBMITBATCHRESPONSE']._serialized_start=1034
-  _globals['_SUBMITBATCHRESPONSE']._serialized_end=1116
-  _globals['_GETTRAINERSTATEREQUEST']._serialized_start=1118
-  _globals['_GETTRAINERSTATEREQUEST']._serialized_end=1155
-  _globals['_GETTRAINERSTATERESPONSE']._serialized_start=1158
-  _globals['_GETTRAINERSTATERESPONSE']._serialized_end=1578
-  _globals['_WATCHSTEPSREQUEST']._serialized_start=1580
-  _globals['_WATCHSTEPSREQUEST']._serialized_end=1633
-  _globals['_WATCHSTEPSRESPONSE']._serialized_start=1635
-  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1692
-  _globals['_STEPREPORT']._serialized_start=1695
-  _globals['_STEPREPORT']._serialized_end=2075
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=2029
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=2075
-  _globals['_TRAJECTORYRESULT']._serialized_start=2078
-  _globals['_TRAJECTORYRESULT']._serialized_end=2245
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2247
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2309
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2311
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2378
-  _globals['_KEEPCHECKPOINTREQUEST']._serialized_start=2380
-  _globals['_KEEPCHECKPOINTREQUEST']._serialized_end=2452
-  _globals['_KEEPCHECKPOINTRESPONSE']._serialized_start=2454
-  _globals['_KEEPCHECKPOINTRESPONSE']._serialized_end=2478
-  _globals['_CHECKPOINT']._serialized_start=2481
-  _globals['_CHECKPOINT']._serialized_end=2675
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=2677
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=2753
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=2755
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=2849
-  _globals['_TRAINERSERVICE']._serialized_start=3211
-  _globals['_TRAINERSERVICE']._serialized_end=3813
+  _globals['_TRAJECTORYPART']._serialized_end=1051
+  _globals['_SUBMITBATCHRESPONSE']._serialized_start=1053
+  _globals['_SUBMITBATCHRESPONSE']._serialized_end=1135
+  _globals['_GETTRAINERSTATEREQUEST']._serialized_start=1137
+  _globals['_GETTRAINERSTATEREQUEST']._serialized_end=1174
+  _globals['_GETTRAINERSTATERESPONSE']._serialized_start=1177
+  _globals['_GETTRAINERSTATERESPONSE']._serialized_end=1597
+  _globals['_WATCHSTEPSREQUEST']._serialized_start=1599
+  _globals['_WATCHSTEPSREQUEST']._serialized_end=1652
+  _globals['_WATCHSTEPSRESPONSE']._serialized_start=1654
+  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1711
+  _globals['_STEPREPORT']._serialized_start=1714
+  _globals['_STEPREPORT']._serialized_end=2094
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=2048
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=2094
+  _globals['_TRAJECTORYRESULT']._serialized_start=2097
+  _globals['_TRAJECTORYRESULT']._serialized_end=2264
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2266
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2328
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2330
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2397
+  _globals['_KEEPCHECKPOINTREQUEST']._serialized_start=2399
+  _globals['_KEEPCHECKPOINTREQUEST']._serialized_end=2471
+  _globals['_KEEPCHECKPOINTRESPONSE']._serialized_start=2473
+  _globals['_KEEPCHECKPOINTRESPONSE']._serialized_end=2497
+  _globals['_CHECKPOINT']._serialized_start=2500
+  _globals['_CHECKPOINT']._serialized_end=2694
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=2696
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=2772
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=2774
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=2868
+  _globals['_TRAINERSERVICE']._serialized_start=3230
+  _globals['_TRAINERSERVICE']._serialized_end=3832
 # @@protoc_insertion_point(module_scope)

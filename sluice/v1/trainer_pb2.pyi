@@ -179,7 +179,7 @@ class SubmitBatchRequest(_message.Message):
 
     @_builtins.property
     def trajectories(self) -> Global___TrajectoryPart:
-        """Some of its trajectories; at most 4 MiB a message."""
+        """Some of its trajectories; at most 4 MiB a message. A larger trajectory goes on in further messages."""
 
     def __init__(
         self,
@@ -310,6 +310,11 @@ class TrajectoryPart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
+    continued: _builtins.bool
+    """True if the first of them goes on with the last one of the message before: its fields are merged into that one, so that values
+    of repeated fields follow those that came.
+    """
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_tokens_pb2.Trajectory]:
         """The trajectories."""
@@ -318,10 +323,11 @@ class TrajectoryPart(_message.Message):
         self,
         *,
         trajectories: _abc.Iterable[_tokens_pb2.Trajectory] | None = ...,
+        continued: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,15 +8,21 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+import grpc
+
 from orchestrator_svc.config import OrchestratorConfig
 from rollout_svc.servicer import ResponseCache
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.digests import batch_digest, trajectory_digest
+from sluice.rows_at_fault import ROWS, ranges, rows_of
 from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import checkpoint_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2, trainer_pb2, trainer_pb2_grpc
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Lineage, Version
 
 DIGEST = "same-tokenizer"
+
+VOCABULARY = 1 << 20
+"""Token ids that the real admission takes where a double uses it: these are code points."""
 
 ENVIRONMENT = '''
 import os
@@ -78,6 +84,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     refuses_holds: bool = False
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
+    prompt: Callable[[rollout_pb2.GenerateRequest], list[int]] = lambda request: [1, 2, 3]
     finish: Callable[[rollout_pb2.GenerateRequest], int] = lambda request: tokens_pb2.FINISH_REASON_STOP
     decode: Callable[[list[int]], str] = lambda token_ids: "".join(map(chr, token_ids))
     repeats: ResponseCache = field(default_factory=lambda: ResponseCache(300.0, 100_000, 1 << 30))
@@ -112,7 +119,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
         version = self.version
         self.calls.append(Sampled(request, version))
         await self.gate.wait()
-        prompt = list(request.token_ids.ids) or [1, 2, 3]
+        prompt = list(request.token_ids.ids) or self.prompt(request)
         begun = prompt[len(prompt) - request.continued_tokens :]
         samples = []
         for index in range(request.n or 1):
@@ -180,6 +187,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     checkpoints: list[int] = field(default_factory=list)
     saving: asyncio.Event = field(default_factory=asyncio.Event)
     saved: list[trainer_pb2.Checkpoint] = field(default_factory=list)
+    on_save: Callable[[], None] = lambda: None
     restored: list[str] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     record: list[checkpoint_pb2.BatchRecord] = field(default_factory=list)
@@ -189,6 +197,9 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     phase: int = trainer_pb2.TRAINER_PHASE_READY
     estimator: str = ""
     objectives: Sequence[str] = ()
+    admission: object | None = None  # a TrainerConfig: the real admission judges each batch
+    refuses: Callable[[tokens_pb2.Trajectory], str] = lambda trajectory: ""
+    refusals: list[SluiceError] = field(default_factory=list)
     verdict: Callable[[tokens_pb2.Trajectory], str] = lambda trajectory: ""
 
     def __post_init__(self) -> None:
@@ -228,15 +239,15 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         self._wake()
 
     async def SubmitBatch(self, request_iterator, context):
-        header, trajectories = None, []
-        async for part in request_iterator:
-            if part.WhichOneof("part") == "header":
-                header = part.header
-            else:
-                trajectories += part.trajectories.trajectories
+        requests = aiter(request_iterator)
+        header = (await anext(requests)).header
+        if self.admission is None:
+            trajectories = [each async for part in requests for each in part.trajectories.trajectories]
+        else:
+            trajectories = await self._admitted(header, requests)
+        self._refuse(trajectories)
         if header.target_version.epoch != self.version.epoch:
             raise SluiceError.failed_precondition("WRONG_EPOCH", "another epoch")
-        assert len(trajectories) == header.trajectory_count
         self.headers.append(header)
         content = trainer_pb2.TrajectoryPart(trajectories=trajectories).SerializeToString(deterministic=True)
         if header.batch_id in self.known:
@@ -253,6 +264,31 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         if self.automatic:
             self.run_freely()
         return trainer_pb2.SubmitBatchResponse(batch_id=header.batch_id, queued_batches=len(self.waiting))
+
+    async def _admitted(self, header: trainer_pb2.BatchHeader, requests) -> list[tokens_pb2.Trajectory]:
+        """Receive a batch as the real trainer does, and let its admission judge it."""
+        from trainer_svc.service import servicer
+
+        servicer.check_header(header, self.admission)
+        trajectories = await servicer.receive(header, requests)
+        digests = [trajectory_digest(each) for each in trajectories]
+        lineage = Lineage({header.target_version.epoch: BASE})
+        servicer.admitted(header, digests, trajectories, config=self.admission, vocabulary=VOCABULARY, lineage=lineage)
+        return trajectories
+
+    def _refuse(self, trajectories: list[tokens_pb2.Trajectory]) -> None:
+        """Refuse what `refuses` names, or the batch as a whole."""
+        if self.refusals:
+            raise self.refusals.pop(0)
+        problems = {f"trajectories[{row}].token_ids": self.refuses(each) for row, each in enumerate(trajectories)}
+        if problems := {field: problem for field, problem in problems.items() if problem}:
+            raise SluiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "BAD_TRAJECTORY",
+                f"{len(problems)} faults in the batch",
+                violations=problems,
+                metadata={ROWS: ranges(rows_of(problems))},
+            )
 
     def run_freely(self) -> None:
         """Apply what waits, and from now on whatever comes."""
@@ -331,6 +367,9 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def SaveCheckpoint(self, request, context):
         await self.saving.wait()
+        self.on_save()
+        if self.phase == trainer_pb2.TRAINER_PHASE_READY:
+            raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
         self.checkpoints.append(self.version.number)
         self.checkpoint = self.version
         name = f"step_{self.version.number}"

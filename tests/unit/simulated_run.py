@@ -121,8 +121,34 @@ class SimulatedRun:
             self._drop(self.ready.pop(0), reason)
 
     def _drop(self, group: int, reason: str) -> None:
-        self.dropped += EPISODES
-        self.note(group_dropped=journal_pb2.GroupDropped(group=group, reason=reason, trajectories=EPISODES))
+        count = len(self.trajectories[group])
+        self.dropped += count
+        self.note(group_dropped=journal_pb2.GroupDropped(group=group, reason=reason, trajectories=count))
+
+    def trajectories_are_set_aside(self, count: int = 1) -> None:
+        """The first trajectories of a group that waits for a batch can never be trained."""
+        if not self.ready:
+            return
+        group = self.ready[0]
+        gone, self.trajectories[group] = self.trajectories[group][:count], self.trajectories[group][count:]
+        if not self.trajectories[group]:
+            self.ready.pop(0)
+        self.dropped += len(gone)
+        self.note(
+            trajectories_set_aside=journal_pb2.TrajectoriesSetAside(
+                group=group, reason="TRAINER_REFUSES", trajectory_ids=gone, problem="too long"
+            )
+        )
+
+    def group_is_set_aside(self) -> None:
+        """A group that waits for a batch can never be trained."""
+        self.trajectories_are_set_aside(EPISODES)
+
+    def batch_is_refused(self) -> None:
+        """The trainer refuses a trajectory of the newest batch, which is taken apart."""
+        if max(self.batches, default=0) > self.applied:
+            self.batch_is_unmade()
+            self.trajectories_are_set_aside()
 
     # Batches.
 
@@ -252,6 +278,9 @@ class SimulatedRun:
             self.batch_is_made,
             self.batch_is_unmade,
             self.group_of_a_batch_is_damaged,
+            self.trajectories_are_set_aside,
+            self.group_is_set_aside,
+            self.batch_is_refused,
             self.trainer_applies,
             self.orchestrator_hears,
             self.checkpoint_is_written,

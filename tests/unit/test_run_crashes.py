@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from crashing_disk import CrashedError, CrashingDisk, Inline
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from orchestrator_svc.live_settings import ratio_key
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.selection import window_size
+from orchestrator_svc.setting_aside import BatchRefusedError, refused
 from orchestrator_svc.status import describe_environments
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.environments.base import Task
@@ -424,6 +426,21 @@ class CrashingRun(RuleBasedStateMachine):
         self.trainer.submit(batch.sequence_no, self.scheduler.bound_of(batch), trajectories)
         self.record(batch_sent=pb.BatchSent(sequence_no=batch.sequence_no, epoch=self.ledger.epoch))
 
+    @precondition(lambda self: self.next_to_send() is not None)
+    @rule(rows=st.sets(st.integers(0, 9), max_size=3))
+    def the_trainer_refuses_a_batch(self, rows):
+        self.run(self.refuse(frozenset(rows)))
+
+    async def refuse(self, rows):
+        """As `Training` does: the batch and those after it are taken apart, and what is at fault is set aside."""
+        batch = self.next_to_send()
+        found = [(group, await self.journal.trajectories(group)) for group in batch.groups]
+        later = [each for each in self.ledger.to_send if each.sequence_no >= batch.sequence_no]
+        for each in reversed(later):
+            self.record(batch_unmade=pb.BatchUnmade(sequence_no=each.sequence_no))
+        for fact in refused(found, BatchRefusedError(rows, "too long")):
+            self.journal.record(fact)
+
     @precondition(lambda self: self.trainer.queue)
     @rule(late=st.booleans())
     def the_trainer_applies_a_batch(self, late):
@@ -576,9 +593,12 @@ class CrashingRun(RuleBasedStateMachine):
                 redrawn.append(fact.task_drawn.position)
             elif kind == "group_dropped" and fact.group_dropped.reason == Reason.STALE:
                 redraws += [fact.group_dropped.group] * fact.group_dropped.redraw
-                dropped.update(
-                    f"g{fact.group_dropped.group}-{index}" for index in range(fact.group_dropped.trajectories)
-                )
+                names = {f"g{fact.group_dropped.group}-{index}" for index in range(GROUP)}
+                left = names - dropped.keys() if fact.group_dropped.trajectories else set()
+                assert len(left) == fact.group_dropped.trajectories
+                dropped.update(left)
+            elif kind == "trajectories_set_aside":
+                dropped.update(fact.trajectories_set_aside.trajectory_ids)
         trained = Counter(each for fact in applied.values() for each in fact.trained)
         late = Counter(each for fact in applied.values() for each in fact.dropped[Reason.STALE].trajectory_ids)
         left = Counter(each.trajectory_id for group in self.ledger.groups.values() for each in group.trajectories)
@@ -592,4 +612,4 @@ class CrashingRun(RuleBasedStateMachine):
 
 
 CrashingRun.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
-TestCrashingRun = CrashingRun.TestCase
+TestCrashingRun = pytest.mark.slow(CrashingRun.TestCase)

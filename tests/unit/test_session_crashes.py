@@ -161,7 +161,7 @@ class CrashingSessions(RuleBasedStateMachine):
                 request = episode_pb2.OpenEpisodeRequest(lease_id=lease_id, request_id=request_id)
                 assert self.lending.open(principal, request, self.now) is session
         for principal, request, names in self.submitted.values():
-            assert self.lending.submit(principal, request) == names
+            assert self.lending.submit(principal, request, self.now) == names
         for name, principal in self.abandoned.items():
             self.lending.abandon(principal, episode_pb2.AbandonEpisodeRequest(episode_id=name))
         self.ask_for_what_was_recorded()
@@ -379,7 +379,7 @@ class CrashingSessions(RuleBasedStateMachine):
         repeated = not isinstance(session, Session) or session.submission is not None
         if reward is not None and not repeated:
             self.reward_may_change((name, Target()), reward)
-        answer = self.attempt(lambda: self.lending.submit(self.owner(name), request))
+        answer = self.attempt(lambda: self.lending.submit(self.owner(name), request, self.now))
         if answer:
             assert before is None or before[2] == answer
             self.submitted.setdefault(name, (self.owner(name), request, answer))
@@ -405,7 +405,7 @@ class CrashingSessions(RuleBasedStateMachine):
         request.claim.seconds = 1
         for call in (
             lambda: self.claims.begin(stranger, request, self.now),
-            lambda: self.lending.submit(stranger, episode_pb2.SubmitTrajectoryRequest(episode_id=name)),
+            lambda: self.lending.submit(stranger, episode_pb2.SubmitTrajectoryRequest(episode_id=name), self.now),
             lambda: self.lending.reward(stranger, episode_pb2.RecordRewardRequest(episode_id=name), self.now),
             lambda: self.lending.abandon(stranger, episode_pb2.AbandonEpisodeRequest(episode_id=name)),
         ):
@@ -547,4 +547,4 @@ def copied(request):
 
 
 CrashingSessions.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestCrashingSessions = CrashingSessions.TestCase
+TestCrashingSessions = pytest.mark.slow(CrashingSessions.TestCase)

@@ -18,7 +18,15 @@ from sluice.rpc import SluiceError
 from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
 
 LIMITS = ExternalConfig(
-    lease_s=50, idle_s=30, attempts=2, most_sessions=3, most_leased=3, most_generations=3, most_requests=2, session_mb=1
+    lease_s=50,
+    idle_s=30,
+    attempts=2,
+    most_sessions=3,
+    most_leased=3,
+    most_generations=3,
+    most_requests=2,
+    session_mb=1,
+    most_branches=6,
 )
 
 
@@ -132,9 +140,9 @@ async def test_an_episode_of_which_nothing_was_delivered_is_not_submitted(run, s
     run.record("a", [1], [2], undelivered=True)
     submit = episode_pb2.SubmitTrajectoryRequest(episode_id=session.name)
     with pytest.raises(SluiceError, match="nothing of it was delivered"):
-        run.lending.submit("ann", submit)
+        run.lending.submit("ann", submit, 0.0)
     assert run.begin("a").request.request_id == "a"
-    assert run.lending.submit("ann", submit) == ("g1-0",)
+    assert run.lending.submit("ann", submit, 0.0) == ("g1-0",)
 
 
 async def test_the_claims_of_a_gateway_that_was_killed_end(run, session):
@@ -194,6 +202,54 @@ async def test_of_samples_with_the_same_tokens_the_parent_is_the_one_that_the_ga
     assert run.record("c", [1, 2, 5], [4], body=3, parent="nonsense")[1] == "a/1"
 
 
+async def test_a_request_for_more_samples_than_a_session_may_have_is_refused_before_they_are_sampled(run, session):
+    with pytest.raises(SluiceError, match=r"most_branches") as full:
+        run.begin("a", samples=7)
+    assert (full.value.reason, full.value.code.name) == ("SESSION_FULL", "FAILED_PRECONDITION")
+    run.begin("a", samples=3)
+    run.begin("b", 2, samples=3)
+    run.record("a", [1], [2], [3], [4])
+    with pytest.raises(SluiceError, match=r"has 6 samples, and 1 more"):
+        run.begin("c", 3)
+
+
+async def test_rewards_beyond_the_bound_are_refused_and_counted_as_their_senders(run, session):
+    run.begin("a")
+    run.record("a", [1], [2])
+    for value in (float("nan"), float("inf"), 1e6 + 1, -1e39):
+        for call in (
+            lambda value=value: run.lending.reward(
+                "ann", episode_pb2.RecordRewardRequest(episode_id="g1-0-0", reward=value), 0.0
+            ),
+            lambda value=value: run.lending.submit(
+                "ann", episode_pb2.SubmitTrajectoryRequest(episode_id="g1-0-0", reward=value), 0.0
+            ),
+        ):
+            with pytest.raises(SluiceError, match=r"max_reward") as refused:
+                call()
+            assert (refused.value.reason, refused.value.code.name) == ("REWARD_TOO_LARGE", "INVALID_ARGUMENT")
+    assert [(each.principal, each.count) for each in run.lending.refusals.describe()] == [("ann", 8)]
+    assert session.submission is None
+    assert not session.rewards
+
+
+async def test_submitted_episodes_leave_room_for_others_and_none_is_lent_that_cannot_be_opened(run):
+    limits = LIMITS.model_copy(update={"most_sessions": 1})
+    lending = Lending(run.journal, limits, 0.0)
+    lending.offer(1)
+    lease = lambda name: lending.lease(  # noqa: E731
+        "ann", episode_pb2.LeaseTasksRequest(request_id=name, max_tasks=1, max_episodes=1), 0.0
+    )
+    (first,) = lease("one")
+    lending.open("ann", episode_pb2.OpenEpisodeRequest(lease_id=first.lease_id, request_id="o"), 0.0)
+    with pytest.raises(SluiceError, match="most_sessions"):
+        lease("two")
+    assert len(run.journal.ledger.groups[1].external.leases) == 1
+    run.record("a", [1], [2])
+    lending.submit("ann", episode_pb2.SubmitTrajectoryRequest(episode_id="g1-0-0", reward=1.0), 0.0)
+    assert len(lease("two")) == 1
+
+
 async def test_bounds_of_a_session_are_errors_that_say_what_to_do(run, session):
     run.begin("a", 1)
     run.begin("b", 2)
@@ -206,6 +262,7 @@ async def test_bounds_of_a_session_are_errors_that_say_what_to_do(run, session):
     with pytest.raises(SluiceError, match=r"most_generations.*submit it") as full:
         run.begin("c", 3)
     assert full.value.retry_after_s is None, "waiting does not help"
+    assert full.value.code.name == "FAILED_PRECONDITION"
     for name in ("d", "e"):
         run.record(name, [1], [5], body=4)
     with pytest.raises(SluiceError, match="recorded in session"):
@@ -324,6 +381,7 @@ async def test_a_submission_must_name_whole_paths_of_its_own_tree(run, session):
         episode_pb2.SubmitTrajectoryRequest(
             episode_id=session.name, branches=[episode_pb2.Branch(generation_ids=each) for each in branches], **more
         ),
+        0.0,
     )
     with pytest.raises(SluiceError, match="abandon it instead"):
         submit()
@@ -358,7 +416,7 @@ async def test_a_reward_counts_until_all_episodes_of_the_group_have_ended(run, s
     give = lambda reward: run.lending.reward(  # noqa: E731
         "ann", episode_pb2.RecordRewardRequest(episode_id=session.name, reward=reward), run.now
     )
-    run.lending.submit("ann", episode_pb2.SubmitTrajectoryRequest(episode_id=session.name))
+    run.lending.submit("ann", episode_pb2.SubmitTrajectoryRequest(episode_id=session.name), 0.0)
     give(0.5)
     run.lending.abandon("ann", episode_pb2.AbandonEpisodeRequest(episode_id=other.name))
     give(0.5)  # a repeated call

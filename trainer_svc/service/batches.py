@@ -21,18 +21,13 @@ from numpy.typing import NDArray
 
 from sluice.advantages import BATCH_SCALES, Episode, estimate, slopes
 from sluice.digests import batch_digest
+from sluice.limits import FLOAT32_MAX, MAX_NAME, MAX_TRAJECTORY_TOKENS, within
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.objective import keep_trainable, with_batch_facts
 from trainer_svc.objectives.several import among
-
-MAX_TOKENS = 262_144
-"""Most tokens of a trajectory; the limit is the contract's."""
-
-MAX_NAME = 256
-"""Most characters of an id, which reports repeat."""
 
 LOGPROB_ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: rounding of a low-precision softmax, no more."""
@@ -197,7 +192,7 @@ def convert(
 def _trained(trajectory: tokens_pb2.Trajectory) -> Mask:
     """Return which tokens are trained; shorter than the trajectory if its runs are."""
     runs = np.array(trajectory.mask_runs, dtype=np.int64)
-    if int(runs.sum()) > MAX_TOKENS:  # refused below; a hostile run length must not allocate memory first
+    if int(runs.sum()) > MAX_TRAJECTORY_TOKENS:  # refused below; a hostile run length must not allocate memory first
         return np.zeros(0, dtype=np.bool_)
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
@@ -228,8 +223,8 @@ def _faulty_names(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]
 
 def _faulty_tokens(trajectory: tokens_pb2.Trajectory, mask: Mask, vocabulary: int) -> Iterator[tuple[str, str]]:
     count = len(trajectory.token_ids)
-    if not 0 < count <= MAX_TOKENS:
-        yield "token_ids", f"has {count} tokens; give 1 to {MAX_TOKENS}"
+    if not 0 < count <= MAX_TRAJECTORY_TOKENS:
+        yield "token_ids", f"has {count} tokens; give 1 to {MAX_TRAJECTORY_TOKENS}"
         return
     largest = int(np.array(trajectory.token_ids, dtype=np.int64).max())
     if largest >= vocabulary:
@@ -268,14 +263,14 @@ def _faulty_lengths(trajectory: tokens_pb2.Trajectory, trained: int) -> Iterator
 def _faulty_values(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]]:
     if not (math.isfinite(trajectory.temperature) and trajectory.temperature > 0):
         yield "temperature", f"is {trajectory.temperature}; trained tokens need one above 0"
-    if trajectory.HasField("reward") and not math.isfinite(trajectory.reward):
-        yield "reward", f"is {trajectory.reward}; leave it unset where it is missing"
+    if trajectory.HasField("reward") and not within(trajectory.reward, FLOAT32_MAX):
+        yield "reward", f"is {trajectory.reward}, no number of float32; leave it unset where it is missing"
     if not np.isfinite(np.array(trajectory.advantages, dtype=np.float32)).all():
         yield "advantages", "hold a value that is not finite"
     if not np.isfinite(np.array(trajectory.token_rewards, dtype=np.float32)).all():
         yield "token_rewards", "hold a value that is not finite"
-    if not all(math.isfinite(each.reward) for each in trajectory.turn_rewards):
-        yield "turn_rewards", "hold a value that is not finite"
+    if not all(within(each.reward, FLOAT32_MAX) for each in trajectory.turn_rewards):
+        yield "turn_rewards", "hold a value that is no number of float32"
     for name in ("logprobs", "ref_logprobs", "teacher_logprobs"):
         values = np.array(getattr(trajectory, name), dtype=np.float32)
         if not np.isfinite(values).all():
@@ -288,8 +283,8 @@ def _faulty_branch_rewards(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[
     rewards, turns = trajectory.branch_rewards, len(trajectory.turn_runs)
     if rewards and len(rewards) != turns:
         yield "branch_rewards", f"has {len(rewards)} values, but turn_runs has {turns}; give one per turn"
-    if not all(map(math.isfinite, rewards)):
-        yield "branch_rewards", "hold a value that is not finite"
+    if not all(within(each, FLOAT32_MAX) for each in rewards):
+        yield "branch_rewards", "hold a value that is no number of float32"
     if rewards and not trajectory.HasField("reward"):
         yield "reward", "is missing, although its branches have rewards"
 

@@ -8,21 +8,24 @@ from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 
-from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, UnfitRewardsError
 from sluice.config.decide import check_sides
 from sluice.digests import batch_digest, trajectory_digest
+from sluice.limits import MAX_BATCH_BYTES, MAX_NAME, MAX_REPORT_BYTES, MAX_TRAJECTORIES, report_bytes
+from sluice.rows_at_fault import ROWS, ranges, rows_of
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Lineage, Version
 from trainer_svc.config import IN_BATCH, TrainerConfig
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.service.admission import RefusedError, Ticket
-from trainer_svc.service.batches import MAX_NAME, Batch, Expectations, applied_to, convert, judge
+from trainer_svc.service.batches import Batch, Expectations, applied_to, convert, judge
 from trainer_svc.service.trainer import Trainer
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -31,18 +34,6 @@ PAGE_SIZE = 100
 MAX_REASON = 1024
 """Characters that may say why a checkpoint is kept."""
 """Checkpoints per page where the caller does not say."""
-
-MAX_TRAJECTORIES = 16_384
-"""Most trajectories of a batch."""
-
-MAX_REPORT_BYTES = 3 << 20
-"""Most bytes of the answers about a batch: they travel in one message with the metrics."""
-
-RESULT_BYTES = 66
-"""Upper bound on the bytes of one answer, without the trajectory's id."""
-
-MAX_BATCH_BYTES = 1 << 30
-"""Most bytes of a batch; with the length of the queue this bounds the memory of submissions."""
 
 MAX_STREAMS = 2
 """Batches that may arrive at once: one, and a repeat while the server has not yet noticed that the first broke."""
@@ -109,47 +100,27 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         ticket = _ticket(header)
         with _typed_refusal():
             admission.check(ticket)  # refuse what cannot enter before its trajectories arrive
-        _check_header(header, self._trainer.config)
-        trajectories = await _receive(header, requests)
+        check_header(header, self._trainer.config)
+        trajectories = await receive(header, requests)
         digests = await asyncio.to_thread(lambda: [trajectory_digest(each) for each in trajectories])
         ticket = replace(ticket, content_digest=batch_digest(digests))
         async with self._entering:
             with _typed_refusal():
                 duplicate = admission.check(ticket)
                 if not duplicate:
-                    batch = await asyncio.to_thread(self._judged, header, digests, trajectories)
+                    learner = self._trainer.learner
+                    judging = partial(
+                        admitted,
+                        header,
+                        digests,
+                        trajectories,
+                        config=self._trainer.config,
+                        vocabulary=learner.engine.network.vocabulary,
+                        lineage=learner.checkpoints.lineage,
+                    )
+                    batch = await asyncio.to_thread(judging)
                     duplicate = self._trainer.admit(ticket, batch)
             return SubmitBatchResponse(batch_id=ticket.batch_id, queued_batches=admission.queued, duplicate=duplicate)
-
-    def _judged(
-        self, header: trainer_pb2.BatchHeader, digests: Rows[bytes], trajectories: Rows[tokens_pb2.Trajectory]
-    ) -> Batch:
-        """Convert the trajectories of a batch to training rows, and decide which are trained. Blocks.
-
-        Raises:
-            SluiceError: INVALID_ARGUMENT with what is wrong, by field.
-        """
-        config, learner = self._trainer.config, self._trainer.learner
-        objectives = config.all_objectives
-        expected = {
-            name: _expectations(header, config, each, learner.engine.network.vocabulary)
-            for name, each in objectives.items()
-        }
-        own = objectives.pop("")
-        samples, violations = convert(trajectories, expected.pop(""), expected)
-        violations = violations or _oversize(trajectories)
-        if not violations:
-            try:
-                return judge(samples, header, learner.checkpoints.lineage, own, digests, named=objectives)
-            except ValueError as error:
-                violations = {"header.advantage_estimator": str(error)}
-        first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
-        raise SluiceError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "BAD_TRAJECTORY",
-            f"{len(violations)} faults in the batch: {first}",
-            violations=violations,
-        )
 
     async def GetTrainerState(  # noqa: N802 - gRPC's name
         self, request: trainer_pb2.GetTrainerStateRequest, context: Context
@@ -235,6 +206,46 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
 
 
+def admitted(
+    header: trainer_pb2.BatchHeader,
+    digests: Rows[bytes],
+    trajectories: Rows[tokens_pb2.Trajectory],
+    *,
+    config: TrainerConfig,
+    vocabulary: int,
+    lineage: Lineage,
+) -> Batch:
+    """Convert the trajectories of a batch to training rows, and decide which are trained. Blocks.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT with what is wrong, by field; its metadata names the trajectories at fault.
+    """
+    objectives = config.all_objectives
+    expected = {name: _expectations(header, config, each, vocabulary) for name, each in objectives.items()}
+    own = objectives.pop("")
+    samples, violations = convert(trajectories, expected.pop(""), expected)
+    violations = violations or _oversize(trajectories)
+    if not violations:
+        try:
+            return judge(samples, header, lineage, own, digests, named=objectives)
+        except UnfitRewardsError as error:
+            violations = {
+                f"trajectories[{row}].reward": str(error)
+                for row, each in enumerate(trajectories)
+                if each.group_id in error.groups
+            }
+        except ValueError as error:
+            violations = {"header.advantage_estimator": str(error)}
+    first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
+    raise SluiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "BAD_TRAJECTORY",
+        f"{len(violations)} faults in the batch: {first}",
+        violations=violations,
+        metadata={ROWS: ranges(rows_of(violations))},
+    )
+
+
 async def _first(requests: AsyncIterator[SubmitBatchRequest]) -> trainer_pb2.BatchHeader:
     async for message in requests:
         if message.WhichOneof("part") == "header":
@@ -273,7 +284,12 @@ def _expectations(
     )
 
 
-def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> None:
+def check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> None:
+    """Check what announces a batch.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT.
+    """
     if header.on_stale not in trainer_pb2.StalePolicy.values()[1:]:
         raise SluiceError.invalid_argument("header.on_stale", "is not set: choose what happens to stale trajectories")
     if not 0 < header.trajectory_count <= MAX_TRAJECTORIES:
@@ -321,15 +337,25 @@ def _typed_refusal() -> Iterator[None]:
         raise SluiceError.failed_precondition(refusal.reason, str(refusal)) from refusal
 
 
-async def _receive(
+async def receive(
     header: trainer_pb2.BatchHeader, requests: AsyncIterator[SubmitBatchRequest]
 ) -> list[tokens_pb2.Trajectory]:
+    """Return the trajectories that follow a header; those that came in parts are whole.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT, or DATA_LOSS if some are missing.
+    """
     trajectories: list[tokens_pb2.Trajectory] = []
     size = 0
     async for message in requests:
         if message.WhichOneof("part") != "trajectories":
             raise SluiceError.invalid_argument("part", "every message after the first one carries trajectories")
-        trajectories.extend(message.trajectories.trajectories)
+        came = list(message.trajectories.trajectories)
+        if message.trajectories.continued:
+            if not (came and trajectories):
+                raise SluiceError.invalid_argument("continued", "is set, but there is no trajectory that goes on")
+            trajectories[-1].MergeFrom(came.pop(0))
+        trajectories.extend(came)
         size += message.ByteSize()
         if len(trajectories) > header.trajectory_count:
             raise SluiceError.invalid_argument(
@@ -346,7 +372,7 @@ async def _receive(
 
 
 def _oversize(trajectories: Rows[tokens_pb2.Trajectory]) -> dict[str, str]:
-    size = sum(RESULT_BYTES + len(each.trajectory_id.encode()) for each in trajectories)
+    size = sum(report_bytes(each.trajectory_id) for each in trajectories)
     if size <= MAX_REPORT_BYTES:
         return {}
     return {

@@ -1,0 +1,149 @@
+"""What can never be trained is set aside, and the run goes on; when so much is that the run learns from a biased rest, it pauses.
+
+The smallest unit goes that is at fault: trajectories, else their group, a whole batch only where nobody can say which. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import grpc
+
+from orchestrator_svc.journal.ledger import Group, Reason
+from sluice.limits import MAX_BATCH_BYTES, MAX_REPORT_BYTES, MAX_TRAJECTORIES, report_bytes
+from sluice.rows_at_fault import ROWS, numbers, rows_of
+from sluice.rpc import SluiceError
+from sluice.v1 import journal_pb2, orchestrator_pb2
+
+WINDOW = 20
+"""Batches over which the share is counted that is set aside."""
+
+_OF_THE_BATCH = ("trajectories", "header.trajectory_count", "header.estimated_groups")
+"""Fields of a refusal that are at fault for what the batch holds, although no trajectory is by itself."""
+
+_NEVER_FITS = "MESSAGE_TOO_LARGE"
+
+
+class BatchRefusedError(Exception):
+    """The trainer, or the channel to it, refuses a batch for what it holds: sent again it would be refused again.
+
+    Attributes:
+        rows: Places of the trajectories at fault, from 0; empty if nobody can say which.
+        problem: What is wrong, and what to do about it.
+    """
+
+    def __init__(self, rows: frozenset[int], problem: str) -> None:
+        super().__init__(problem)
+        self.rows, self.problem = rows, problem
+
+    @classmethod
+    def of(cls, error: SluiceError) -> BatchRefusedError | None:
+        """Return what the answer to a batch says of the batch; None if something else is at fault, such as settings."""
+        if error.code is not grpc.StatusCode.INVALID_ARGUMENT:
+            return None
+        rows = frozenset(numbers(error.metadata.get(ROWS, ""))) or rows_of(error.violations)
+        if rows or error.reason == _NEVER_FITS or error.violations.keys() & set(_OF_THE_BATCH):
+            return cls(rows, error.message)
+        return None
+
+
+Found = tuple[Group, Sequence[orchestrator_pb2.TrajectoryRecord]]
+"""A group with its trajectories."""
+
+
+def too_large(found: Sequence[Found]) -> list[Group]:
+    """Return the groups without which the others fit into one batch: those with the most trajectories, or bytes, first."""
+    sizes = {
+        group.number: (
+            len(records),
+            sum(each.trajectory.ByteSize() for each in records),
+            sum(report_bytes(each.trajectory.trajectory_id) for each in records),
+        )
+        for group, records in found
+    }
+    out: list[Group] = []
+    left = [group for group, _ in found]
+    for column, most in enumerate((MAX_TRAJECTORIES, MAX_BATCH_BYTES, MAX_REPORT_BYTES)):
+        while left and sum(sizes[each.number][column] for each in left) > most:
+            largest = max(left, key=lambda each: sizes[each.number][column])
+            left.remove(largest)
+            out.append(largest)
+    return out
+
+
+def set_aside(group: Group, reason: str, problem: str, trajectory_ids: Iterable[str] = ()) -> journal_pb2.Fact:
+    """Return the fact that sets some trajectories of a group aside, by default all of them."""
+    fact = journal_pb2.TrajectoriesSetAside(group=group.number, reason=reason, problem=problem)
+    fact.trajectory_ids.extend(trajectory_ids or [each.trajectory_id for each in group.trajectories])
+    return journal_pb2.Fact(trajectories_set_aside=fact)
+
+
+def refused(found: Sequence[Found], refusal: BatchRefusedError) -> list[journal_pb2.Fact]:
+    """Return the facts that set aside what a refusal names: its trajectories, or all groups where it names none of theirs."""
+    at_fault: list[tuple[Group, list[str]]] = []
+    place = 0
+    for group, records in found:
+        own = [each.trajectory.trajectory_id for row, each in enumerate(records, place) if row in refusal.rows]
+        place += len(records)
+        at_fault.append((group, own))
+    named = any(own for _, own in at_fault)
+    return [
+        set_aside(group, Reason.TRAINER_REFUSES, refusal.problem, own) for group, own in at_fault if own or not named
+    ]
+
+
+class _Counted(NamedTuple):
+    """What one batch holds, and what was set aside while it was made."""
+
+    made: int
+    set_aside: int
+
+
+class SetAsideShare:
+    """Follows the facts of a run, and says when too much of it is set aside.
+
+    Until as many batches were made as it looks at, those that are missing count as full ones: one odd group of the first batch does
+    not stop a run.
+
+    Args:
+        most: Largest share of what passed the doors that may be set aside, 0 to 1; more pauses the run.
+        batch: Trajectories of a batch whose episodes have one each.
+    """
+
+    def __init__(self, most: float, batch: int) -> None:
+        self.most, self._batch = most, batch
+        self._batches: deque[_Counted] = deque(maxlen=WINDOW)
+        self._set_aside = 0
+        self._problem = ""
+
+    def apply(self, fact: journal_pb2.Fact) -> None:
+        """Take the next fact."""
+        kind = fact.WhichOneof("kind")
+        if kind == "trajectories_set_aside":
+            said = fact.trajectories_set_aside
+            self._set_aside += len(said.trajectory_ids)
+            self._problem = f"{said.reason}: {said.problem}"
+        elif kind == "batch_made":
+            self._batches.append(_Counted(len(fact.batch_made.trajectory_ids), self._set_aside))
+            self._set_aside = 0
+        elif kind == "batch_unmade" and self._batches:
+            self._set_aside += self._batches.pop().set_aside
+        elif kind == "run_resumed":
+            self._batches.clear()
+            self._set_aside, self._problem = 0, ""
+
+    @property
+    def exceeded(self) -> str:
+        """What to tell who runs it if more than the share is set aside; empty otherwise."""
+        gone = self._set_aside + sum(each.set_aside for each in self._batches)
+        made = sum(each.made for each in self._batches)
+        batches = len(self._batches)
+        to_come = (WINDOW - batches) * max(self._batch, made // batches if batches else 0)
+        if gone <= self.most * (made + gone + to_come):
+            return ""
+        return (
+            f"{gone} trajectories were set aside in the time of the last {batches} batches, which trained {made}: more than"
+            f" {self.most:.0%} of what {WINDOW} batches hold (orchestrator.max_set_aside), at last because of {self._problem}"
+        )

@@ -1,0 +1,114 @@
+"""The limits of the contracts, in one table. Whoever lets data in checks it against them, before anything is sampled or written.
+
+Every server says them in GetServerInfo, and docs/limits.md lists them. Settings may set lower ones where they name a limit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Largest message of the contracts; larger things travel in parts."""
+
+MAX_SAMPLES = 256
+"""Most samples of one Generate request."""
+
+MAX_TRAJECTORY_TOKENS = 262_144
+"""Most tokens of a trajectory, prompt included."""
+
+MAX_TRAJECTORIES = 16_384
+"""Most trajectories of a batch."""
+
+MAX_BATCH_BYTES = 1 << 30
+"""Most bytes of a batch; with the length of the trainer's queue this bounds the memory of submissions."""
+
+MAX_REPORT_BYTES = 3 << 20
+"""Most bytes of the trainer's answers about a batch: they travel in one message with its metrics."""
+
+MAX_NAME = 256
+"""Most characters of the ids of a trajectory and of a batch, which reports repeat."""
+
+MAX_BRANCHES = 1024
+"""Most samples of one session of an external agent: each may end a branch, and each branch is a trajectory."""
+
+MAX_REWARD = 1e6
+"""Largest absolute value of a reward, unless `orchestrator.max_reward` says otherwise."""
+
+RESULT_BYTES = 66
+"""Upper bound on the bytes of the trainer's answer about one trajectory, without its id."""
+
+FLOAT32_MAX = 3.4028234663852886e38
+"""Largest finite number of float32, as which advantages and rewards of tokens travel and are trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One row of the table.
+
+    Attributes:
+        name: For programs, and in refusals.
+        value: The largest value that is let in.
+        unit: What is counted.
+        meaning: A sentence for people: of what, and what happens to what is larger.
+    """
+
+    name: str
+    value: float
+    unit: str
+    meaning: str
+
+
+LIMITS = (
+    Limit(
+        "message_bytes",
+        MAX_MESSAGE_BYTES,
+        "bytes",
+        "One message of any RPC, and one body over HTTP. Trajectories that are larger travel in parts; anything else is refused: MESSAGE_TOO_LARGE.",
+    ),
+    Limit("request_samples", MAX_SAMPLES, "samples", "`n` of one request. A larger one is refused."),
+    Limit(
+        "session_branches",
+        MAX_BRANCHES,
+        "samples",
+        "Samples of one session of an external agent. A request that would exceed it is refused before it is sampled.",
+    ),
+    Limit(
+        "trajectory_tokens",
+        MAX_TRAJECTORY_TOKENS,
+        "tokens",
+        "One trajectory, its prompts included. A longer one is not trained: TOO_LONG.",
+    ),
+    Limit(
+        "batch_trajectories",
+        MAX_TRAJECTORIES,
+        "trajectories",
+        "One batch. The groups with the most trajectories are set aside until the rest fits: BATCH_TOO_LARGE.",
+    ),
+    Limit("batch_bytes", MAX_BATCH_BYTES, "bytes", "One batch, likewise."),
+    Limit("report_bytes", MAX_REPORT_BYTES, "bytes", "The trainer's answers about one batch, likewise."),
+    Limit("name_characters", MAX_NAME, "characters", "Ids of trajectories, groups, episodes and batches."),
+    Limit(
+        "reward",
+        MAX_REWARD,
+        "absolute value",
+        "A reward, unless `orchestrator.max_reward` sets another bound. A larger one is refused where it is given;"
+        " of an environment it counts as missing: REWARD_TOO_LARGE.",
+    ),
+    Limit(
+        "float32",
+        FLOAT32_MAX,
+        "absolute value",
+        "Advantages, and whatever else is trained. What exceeds it is set aside: REWARDS_UNFIT.",
+    ),
+)
+
+
+def report_bytes(trajectory_id: str) -> int:
+    """Return an upper bound on the bytes of the trainer's answer about a trajectory."""
+    return RESULT_BYTES + len(trajectory_id.encode())
+
+
+def within(reward: float, most: float) -> bool:
+    """Return whether a reward is a number that may be trained: finite, and not beyond a bound."""
+    return math.isfinite(reward) and abs(reward) <= most

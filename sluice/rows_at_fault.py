@@ -1,0 +1,43 @@
+"""How a trainer that refuses a batch says which trajectories are at fault: by their places in it.
+
+An error carries few violations, and a batch has up to 16,384 trajectories. So the places travel beside them, as "0-15,17".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from sluice.limits import MAX_TRAJECTORIES
+
+ROWS = "trajectories"
+"""Key of the refusal's metadata."""
+
+_CHARACTERS = 500
+"""Most characters of the places: an error cuts longer metadata."""
+
+_ROW = re.compile(r"trajectories\[(\d{1,9})\]")
+
+
+def rows_of(fields: Iterable[str]) -> frozenset[int]:
+    """Return the places that fields at fault name, such as ``trajectories[3].mask_runs``."""
+    return frozenset(int(found[1]) for field in fields if (found := _ROW.match(field)))
+
+
+def ranges(rows: Iterable[int], most_characters: int = _CHARACTERS) -> str:
+    """Return numbers as "0-15,17", those that fit; a refusal that names the first ones is followed by another for the rest."""
+    said: list[str] = []
+    run: list[int] = []
+    for each in [*sorted(rows), -1]:
+        if run and each != run[-1] + 1:
+            said.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+            run = []
+        run.append(each)
+    text = ",".join(said)
+    return text if len(text) <= most_characters else text[:most_characters].rpartition(",")[0]
+
+
+def numbers(text: str) -> Iterator[int]:
+    """Yield the numbers of `ranges`; none of a text that is something else."""
+    for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", text):
+        yield from range(int(first), min(int(last or first), MAX_TRAJECTORIES) + 1)
