@@ -26,6 +26,7 @@ from sluice.environments.episode import OpenEpisode, ReplayDiffersError
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.environments.remote import SCORE
 from sluice.environments.wire import chat_messages, plain_message, task_message, task_of, tool_messages
+from sluice.paging import page_start
 from sluice.rpc import SluiceError
 from sluice.telemetry import counter, gauge
 from sluice.v1 import environment_pb2, environment_pb2_grpc
@@ -115,9 +116,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self, request: environment_pb2.ListTasksRequest, context: Context
     ) -> environment_pb2.ListTasksResponse:
         """List a page of tasks."""
-        start = int(request.page_token) if request.page_token.isascii() and request.page_token.isdecimal() else 0
-        if request.page_token and not start:
-            raise SluiceError.invalid_argument("page_token", "was not given by this server: begin without one")
+        start = page_start(request.page_token, "ListTasks") or 0
         listing = (request.split, request.seed)
         if listing not in self._listings:
             self._listings[listing] = await self._processes.tasks(*listing)

@@ -3,7 +3,8 @@
 A checkpoint is a cut of its run. What belongs to the cut is copied, or linked where the file system can: the checkpoint, the
 trainer's record up to the place that it names, the facts up to the position that it names, and the payloads of what these facts
 leave unfinished. Batches and groups whose payloads a later checkpoint of the old run has covered are dropped, counted as
-``FORKED``, and their tasks are drawn again. The old run is only read. The new directory appears when it is whole.
+``FORKED``, and their tasks are drawn again. The old run is only read. The new directory gets its name when all of it is on
+the disk, so that a power cut leaves no fork or a whole one.
 """
 
 from __future__ import annotations
@@ -111,12 +112,31 @@ def fork(old: Path, checkpoint: str, new: Path) -> Forked:
     _copy_facts(old, building, position, facts)
     if new.exists():
         remove_tree(new)  # no more than the lock of a run that never began
+    _make_durable(building)
     building.rename(new)
+    _sync(new.parent)
     return Forked(origin, step, len(ledger.groups), dropped)
 
 
 def _until(facts: Iterable[tuple[int, journal_pb2.Fact]], position: int) -> Iterator[tuple[int, journal_pb2.Fact]]:
     return takewhile(lambda each: each[0] <= position, facts)
+
+
+def _make_durable(directory: Path) -> None:
+    """Write everything in a directory to the disk, each directory after what it holds: a power cut takes none of it back."""
+    for parent, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    """Write a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # The trainer's part.

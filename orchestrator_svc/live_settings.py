@@ -7,10 +7,11 @@ journal; a start takes the changed values back from there, over those of the set
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 import structlog
@@ -32,6 +33,24 @@ _NOT_DETERMINISTIC = ("max_staleness", "orchestrator.concurrency.most_samples", 
 
 _MOST_CHARACTERS = 1000
 
+_MOST_LR = 1000
+"""Optimizers that scale by the gradient's size take rates near 1, SGD on prompts takes some hundred. Beyond it weights soon leave float32."""
+
+_MOST_STALENESS = 1000
+"""Versions that a token may lag behind, and so steps that a batch may be early: tokens that old teach the present policy nothing."""
+
+_MOST_AT_A_TIME = 1_000_000
+"""Groups or samples at a time: more than the orchestrator can hold in memory."""
+
+_MOST_RATIO = 1_000_000
+"""Weight of an environment in the mix, as in a settings file."""
+
+_MOST_STEPS = 1_000_000
+"""Steps, or evaluations, that an interval or a patience may have: longer than a run. To switch it off, set 0."""
+
+_MOST_S = 31_536_000
+"""Seconds of an interval: a year. To switch it off, set 0."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -39,6 +58,14 @@ class _Trainer(Section):
     """What is known of the trainer's settings where its package is not installed."""
 
     lr: float | None = Field(None, ge=0, description="Peak learning rate.")
+
+
+class _Place(NamedTuple):
+    """Where a setting is held, and the largest value that a live run may be given."""
+
+    owner: Section
+    name: str
+    most: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +92,31 @@ class LiveSettings:
     def __init__(self, common: CommonConfig, config: OrchestratorConfig) -> None:
         self.common, self.config = common, config
         trainer = getattr(common, "trainer", None)
-        self._places: dict[str, tuple[Section, str]] = {
-            LEARNING_RATE: (trainer if isinstance(trainer, Section) and hasattr(trainer, "lr") else _Trainer(), "lr"),
-            "max_staleness": (common, "max_staleness"),
-            "orchestrator.max_concurrent": (config, "max_concurrent"),
-            "orchestrator.max_running": (config, "max_running"),
-            "orchestrator.pacing.reserve": (config.pacing, "reserve"),
-            "orchestrator.concurrency.most_samples": (config.concurrency, "most_samples"),
-            "orchestrator.checkpoint.every_steps": (config.checkpoint, "every_steps"),
-            "orchestrator.checkpoint.every_s": (config.checkpoint, "every_s"),
+        peak = trainer if isinstance(trainer, Section) and hasattr(trainer, "lr") else _Trainer()
+        self._places: dict[str, _Place] = {
+            LEARNING_RATE: _Place(peak, "lr", _MOST_LR),
+            "max_staleness": _Place(common, "max_staleness", _MOST_STALENESS),
+            "orchestrator.max_concurrent": _Place(config, "max_concurrent", _MOST_AT_A_TIME),
+            "orchestrator.max_running": _Place(config, "max_running", _MOST_AT_A_TIME),
+            "orchestrator.pacing.reserve": _Place(config.pacing, "reserve", _MOST_STALENESS),
+            "orchestrator.concurrency.most_samples": _Place(config.concurrency, "most_samples", _MOST_AT_A_TIME),
+            "orchestrator.checkpoint.every_steps": _Place(config.checkpoint, "every_steps", _MOST_STEPS),
+            "orchestrator.checkpoint.every_s": _Place(config.checkpoint, "every_s", _MOST_S),
         }
         if common.deterministic:
             for name in _NOT_DETERMINISTIC:
                 del self._places[name]
         if config.evaluation.wanted:  # otherwise the run has not loaded what it would evaluate
-            for name in ("every_steps", "every_s", "patience"):
-                self._places[f"orchestrator.evaluation.{name}"] = (config.evaluation, name)
+            for name, most in (("every_steps", _MOST_STEPS), ("every_s", _MOST_S), ("patience", _MOST_STEPS)):
+                self._places[f"orchestrator.evaluation.{name}"] = _Place(config.evaluation, name, most)
         if len(config.mix) > 1:
             for each in config.mix:
-                self._places[ratio_key(each.name)] = (each, "ratio")
+                self._places[ratio_key(each.name)] = _Place(each, "ratio", _MOST_RATIO)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The settings that may change in this run."""
+        return tuple(self._places)
 
     def plan(self, values: Mapping[str, str]) -> list[Change]:
         """Return what would change: settings that have this value already are left out. Nothing changes yet.
@@ -104,8 +137,8 @@ class LiveSettings:
             except ValueError as error:
                 faults[f"values[{key[:_MOST_CHARACTERS]}]"] = str(error)
                 continue
-            owner, name = self._places[key]
-            old = getattr(owner, name)
+            place = self._places[key]
+            old = getattr(place.owner, place.name)
             if new != old:
                 changes.append(Change(key, "" if old is None else as_toml(old), as_toml(new)))
         if faults:
@@ -122,8 +155,8 @@ class LiveSettings:
 
     def apply(self, change: Change) -> None:
         """Write a planned change into the settings."""
-        owner, name = self._places[change.key]
-        setattr(owner, name, _parsed(change.new))
+        place = self._places[change.key]
+        setattr(place.owner, place.name, _parsed(change.new))
 
     def restore(self, changed: Mapping[str, str]) -> None:
         """Take back what was changed before this start; these values win over those of the settings file.
@@ -147,7 +180,9 @@ class LiveSettings:
                 )
 
     def _checked(self, key: str, value: Value) -> Value:
-        """Validate a value as the settings file would have it.
+        """Validate a value as the settings file would have it, and against the bound of a live run.
+
+        The value that the run has already is good whatever the bound: the settings file may have set it.
 
         Raises:
             ValueError: if the key cannot be changed, or the value is not good.
@@ -158,9 +193,11 @@ class LiveSettings:
             guess = (same or near)[:1]
             hint = f"; did you mean {guess[0]}?" if guess else ""
             raise ValueError(f"cannot be changed while the run lives{hint}")
-        owner, name = self._places[key]
+        owner, name, most = self._places[key]
         if isinstance(value, bool):
             raise ValueError("must be a number")  # noqa: TRY004 - a fault of the caller's, as the others
+        if isinstance(value, int | float) and most < value < math.inf and value != getattr(owner, name):
+            raise ValueError(f"must be at most {most:.15g} while the run lives (got {as_toml(value)})")
         # The rest of a run's settings is not looked at again.
         others = {} if isinstance(owner, CommonConfig) else owner.model_dump(exclude_unset=True)
         kind = CommonConfig if isinstance(owner, CommonConfig) else type(owner)

@@ -141,9 +141,9 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: C
         fields.add_tool(conversation, tool.function.name, tool.function.description, tool.function.parameters)
         if tool.function.strict:
             request.note("not_enforced", "strict")
-    choice = body.tool_choice if isinstance(body.tool_choice, str | None) else "named"
-    if choice not in {None, "auto"}:
-        request.note("not_enforced", f"tool_choice.{choice}")
+    choice = (body.tool_choice or "auto") if isinstance(body.tool_choice, str | None) else "named"
+    if choice != "auto":
+        request.note("not_enforced", f"tool_choice.{choice[:32]}")
     if body.parallel_tool_calls is False:
         request.note("not_enforced", "parallel_tool_calls")
 

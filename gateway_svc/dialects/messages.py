@@ -20,14 +20,13 @@ from gateway_svc.capture import (
     CapturedRequest,
     Delta,
     Inner,
-    Lenient,
     Result,
     Unshown,
     Unsupported,
     fault,
     settle_sampling,
 )
-from gateway_svc.dialects.openai_fields import add_tool, dumps, event
+from gateway_svc.dialects.openai_fields import RequestBody, add_tool, dumps, event
 from sluice.openai.dialect import MAX_MESSAGES, MAX_TOOLS, JsonObject, Unsigned
 from sluice.openai.errors import STATUSES
 from sluice.rpc import SluiceError
@@ -96,7 +95,7 @@ class ToolChoice(Inner):
     disable_parallel_tool_use: bool | None = None
 
 
-class CountBody(Lenient):
+class CountBody(RequestBody):
     """Body of a request to count tokens."""
 
     model: str = ""

@@ -1,4 +1,4 @@
-"""What the routes of OpenAI have in common: sampling fields, parts of messages, log-probabilities, events."""
+"""What the dialects have in common, those of OpenAI above all: the body, sampling fields, parts of messages, log-probabilities, events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway_svc.capture import CapturedRequest, Inner, Lenient, Result, fault
 from sluice.openai.dialect import (
@@ -19,6 +19,7 @@ from sluice.openai.dialect import (
     Bias,
     TokenId,
     Unsigned,
+    refuse_not_finite,
     usage,
 )
 from sluice.openai.errors import error_body
@@ -36,13 +37,22 @@ ROLES = {"developer": "system"}
 """Roles with another name in the contract."""
 
 
+class RequestBody(Lenient):
+    """Body of a request, in any dialect: a JSON object whose numbers are all finite."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_finite(cls, given: Any) -> Any:  # noqa: ANN401 - JSON
+        return refuse_not_finite(given)
+
+
 class StreamOptions(Inner):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
 
 
-class SamplingBody(Lenient):
+class SamplingBody(RequestBody):
     """Parameters of Chat Completions and Completions. What is not here is ignored and counted."""
 
     model: str = ""

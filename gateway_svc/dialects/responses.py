@@ -17,7 +17,6 @@ from gateway_svc.capture import (
     CapturedRequest,
     Delta,
     Inner,
-    Lenient,
     Result,
     Unshown,
     Unsupported,
@@ -29,6 +28,7 @@ from gateway_svc.dialects.openai_fields import (
     Alternatives,
     Content,
     Part,
+    RequestBody,
     add_content,
     add_tool,
     event,
@@ -85,7 +85,7 @@ class Text(Inner):
     format: Typed | None = None
 
 
-class ResponsesBody(Lenient):
+class ResponsesBody(RequestBody):
     """Body of a request."""
 
     model: str = ""
@@ -161,9 +161,9 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ResponsesBody, reque
         add_tool(conversation, tool.name, tool.description, tool.parameters)
         if tool.strict:
             request.note("not_enforced", "strict")
-    choice = body.tool_choice if isinstance(body.tool_choice, str | None) else "named"
-    if choice not in {None, "auto"}:
-        request.note("not_enforced", f"tool_choice.{choice}")
+    choice = (body.tool_choice or "auto") if isinstance(body.tool_choice, str | None) else "named"
+    if choice != "auto":
+        request.note("not_enforced", f"tool_choice.{choice[:32]}")
     if body.parallel_tool_calls is False:
         request.note("not_enforced", "parallel_tool_calls")
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.capture import CapturedRequest, Lenient, Result, Unsupported, fault, settle_sampling
-from gateway_svc.dialects.openai_fields import Alternatives, SamplingBody, ending, logprob_content
+from gateway_svc.capture import CapturedRequest, Result, Unsupported, fault, settle_sampling
+from gateway_svc.dialects.openai_fields import Alternatives, RequestBody, SamplingBody, ending, logprob_content
 from sluice.openai.dialect import TokenId
 
 NAME = "tokens.generate"
@@ -20,7 +20,7 @@ class SamplingParameters(SamplingBody):
     prompt_logprobs: Any = None
 
 
-class TokensBody(Lenient):
+class TokensBody(RequestBody):
     """Body of a request."""
 
     model: str = ""

@@ -97,6 +97,46 @@ def _bounded(given: dict[str, Any]) -> dict[str, Any]:
 
 MAX_INTEGER = 2**64
 
+
+def refuse_not_finite(body: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return a parsed body, unless a number in it, wherever it stands, is none of JSON: NaN, or too large for a double, as 1e999.
+
+    Such a number cannot be sent back, nor shown to the model.
+
+    Raises:
+        PydanticCustomError: with the path of the number.
+    """
+    left = [body]
+    while left:
+        value = left.pop()
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for each in inside:
+            kind = type(each)
+            if kind is dict or kind is list:
+                left.append(each)
+            elif kind is float and not math.isfinite(each):
+                text = f"{each} is not a number of JSON: send a finite number that a double holds"
+                raise _fault(_path_of(each, body), text)
+    return body
+
+
+def _path_of(wanted: float, body: Any) -> str:  # noqa: ANN401 - JSON
+    """Return the path of this very object in a parsed body, cut to a length that fits a message."""
+    left: list[tuple[str, Any]] = [("", body)]
+    while left:
+        path, value = left.pop()
+        if value is wanted:
+            return path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
+        if isinstance(value, dict):
+            left += ((f"{path}.{name}" if path else name, each) for name, each in value.items())
+        elif isinstance(value, list):
+            left += ((f"{path}[{index}]", each) for index, each in enumerate(value))
+    return ""
+
+
+MAX_PATH = 256
+"""Maximum number of characters of a path in a message: a client chooses the names in it."""
+
 JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 

@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import xxhash
 
@@ -211,6 +212,18 @@ class Growing:
         self.sample.text = text if text.startswith(given) else given + text[len(given) :]
 
 
+class Failure(NamedTuple):
+    """What a replica answered to a request instead of sampling.
+
+    Attributes:
+        target: Address of the replica.
+        said: Its name and its error, for people.
+    """
+
+    target: str
+    said: str
+
+
 class Part:
     """Samples that one replica is asked for by one request.
 
@@ -219,6 +232,7 @@ class Part:
         samples: Its samples, by their index there.
         tries: Requests for these samples, one after the other, that brought no token.
         stalls: How many of them ended because the engine stalled.
+        failures: What the replicas answered that failed at them.
         avoid: Replica that failed or gave them up last.
         unusable: Tokens that arrived and have to be sampled again.
         kept: Tokens that arrived and are continued elsewhere.
@@ -233,9 +247,11 @@ class Part:
         *,
         tries: int = 0,
         stalls: int = 0,
+        failures: tuple[Failure, ...] = (),
         avoid: str = "",
     ) -> None:
         self.request, self.samples, self.tries, self.stalls, self.avoid = request, samples, tries, stalls, avoid
+        self.failures = failures
         self.unusable = self.kept = 0
         self.opened = False
         self._generation = generation
@@ -278,6 +294,14 @@ class Part:
             raise
 
 
+class _Tries(NamedTuple):
+    """How often samples were asked for without a new token, and how that ended; the fields are those of `Part`."""
+
+    tries: int
+    stalls: int
+    failures: tuple[Failure, ...]
+
+
 class Generation:
     """All samples of one request.
 
@@ -313,7 +337,14 @@ class Generation:
             raise _damaged("the prompt has other tokens than at the replica before: give all replicas the same --model")
 
     def rest(
-        self, part: Part, model: rollout_pb2.GetModelResponse, avoid: str, *, interrupted: bool, stalled: bool = False
+        self,
+        part: Part,
+        model: rollout_pb2.GetModelResponse,
+        avoid: str,
+        *,
+        interrupted: bool,
+        stalled: bool = False,
+        failure: Failure | None = None,
     ) -> list[Part]:
         """Return what is left to ask for, after the stream of a part has ended or broken.
 
@@ -321,27 +352,28 @@ class Generation:
             part: What was asked for.
             model: What the replicas serve.
             avoid: Replica that the rest should not go to, if there is another.
-            interrupted: Whether the replica itself gave the samples up, sent wrong ones, or died of them. That counts as a try
-                if it brought no token.
+            interrupted: Whether the replica itself gave the samples up, sent wrong ones, failed at them, or died of them. That
+                counts as a try if it brought no token.
             stalled: Whether the engine stalled: the next one gets more time.
+            failure: What the replica answered if it failed at them.
         """
         fresh: list[Growing] = []
         left: list[Part] = []
         prompt = len(self.response.prompt_token_ids)
         part.unusable += sum(each.settle(self.request, model, prompt) for each in part.samples if not each.ended)
+        failures = part.failures if failure is None else (*part.failures, failure)
+        fruitless = _Tries(part.tries + interrupted, part.stalls + stalled, failures)
         for each in part.samples:
             if each.ended:
                 continue
-            tries = 0 if each.gained > 0 else part.tries + interrupted
-            stalls = stalled if each.gained > 0 else part.stalls + stalled
             part.kept += max(0, each.gained)
             if each.tokens:
-                left.append(self._continued(each, tries, stalls, avoid))
+                tries = _Tries(0, int(stalled), ()) if each.gained > 0 else fruitless
+                left.append(self._continued(each, tries, avoid))
             else:
                 fresh.append(each)
         runs = _runs(fresh) if self.request.sampling.HasField("seed") else [fresh] * bool(fresh)
-        tries, stalls = part.tries + interrupted, part.stalls + stalled
-        return left + [self._again(run, tries, stalls, avoid) for run in runs]
+        return left + [self._again(run, fruitless, avoid) for run in runs]
 
     def final_deltas(self, part: Part, model: rollout_pb2.GetModelResponse) -> Iterator[rollout_pb2.SampleDelta]:
         """Yield what became final of the samples of a part since the last call: tokens that no broken stream takes back.
@@ -354,14 +386,14 @@ class Generation:
         deltas = (each.final_delta(self.request, model, prompt) for each in part.samples)
         return (each for each in deltas if each is not None)
 
-    def _continued(self, growing: Growing, tries: int, stalls: int, avoid: str) -> Part:
+    def _continued(self, growing: Growing, tries: _Tries, avoid: str) -> Part:
         """Ask for the rest of one sample."""
         done, sample, request = growing.tokens, growing.sample, self.request
         # Another process may have asked for another continuation under the same name, which a replica would refuse.
         digest = xxhash.xxh3_64_hexdigest(array("I", sample.token_ids).tobytes())[:8]
         # Tools and template are needed to tell the message.
         keeps = request.return_message and request.HasField("conversation")
-        more = self._copy(f"{sample.index}+{done}.{digest}", tries, keep_prompt=keeps)
+        more = self._copy(f"{sample.index}+{done}.{digest}", tries.tries, keep_prompt=keeps)
         more.n = 1
         more.ClearField("continues")
         ids = more.rendered if keeps else more.token_ids
@@ -373,18 +405,18 @@ class Generation:
             more.sampling.max_tokens = request.sampling.max_tokens - done
         if request.sampling.HasField("seed"):
             more.sampling.seed = derived_seed(request.sampling.seed, sample.index, done)
-        return Part(self, more, [growing], tries=tries, stalls=stalls, avoid=avoid)
+        return Part(self, more, [growing], **tries._asdict(), avoid=avoid)
 
-    def _again(self, samples: Sequence[Growing], tries: int, stalls: int, avoid: str) -> Part:
+    def _again(self, samples: Sequence[Growing], tries: _Tries, avoid: str) -> Part:
         """Ask again for samples that have no token, with the seeds that they had."""
-        if len(samples) == len(self._samples) and not tries:
-            return Part(self, self.request, samples, stalls=stalls, avoid=avoid)
+        if len(samples) == len(self._samples) and not tries.tries:
+            return Part(self, self.request, samples, **tries._asdict(), avoid=avoid)
         first = samples[0].sample.index
-        again = self._copy(f"{first}x{len(samples)}", tries, keep_prompt=True)
+        again = self._copy(f"{first}x{len(samples)}", tries.tries, keep_prompt=True)
         again.n = len(samples)
         if self.request.sampling.HasField("seed"):
             again.sampling.seed = self.request.sampling.seed + first
-        return Part(self, again, samples, tries=tries, stalls=stalls, avoid=avoid)
+        return Part(self, again, samples, **tries._asdict(), avoid=avoid)
 
     def _copy(self, name: str, tries: int, *, keep_prompt: bool = False) -> rollout_pb2.GenerateRequest:
         """Return a copy of the request with an id of its own: a replica answers an id that it knows from memory."""

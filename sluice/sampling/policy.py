@@ -4,6 +4,9 @@
 
 Each request is a stream, so that the tokens of a replica that dies, hangs, drains or is evicted are not lost. What is left of the
 request continues at other replicas from the tokens that arrived, all its samples side by side.
+
+A call is repeated until the caller's deadline only where waiting helps: the replica is away, starting, draining or full. Any
+other failure may be the request's own fault, so the number of tries is bounded.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import structlog
 from sluice.clock import Clock
 from sluice.rpc import SluiceError
 from sluice.sampling.config import ReplicasConfig
-from sluice.sampling.generation import Generation, Part, bounded_id
+from sluice.sampling.generation import Failure, Generation, Part, bounded_id
 from sluice.sampling.lockstep import Lockstep
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.progress import Loss
-from sluice.sampling.replica import REPLICA_LOST, REPLICA_STALLED, Replica, is_broken
+from sluice.sampling.replica import REPLICA_LOST, REPLICA_STALLED, REPLICA_WAITS, Replica, is_broken
 from sluice.tasks import discard_outcome
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
@@ -42,10 +45,29 @@ _ELSEWHERE = {
 }
 """Failures that another replica, or the same one later, may not repeat."""
 
+_AWAY = {"DRAINING", "ENGINE_RECOVERING", "RENDERING_BUSY", REPLICA_LOST, REPLICA_STALLED, REPLICA_WAITS}
+"""Reasons of UNAVAILABLE that say nothing about the request: it waits for a replica."""
+
+_FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+"""Codes with which a server says that it failed at this request, with a reason of its own."""
+
+_MOST_FAULTS = 3
+"""How often replicas may fail at a request, one time after the other without a new token, before it fails. One or two may have a fault of
+their own; if three fail, the request is the likelier cause."""
+
+_SHORTEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 10.0
+"""Seconds before the third try of a request that failed, doubled before each further one up to the longest: a fleet that fails for a
+moment has time to recover. The second try is made at once, since another replica may be well."""
+
 _FRUITLESS = 8
-"""How often samples may be interrupted, one time after the other without a new token, before their request fails."""
+"""How often samples may be interrupted, one time after the other without a new token, before their request fails. Replicas fail for
+more reasons than by a request: engines die of other requests, networks break."""
 
 _BUSY_RETRY_S = 0.5
+
+_MOST_SAID = 400
+"""Characters of one replica's answer in the error of a request that failed at several."""
 
 _MOST_UNSENT = 64
 """Tokens of one sample that a replica gathers at most before it sends them, as the contract says."""
@@ -138,11 +160,12 @@ class TokenStream:
 
 
 class _Asked(NamedTuple):
-    """A request while it is sampled: its samples, whose tokens its prompt begins with, and who reads along."""
+    """A request while it is sampled: its samples, whose tokens its prompt begins with, who reads along, and what the log says of it."""
 
     generation: Generation
     keys: Sequence[str]
     stream: TokenStream | None
+    told: set[tuple[str, str]]
 
 
 class PolicyEngine:
@@ -195,11 +218,11 @@ class PolicyEngine:
             replicas: Gets the addresses of the replicas that are asked.
 
         Raises:
-            SluiceError: if the request itself is at fault, or a sample was interrupted again and again.
+            SluiceError: if the request itself is at fault, replicas failed at it again and again, or a sample was interrupted so.
         """
         generation = self._generation(request)
         generation.replicas = replicas if replicas is not None else []
-        await self._sample(_Asked(generation, prefix_keys, None))
+        await self._sample(_Asked(generation, prefix_keys, None, set()))
         return generation.response
 
     @asynccontextmanager
@@ -224,7 +247,9 @@ class PolicyEngine:
         """
         generation = self._generation(request)
         stream = TokenStream(generation, coalesce_s, alive_s, self.pool.clock)
-        sampling = asyncio.create_task(self._sample(_Asked(generation, prefix_keys, stream)), name="stream tokens")
+        sampling = asyncio.create_task(
+            self._sample(_Asked(generation, prefix_keys, stream, set())), name="stream tokens"
+        )
         discard_outcome(sampling)  # the reader may leave while it fails
         sampling.add_done_callback(stream.end)
         try:
@@ -263,16 +288,27 @@ class PolicyEngine:
         self.counts["spanning"] += any(len(sample.version_spans) > 1 for sample in samples)
 
     async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
-        """Return the token ids of text or messages, by the model's own tokenizer and template."""
-        avoid = ""
+        """Return the token ids of text or messages, by the model's own tokenizer and template; the caller sets the deadline.
+
+        Raises:
+            SluiceError: if the text is at fault, or replicas failed at it again and again.
+        """
+        told: set[tuple[str, str]] = set()
+        tries, failures, avoid = 0, list[Failure](), ""
         while True:
-            replica = self._only or await self.pool.choose(BASE, avoid)
+            replica = self._only or await self.pool.choose(BASE, {avoid, *(each.target for each in failures)})
             call = replica.rollout.Tokenize(request, timeout=self._deadline_s)
             try:
                 with replica.working(call, 0, streams=False):
                     return list((await call).token_ids)
             except SluiceError as error:
-                await self._failed(replica, error)
+                await self._failed(replica, error, told, is_first=not failures)
+                if not _waits(error):
+                    tries += 1
+                    if (failure := _failure_of(replica, error)) is not None:
+                        failures.append(failure)
+                    self._require_another_try(tries, failures, error)
+                    await self._pause(tries)
             avoid = replica.target
 
     async def _finish(self, asked: _Asked) -> None:
@@ -298,10 +334,11 @@ class PolicyEngine:
         """Ask one replica for samples; return what is left to ask for.
 
         Raises:
-            SluiceError: if the request is at fault, or its samples were interrupted too often.
+            SluiceError: if the request is at fault, replicas failed at it too often, or its samples were interrupted so.
         """
         wanted = Version.from_proto(part.request.min_policy_version)
-        replica = self._only or await self.pool.choose(wanted, part.avoid, asked.keys)
+        avoid = {part.avoid, *(each.target for each in part.failures)}
+        replica = self._only or await self.pool.choose(wanted, avoid, asked.keys)
         if replica.target not in asked.generation.replicas:
             asked.generation.replicas.append(replica.target)
         problem: SluiceError | None = None
@@ -310,23 +347,61 @@ class PolicyEngine:
             replica.work_succeeded(part.newest_version)
         except SluiceError as error:
             problem = error
-            await self._failed(replica, error)
+            await self._failed(replica, error, asked.told, is_first=not part.failures)
         finally:
             self.pool.let_in()
         # A request that kills each replica that begins with it, or hangs it, must not go through the whole fleet.
         lost = problem is not None and part.opened and _is_lost(problem)
-        interrupted = problem is None or problem.code is grpc.StatusCode.DATA_LOSS or lost
-        stalled = problem is not None and problem.reason == REPLICA_STALLED
-        left = asked.generation.rest(part, replica.model, replica.target, interrupted=interrupted, stalled=stalled)
+        failed = problem is not None and not _waits(problem)
+        left = asked.generation.rest(
+            part,
+            replica.model,
+            replica.target,
+            interrupted=problem is None or failed or lost,
+            stalled=problem is not None and problem.reason == REPLICA_STALLED,
+            failure=None if problem is None else _failure_of(replica, problem),
+        )
         if asked.stream is not None:
             asked.stream.add(part, replica.model)
         self.counts["tokens_lost"] += part.unusable
         self.counts["tokens_kept"] += part.kept
         self.counts["continued"] += sum(each.continues for each in left)
-        if any(each.tries >= _FRUITLESS for each in left):
+        for each in left:
+            self._require_another_try(each.tries, each.failures, problem)
+        if failed:
+            await self._pause(max((each.tries for each in left), default=0))
+        return left
+
+    def _require_another_try(self, tries: int, failures: Sequence[Failure], problem: SluiceError | None) -> None:
+        """Check that a request may be made once more.
+
+        Args:
+            tries: Tries, one after the other, that brought no token.
+            failures: What the replicas answered that failed at it meanwhile.
+            problem: Why the last try ended; None if its stream ended in order.
+
+        Raises:
+            SluiceError: if it was made often enough.
+        """
+        if len(failures) >= _MOST_FAULTS and problem is not None:
+            if len({each.target for each in failures}) > 1:
+                self.pool.forgive(failures[0].target)  # the others got no rest
+            said = "; ".join(each.said for each in failures)
+            raise SluiceError(
+                problem.code,
+                problem.reason,
+                f"the request failed {len(failures)} times in a row: {said}. The request is the likely cause: look for it in the"
+                " logs of these replicas, and change it or leave it out",
+                metadata=problem.metadata,
+            )
+        if tries >= _FRUITLESS:
             reason = f", the last time because: {problem}" if problem else ": look for the reason in the replicas' logs"
             raise SluiceError.aborted("INTERRUPTED", f"a sample was interrupted {_FRUITLESS} times in a row{reason}")
-        return left
+
+    async def _pause(self, tries: int) -> None:
+        """Wait before a request that failed is made again: not at all after the first try."""
+        if tries > 1:
+            await self.pool.clock.sleep(min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** (tries - 2)))
 
     async def _receive(self, replica: Replica, part: Part, stream: TokenStream | None) -> None:
         """Take what one replica samples, until its stream ends.
@@ -363,8 +438,17 @@ class PolicyEngine:
             part.gained / samples / max(heard - began, _SHORTEST_S) - self._sample_rate
         )
 
-    async def _failed(self, replica: Replica, error: SluiceError) -> None:
+    async def _failed(
+        self, replica: Replica, error: SluiceError, told: set[tuple[str, str]], *, is_first: bool
+    ) -> None:
         """Note that a call failed; return when it may be made again.
+
+        Args:
+            replica: Who answered.
+            error: What it answered.
+            told: Causes that the log has of this request already, by replica and reason; gets this one.
+            is_first: Whether no replica failed at the request before. Else the request is the likely cause, and the replica keeps
+                its work.
 
         Raises:
             SluiceError: the failure itself, if it would be the same elsewhere.
@@ -372,14 +456,16 @@ class PolicyEngine:
         if not _retryable(error):
             raise error
         self.counts["retried"] += 1
-        # One warning for a replica that fails, not one for each of its requests.
-        tell = log.debug if replica.why_not() else log.warning
-        tell("request is repeated at another replica", replica=replica.name, error=str(error))
+        # One warning for a replica that fails, not one for each of its requests, and one for each cause that a request waits for.
+        cause = (replica.target, error.reason)
+        tell = log.debug if replica.why_not() or cause in told else log.warning
+        told.add(cause)
+        tell("request is repeated at another replica, or later", replica=replica.name, error=str(error))
         if is_broken(error):
             self.pool.evict(replica, Loss.DEAD)
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             self.pool.refused(replica)
-        elif replica.loss is None:
+        elif replica.loss is None and (is_first or not _is_fault(error)):
             replica.work_failed(error)
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
             await self.pool.clock.sleep(error.retry_after_s or _BUSY_RETRY_S)
@@ -406,7 +492,27 @@ def _is_lost(error: SluiceError) -> bool:
 
 
 def _retryable(error: SluiceError) -> bool:
-    if error.code in _ELSEWHERE or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return True
-    # A replica that restarted serves an older version than it last said; another one will do, or the same one later.
-    return error.code is grpc.StatusCode.FAILED_PRECONDITION and "VERSION" in error.reason
+    return error.code in _ELSEWHERE or _waits(error)
+
+
+def _waits(error: SluiceError) -> bool:
+    """Return whether the call may be repeated as long as its caller likes: the replica is away, behind, or full."""
+    match error.code:
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return True
+        case grpc.StatusCode.UNAVAILABLE:
+            return is_broken(error) or error.reason in _AWAY
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            # A replica that restarted serves an older version than it last said; another one will do, or the same one later.
+            return "VERSION" in error.reason
+    return False
+
+
+def _is_fault(error: SluiceError) -> bool:
+    """Return whether a server failed at the request itself. What gRPC or a proxy says of a broken stream has no reason."""
+    return error.code in _FAULTS and error.reason != error.code.name
+
+
+def _failure_of(replica: Replica, error: SluiceError) -> Failure | None:
+    """Return the answer of a replica that failed at a request; None if something else is the matter."""
+    return Failure(replica.target, f"{replica.name}: {str(error)[:_MOST_SAID]}") if _is_fault(error) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 
@@ -94,6 +94,8 @@ class ReplicaPool:
         self._let_go = 0
         """Requests that left the line and are not under way yet."""
         self._last_digest = self._last_dtype = ""
+        self._waited_for: set[Version] = set()
+        """Versions for which calls wait, as the log has it."""
 
     @property
     def replicas(self) -> list[Replica]:
@@ -305,6 +307,11 @@ class ReplicaPool:
         """Give a replica fewer samples at a time: its queue is full."""
         replica.limit.refused(replica.in_flight, self._listening.now)
 
+    def forgive(self, target: str) -> None:
+        """Take back a failed request that other replicas failed at too: it was not the replica's fault."""
+        if (replica := self._replicas.get(target)) is not None:
+            replica.work_forgiven()
+
     def wait_for(self, wanted: Version | None) -> None:
         """Poll often while dispatch waits for a version; None: it waits for none."""
         if wanted is not None and wanted != self._wanted:
@@ -358,31 +365,44 @@ class ReplicaPool:
         fit = (each for each in self._replicas.values() if not each.why_not())
         return sum(max(0, each.limit.samples - each.in_flight) for each in fit) - self._let_go
 
-    def pick(self, wanted: Version, avoid: str = "", keys: Sequence[str] = ()) -> Replica | None:
+    def pick(self, wanted: Version, avoid: Collection[str] = (), keys: Sequence[str] = ()) -> Replica | None:
         """Return the replica for a request, of those that serve `wanted` or newer; None if no replica does.
 
         Args:
             wanted: Oldest version that may sample.
-            avoid: Target that is chosen only if there is no other.
+            avoid: Targets that are chosen only if there is no other.
             keys: Whose prefix the request begins with, the most specific first, such as its episode and its group.
         """
         fit = [each for each in self._replicas.values() if not each.why_not(wanted)]
-        fit = [each for each in fit if each.target != avoid] or fit
+        fit = [each for each in fit if each.target not in avoid] or fit
         fit = [each for each in fit if not each.paused_long] or fit
         if not fit:
             return None
         home = self._homes.find(keys) if keys else ""
         return self._replicas[place([each.load for each in fit], home, self.config.affinity_margin)]
 
-    async def choose(self, wanted: Version, avoid: str = "", keys: Sequence[str] = ()) -> Replica:
+    async def choose(self, wanted: Version, avoid: Collection[str] = (), keys: Sequence[str] = ()) -> Replica:
         """Wait until `pick` finds a replica, remember it for the keys and return it; the caller sets the deadline."""
         while (replica := self.pick(wanted, avoid, keys)) is None:
+            self._tell_wait(wanted)
             with contextlib.suppress(TimeoutError):
                 # Cooldowns end without a notice.
                 async with self.clock.timeout(self.config.poll_s):
                     await self.changed()
+        if self._waited_for:
+            self._waited_for = {each for each in self._waited_for if each > wanted}
         self._homes.remember(keys, replica.target)
         return replica
+
+    def _tell_wait(self, wanted: Version) -> None:
+        """Log that calls wait for a replica, and why: once, until a call of this version, or of a newer one, finds one."""
+        if wanted not in self._waited_for:
+            self._waited_for.add(wanted)
+            log.info("calls wait for a replica", wanted=str(wanted), reason=self._why_none(wanted))
+
+    def _why_none(self, wanted: Version) -> str:
+        whys = "; ".join(f"{each.name} {each.why_not(wanted) or 'is busy'}" for each in self.replicas)
+        return whys or "none is known: look at peers.rollout"
 
     def none_for(self, waited_s: float, setting: str) -> SluiceError:
         """Return the error after `waited_s` seconds without a replica that gets work; `setting` is the name of that limit."""
@@ -395,7 +415,7 @@ class ReplicaPool:
 
     def none_at(self, wanted: Version, waited_s: float, setting: str) -> SluiceError:
         """Return the error after `waited_s` seconds without a replica of a version that is new enough; `setting` is the name of that limit."""
-        serve = "; ".join(f"{each.name} {each.why_not(wanted) or 'is busy'}" for each in self.replicas)
+        serve = self._why_none(wanted)
         return SluiceError.unavailable(
             "NO_REPLICA",
             f"no rollout replica has taken version {wanted} or a newer one for {waited_s:g} s ({setting}): {serve}. See `version not"

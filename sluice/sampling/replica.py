@@ -244,6 +244,10 @@ class Replica:
         self._rest_until = now + min(_LONGEST_COOLDOWN_S, _FIRST_COOLDOWN_S * 2 ** min(self._failed_work, 10))
         self._failed_work += 1
 
+    def work_forgiven(self) -> None:
+        """Take back a failed request that other replicas failed at too: the rest after the next one is not longer for it."""
+        self._failed_work = max(0, self._failed_work - 1)
+
     def work_succeeded(self, version: Version) -> None:
         """Record a request that succeeded; `version` sampled its last token."""
         self._failed_work = self._stalls = 0

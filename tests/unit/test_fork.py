@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -193,3 +194,36 @@ def test_what_cannot_be_forked_is_refused_with_the_reason(tmp_path: Path) -> Non
     shutil.rmtree(old / "journal")
     (old / DATABASE).unlink()
     assert "no run" in refused("old/step_2")
+
+
+def test_all_of_a_fork_is_on_disk_before_its_name_and_the_name_before_it_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut leaves no fork or a whole one."""
+    old, new = old_run(tmp_path), tmp_path / "new"
+    calls: list[tuple[str, Path]] = []
+    held: dict[str, list[Path]] = {}
+    sync, rename = os.fsync, Path.rename
+
+    def noting_sync(descriptor: int) -> None:
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink()))
+        sync(descriptor)
+
+    def noting_rename(path: Path, target: Path) -> Path:
+        held["built"] = [path, *path.rglob("*")]
+        calls.append(("rename", path))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(Path, "rename", noting_rename)
+    fork(old, "step_2", new)
+    named = next(index for index, (call, _) in enumerate(calls) if call == "rename")
+    synced = {path: index for index, (call, path) in enumerate(calls) if call == "fsync"}
+    assert len(held["built"]) > 5
+    for path in held["built"]:
+        assert synced.get(path, named) < named, f"{path} is named before it is on disk"
+        if path.is_dir():
+            continue
+        directory = calls[named][1] if path.parent == calls[named][1] else path.parent
+        assert synced[path] < synced[directory], "a directory is synced after its files"
+    assert synced.get(new.parent, -1) > named, "the new name is on disk when the fork is reported"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from types import SimpleNamespace
 
 import grpc
@@ -103,6 +104,40 @@ def test_all_or_none():
 def test_a_bad_value_is_refused_with_the_reason_of_its_field(key, text, reason):
     live, _ = settings()
     assert reason in faults(live, {key: text})[key]
+
+
+@pytest.mark.parametrize("text", ["1e30", "1" + "0" * 30, "1" + "0" * 400])
+def test_every_setting_has_an_upper_bound_that_its_refusal_names(text):
+    live, _ = settings()
+    assert set(KEYS) <= set(live.keys)
+    for key in live.keys:
+        assert re.search(r"must be at most \d+ while .*\(got ", faults(live, {key: text})[key]), key
+
+
+@pytest.mark.parametrize(
+    ("key", "most", "more"),
+    [
+        ("trainer.lr", "1e3", "1001.0"),
+        ("max_staleness", "1000", "1001"),
+        ("orchestrator.max_running", "1000000", "1000001"),
+        ("orchestrator.pacing.reserve", "1000", "1000.5"),
+        ("orchestrator.checkpoint.every_s", "31536000", "31536001"),
+    ],
+)
+def test_the_bound_is_let_in_and_what_is_beyond_it_is_refused_with_value_and_bound(key, most, more):
+    live, _ = settings()
+    assert live.plan({key: most})
+    with pytest.raises(SluiceError) as caught:
+        live.plan({key: more})
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"{key} must be at most {as_toml(int(float(most)))}" in caught.value.message
+    assert f"(got {more})" in caught.value.message
+
+
+def test_a_value_of_the_settings_file_beyond_the_bound_may_be_set_again():
+    live, held = settings(max_running=2_000_000)
+    assert live.plan({"orchestrator.max_running": "2000000"}) == []
+    assert held.config.max_running == 2_000_000
 
 
 def test_an_error_lists_what_can_be_changed():
