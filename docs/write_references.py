@@ -229,8 +229,7 @@ def limits_page() -> str:
             [
                 "# Limits, and what can never be trained",
                 "<!-- Written by `make references` from sluice/limits.py. -->",
-                "Every server says these limits in `GetServerInfo`. Whoever lets data in checks it there, before anything is sampled or"
-                " written. Settings may be lower; see [configuration.md](configuration.md).",
+                LIMITS_OPENING,
                 table(("limit", "largest value", "of", "what is larger"), rows),
                 LIMITS_TEXT,
             ]
@@ -238,6 +237,9 @@ def limits_page() -> str:
         + "\n"
     )
 
+
+LIMITS_OPENING = """Every server says these limits in `GetServerInfo`. Whoever lets data in checks it there, before anything is sampled or
+written. Settings may be lower; see [configuration.md](configuration.md)."""
 
 LIMITS_TEXT = """## At the door
 

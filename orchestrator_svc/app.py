@@ -207,7 +207,14 @@ async def _built(
     async with contextlib.AsyncExitStack() as stack:
         processes = {
             each.name: await stack.enter_async_context(
-                EnvironmentProcesses(each.environment, each.args, each.environment_processes, start_limit, clock=clock)
+                EnvironmentProcesses(
+                    each.environment,
+                    each.args,
+                    each.environment_processes,
+                    start_limit,
+                    group_size=each.group_size,
+                    clock=clock,
+                )
             )
             for each in config.mix
         }

@@ -15,6 +15,7 @@ from typing import TypeVar
 from sluice.config import ConfigError
 from sluice.errors import BindError
 from sluice.supervise.restart_policy import EXIT_BIND
+from sluice.supervise.spawn import Spawned
 from sluice.supervise.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class Child:
         name: What it is, for messages.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path, log_start: int) -> None:
+    def __init__(self, name: str, process: Spawned, log_path: Path, log_start: int) -> None:
         self.name = name
         self._process, self._log_path, self._log_start = process, log_path, log_start
 

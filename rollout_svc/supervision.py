@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 import structlog
 
 from rollout_svc.engines.adapters import LoraEngine
-from rollout_svc.engines.base import EngineError, InferenceEngine
+from rollout_svc.engines.base import EngineError, InferenceEngine, UnfitVersionError
 from sluice.rpc import SluiceError
 from sluice.versions import Version
-from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion, VersionRefusedError
 
 CHECK_S = 0.25
 """Seconds between two checks of the engine; reading its status is cheap."""
@@ -87,6 +87,7 @@ class EngineSupervisor:
         """Switch the engine to a staged version.
 
         Raises:
+            VersionRefusedError: if it does not fit the model or the settings.
             ApplyError: if it does not serve.
         """
         with _apply_errors(staged.version):
@@ -96,6 +97,7 @@ class EngineSupervisor:
         """Let new requests run on an adapter.
 
         Raises:
+            VersionRefusedError: if it does not fit the model or the settings.
             ApplyError: if it does not serve.
         """
         with _apply_errors(staged.version):
@@ -158,5 +160,7 @@ def _apply_errors(version: Version) -> Iterator[None]:
     """Turn an engine's failure into the receiver's ApplyError."""
     try:
         yield
+    except UnfitVersionError as error:
+        raise VersionRefusedError(f"version {version} was not applied: {error}") from error
     except (EngineError, SluiceError) as error:
         raise ApplyError(f"version {version} was not applied: {error}") from error

@@ -14,12 +14,12 @@ from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.adapters import AdaptersFullError
 from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.supervision import EngineSupervisor
-from sluice.config import CommonConfig
+from sluice.config import CommonConfig, FailedForGoodError
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
 from weightsync.receiver import PolicyMode, PullLimits, ReceiverOptions, ReceiverStatus, WeightReceiver
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyReport, StagedVersion, VersionRefusedError
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class ReplicaWeights:
     """Keeps the engine on the version that its policy asks for."""
 
     def __init__(self, common: CommonConfig, config: RolloutConfig, engine: EngineSupervisor) -> None:
-        self._config, self._engine = config, engine
+        self._config, self._engine, self._run = config, engine, common.run
         self._channel: grpc.aio.Channel | None = None
         self._receiver: WeightReceiver | None = None
         if config.follow_weights:
@@ -60,11 +60,20 @@ class ReplicaWeights:
             )
 
     async def run_forever(self) -> None:
-        """Follow weight sync until cancelled. A replica that does not follow only waits."""
+        """Follow weight sync until cancelled. A replica that does not follow only waits.
+
+        Raises:
+            FailedForGoodError: if the first version of the run does not fit the replica's model or settings: it could take none.
+        """
         if self._receiver is None:
             await asyncio.Event().wait()
         else:
-            await self._receiver.run_forever()
+            try:
+                await self._receiver.run_forever()
+            except VersionRefusedError as error:
+                raise FailedForGoodError(
+                    f"{error}; no version of run {self._run} can be served: give trainer and replicas the same model"
+                ) from error
 
     async def close(self) -> None:
         """Close the connection and remove what is staged."""

@@ -6,7 +6,8 @@ never meet half-way. Until a version is applied, the one before serves.
 
 The engine alone knows what it serves: it may refuse a version, take an adapter away, or come back from a restart on the base
 model. So the receiver asks it, before it decides and after every change (`Engine.held`). The engine also recovers from a
-failed apply by itself; the receiver only tries the version again, after a pause.
+failed apply by itself; the receiver only tries the version again, after a pause. If the engine refuses the first version that it
+gets because that does not fit its model, no later one will fit, and the receiver gives up.
 """
 
 from __future__ import annotations
@@ -44,7 +45,15 @@ from weightsync.receive.shared_area import (
 )
 from weightsync.receive.sources import Reporter, SourceLimits, Sources, UpdateTimings, VersionWatch, observe_update
 from weightsync.receive.version_file import StagingError, dense_bytes, tensor_specs
-from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
+from weightsync.staged import (
+    ApplyError,
+    ApplyReport,
+    Engine,
+    HeldVersions,
+    StagedAdapter,
+    StagedVersion,
+    VersionRefusedError,
+)
 
 __all__ = ["PolicyMode", "PullLimits", "ReceiverOptions", "ReceiverStatus", "WeightReceiver"]
 
@@ -296,17 +305,29 @@ class WeightReceiver:
         """Staged and not applied yet."""
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
         self._updates, self._error = 0, ""
+        self._refused: VersionRefusedError | None = None
+        """Why the last version that was tried does not fit the engine; None if it does, or failed otherwise."""
         self._last_update: UpdateTimings | None = None
 
     async def run_forever(self) -> None:
-        """Follow the policy until cancelled. A weight service that cannot be reached is tried again and again."""
+        """Follow the policy until cancelled. A weight service that cannot be reached is tried again and again.
+
+        Raises:
+            VersionRefusedError: if the engine refused the first version that it was to follow.
+        """
         await asyncio.to_thread(remove_stale, self._area.parent)
         await self._sources.settle()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._sources.run_forever())
-            tasks.create_task(self._watch.run_forever())
-            tasks.create_task(self._reporter.run_forever())
-            tasks.create_task(self._follow_forever())
+        refused: VersionRefusedError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._sources.run_forever())
+                tasks.create_task(self._watch.run_forever())
+                tasks.create_task(self._reporter.run_forever())
+                tasks.create_task(self._follow_forever())
+        except* VersionRefusedError as group:
+            (refused,) = (each for each in group.exceptions if isinstance(each, VersionRefusedError))
+        if refused is not None:
+            raise refused
 
     async def close(self) -> None:
         """Remove what is staged; call it when the engine reads it no more."""
@@ -338,8 +359,8 @@ class WeightReceiver:
 
         Raises:
             PolicyHeldError: if another owner's policy is in force.
-            SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or UNAVAILABLE if the version could not be pulled or applied; the
-                message says what serves.
+            SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, FAILED_PRECONDITION if the version does not fit the engine, or UNAVAILABLE
+                if it could not be pulled or applied; the message says what serves.
         """
         self._policy.check_owner(owner, self._clock())
         request = _UpdateRequest(version, asyncio.get_running_loop().create_future())
@@ -452,7 +473,11 @@ class WeightReceiver:
             wanted = self._policy.wanted(held.serving, self._watch.newest_version, now)
             if wanted is None:
                 await self._sleep(_IDLE_S)
-            elif not await self._try(wanted, or_newer=self._policy.current(now).mode is PolicyMode.FOLLOW):
+                continue
+            follows = self._policy.current(now).mode is PolicyMode.FOLLOW
+            if not await self._try(wanted, or_newer=follows):
+                if follows and self._refused is not None and not self._updates:
+                    raise self._refused
                 await self._sleep(self._backoff.fail())
 
     async def _take(self, version: Version | None, *, or_newer: bool) -> ApplyReport:
@@ -523,7 +548,9 @@ class WeightReceiver:
         """Let an adapter serve beside the weights that it belongs to. Take those first, if the engine holds others."""
         version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
         if not self._engine.serves_adapters:
-            raise StagingError(f"version {version} is an adapter: set rollout.lora.enabled = true and start again")
+            raise VersionRefusedError(
+                f"version {version} is an adapter: set rollout.lora.enabled = true and start again"
+            )
         weights = (await self._look()).weights
         if base != weights:
             if base == BASE:
@@ -604,7 +631,7 @@ class WeightReceiver:
             if done is not None and not done.done():
                 done.set_exception(self._as_sluice_error(error))
             return False
-        self._error = ""
+        self._error, self._refused = "", None
         self._backoff.succeed()
         if done is not None and not done.done():
             done.set_result(report)
@@ -612,6 +639,7 @@ class WeightReceiver:
 
     def _note_failure(self, version: Version | None, error: Exception) -> None:
         self._error = f"version {version or 'newest'}: {error}"
+        self._refused = error if isinstance(error, VersionRefusedError) else None
         UPDATES.labels("failed").inc()
         if isinstance(error, PullError | StagingError):
             self._sources.leave("what it gives could not be taken")
@@ -624,7 +652,10 @@ class WeightReceiver:
             return error
         if isinstance(error, grpc.aio.AioRpcError):
             return SluiceError.from_rpc(error)
-        return SluiceError.unavailable("UPDATE_FAILED", f"{error}; version {self._serving()} serves")
+        message = f"{error}; version {self._serving()} serves"
+        if isinstance(error, VersionRefusedError):
+            return SluiceError.failed_precondition("UPDATE_FAILED", message)
+        return SluiceError.unavailable("UPDATE_FAILED", message)
 
     async def _sleep(self, pause_s: float) -> None:
         """Wait until something changes, the policy runs out, or the pause is over."""

@@ -14,6 +14,10 @@ class ApplyError(Exception):
     """The engine did not apply the version. `Engine.held` says what it holds now."""
 
 
+class VersionRefusedError(ApplyError):
+    """The version does not fit the engine: its names, shapes or settings are others than the model's. No repetition helps."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Data type (as safetensors names it, such as ``F32``) and shape of one tensor."""
@@ -98,6 +102,7 @@ class Engine(Protocol):
         """Switch to a staged version: pause, copy, resume.
 
         Raises:
+            VersionRefusedError: if it does not fit the model.
             ApplyError: if the version does not serve. Nothing is sampled from half a version.
         """
         ...
@@ -106,6 +111,7 @@ class Engine(Protocol):
         """Let new requests run on an adapter beside the weights, which are not touched.
 
         Raises:
+            VersionRefusedError: if it does not fit the model or the settings.
             ApplyError: if it does not serve.
         """
         ...

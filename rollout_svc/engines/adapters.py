@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import structlog
 
 from rollout_svc.config import LoraLimits
-from rollout_svc.engines.base import EngineError, GenerationRequest
+from rollout_svc.engines.base import EngineError, GenerationRequest, UnfitVersionError
 from sluice.tasks import run_to_end
 from sluice.versions import Version
 from weightsync.staged import ApplyReport, HeldVersions, StagedAdapter
@@ -183,10 +183,10 @@ def check_adapter(staged: StagedAdapter, shapes: Mapping[str, tuple[int, ...]], 
     """Check that an adapter can be served, with the same result in every engine.
 
     Raises:
-        EngineError: if it cannot, with what to change.
+        UnfitVersionError: if it cannot, with what to change.
     """
     if limits is None:
-        raise EngineError(
+        raise UnfitVersionError(
             f"version {staged.version} is an adapter and the engine was started without: set rollout.lora.enabled = true"
         )
     config = json.loads((staged.path / "adapter_config.json").read_text())
@@ -195,25 +195,29 @@ def check_adapter(staged: StagedAdapter, shapes: Mapping[str, tuple[int, ...]], 
     known = {name + end for name in pairs for end in (A_END, B_END)}
     if not pairs or known != staged.tensors.keys():
         strange = sorted(known ^ staged.tensors.keys())[:3]
-        raise EngineError(f"adapter {staged.version} must hold pairs of lora_A and lora_B weights, not {strange}")
+        raise UnfitVersionError(f"adapter {staged.version} must hold pairs of lora_A and lora_B weights, not {strange}")
     for name in pairs:
         _check_pair(staged, name, shapes, rank)
 
 
 def _check_config(version: Version, config: Mapping[str, Any], limits: LoraLimits) -> int:
     if config.get("peft_type") != "LORA":
-        raise EngineError(f"adapter {version} is of type {config.get('peft_type')!r}; only LORA is served")
+        raise UnfitVersionError(f"adapter {version} is of type {config.get('peft_type')!r}; only LORA is served")
     used = sorted(name for name, off in PLAIN.items() if (config.get(name) or off) != off)
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init not in PLAIN_INITS:
         used.append(f"init_lora_weights = {init}")
     if used:
-        raise EngineError(f"adapter {version} uses {', '.join(used)}, which not every engine computes; train without")
+        raise UnfitVersionError(
+            f"adapter {version} uses {', '.join(used)}, which not every engine computes; train without"
+        )
     rank = config.get("r")
     if not isinstance(rank, int) or not 0 < rank <= limits.max_rank:
-        raise EngineError(f"adapter {version} has rank {rank}; raise rollout.lora.max_rank, now {limits.max_rank}")
+        raise UnfitVersionError(
+            f"adapter {version} has rank {rank}; raise rollout.lora.max_rank, now {limits.max_rank}"
+        )
     if not isinstance(config.get("lora_alpha"), int | float):
-        raise EngineError(f"adapter {version} has no lora_alpha in its adapter_config.json")
+        raise UnfitVersionError(f"adapter {version} has no lora_alpha in its adapter_config.json")
     return rank
 
 
@@ -221,10 +225,14 @@ def _check_pair(staged: StagedAdapter, name: str, shapes: Mapping[str, tuple[int
     weight = f"{name.removeprefix(PREFIX)}.weight"
     shape = shapes.get(weight)
     if not name.startswith(PREFIX) or shape is None or ".layers." not in weight:
-        raise EngineError(f"adapter {staged.version} changes {weight}: only linear layers of the base model's blocks")
+        raise UnfitVersionError(
+            f"adapter {staged.version} changes {weight}: only linear layers of the base model's blocks"
+        )
     found = (staged.tensors[name + A_END].shape, staged.tensors[name + B_END].shape)
     if len(shape) != 2 or found != ((rank, shape[1]), (shape[0], rank)):
-        raise EngineError(f"adapter {staged.version}: {weight} is {list(shape)}, its factors are {found}, rank {rank}")
+        raise UnfitVersionError(
+            f"adapter {staged.version}: {weight} is {list(shape)}, its factors are {found}, rank {rank}"
+        )
 
 
 class RequestInProgress(Protocol):

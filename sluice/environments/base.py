@@ -10,6 +10,8 @@ A single-turn environment poses messages and scores completions::
         def score(self, task: Task, completion: str) -> float | Score: ...
 
 `score_batch(task, completions)`, if it is there too, scores several completions at once; None in its list is a missing reward.
+An environment that ends by itself what takes too long to score says so with an attribute `scoring_s`, the most seconds that it takes
+for one completion: the time to score a group follows from it, unless `score_s` is set.
 A multi-turn environment has `reset` instead of `messages` and `score`. Where external agents run the episodes, `messages` (what
 they begin with) and `score` (where they give no reward) are each optional. All methods run in processes of their own
 (`orchestrator.environment_processes`), each call with a time limit; the environment is constructed once in each process. Methods may

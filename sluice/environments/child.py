@@ -332,6 +332,7 @@ def _start(connection: Connection, settings: Answer) -> Any:  # noqa: ANN401 - a
     sys.path[:] = [*own, *settings["path"]]
     try:
         environment = loading.load_environment(settings["environment"], settings["arguments"])
+        _scoring_s(environment)
     except ConfigError as error:
         connection.send({"refused": str(error)})
         sys.exit(1)
@@ -371,6 +372,8 @@ def main() -> None:
             "scores": hasattr(environment, "score"),
             "plays": hasattr(environment, "run"),
             "coroutines": coroutines,
+            "scoring_s": _scoring_s(environment),
+            "scores_together": _scores_together(environment),
         }
     )
     if coroutines:
@@ -379,6 +382,23 @@ def main() -> None:
         _serve_in_threads(connection, environment, settings["threads"])
     else:
         _serve_one_by_one(connection, environment)
+
+
+def _scoring_s(environment: Any) -> float:  # noqa: ANN401 - a user's class
+    """Return the most seconds that the environment takes to score one completion; 0 if it has no such limit.
+
+    Raises:
+        ConfigError: if what it says is no number of seconds.
+    """
+    found = getattr(environment, "scoring_s", 0.0)
+    if not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise ConfigError(f"the environment's scoring_s is {found!r:.200}: give seconds, 0 for no limit")
+    return float(found)
+
+
+def _scores_together(environment: Any) -> bool:  # noqa: ANN401 - a user's class
+    """Return whether the completions of a group are scored at the same time."""
+    return not hasattr(environment, "score_batch") and _is_coroutine(getattr(environment, "score", None))
 
 
 def _is_coroutine(method: object) -> bool:

@@ -25,7 +25,11 @@ class EnvironmentProcessesConfig(Section):
     call_s: float = Field(
         60.0, gt=0, description="Seconds for one call of messages, reset or step; then its process is killed."
     )
-    score_s: float = Field(10.0, gt=0, description="Seconds to score one group; then the process is killed.")
+    score_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds to score one group; then the process is killed. 0: 10, or as long as the environment's own limits of time may take for the group, such as those of programs in the sandbox.",
+    )
     score_retries: int = Field(
         1, ge=0, description="Further attempts to score a completion before its reward is missing, which is never 0."
     )
@@ -35,7 +39,9 @@ class EnvironmentProcessesConfig(Section):
         description="Most memory of one process and what it started, in MiB; then it is killed. 0: no limit. Linux only.",
     )
     max_restarts: int = Field(
-        16, ge=0, description="Processes that may die one after the other without an answer before no more are started."
+        16,
+        ge=0,
+        description="Processes that may die one after the other, without an answer and without a call at fault, before no more are started.",
     )
     variables: list[str] = Field(
         default_factory=list,

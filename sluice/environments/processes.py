@@ -14,6 +14,7 @@ import os
 import secrets
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import structlog
@@ -48,6 +49,9 @@ _COROUTINES = 64
 _PATIENCE_S = 0.05
 """Seconds that calls wait before a further process is started for them: about what its start takes."""
 
+SCORE_S = 10.0
+"""Seconds to score a group if the settings name none; beside the limits of an environment that has its own, for all else."""
+
 _EXTRA_S = 1.0
 """Seconds that a process with coroutine methods gets to cancel a call that is late, before it is killed."""
 
@@ -73,13 +77,42 @@ def memory_look_s(room_mib: float, took_s: float) -> float:
     return max(least, min(most, room_mib / _FASTEST_MIB_PER_S), took_s / _MEMORY_SHARE)
 
 
+@dataclass(frozen=True, slots=True)
+class ScoringTime:
+    """How long a group may be scored. Pure.
+
+    Args:
+        score_s: Seconds for a group, as the settings have it; 0 if they leave it to the environment.
+        each_s: Most seconds that the environment takes for one completion, because it ends what takes longer; 0 if it has no such limit.
+        together: Whether the completions of a group are scored at the same time.
+    """
+
+    score_s: float
+    each_s: float = 0.0
+    together: bool = False
+
+    def own_s(self, completions: int) -> float:
+        """Return the seconds after which the environment has ended the scoring of so many completions itself; 0 if it does not."""
+        return self.each_s if self.together else self.each_s * completions
+
+    def limit_s(self, completions: int) -> float:
+        """Return the seconds after which the process that scores so many completions is killed."""
+        own_s = self.own_s(completions)
+        return max(self.score_s or SCORE_S, own_s + SCORE_S if own_s else 0.0)
+
+    def too_short(self, completions: int) -> bool:
+        """Return whether the settings give less than the environment may take."""
+        return 0 < self.score_s < self.own_s(completions)
+
+
 class Restarts:
     """Decides when another process may be started after one that died. Pure.
 
-    Only deaths in a row count: a task that kills its process now and then must not end the run.
+    A death is charged to the call at fault if that is known: the call fails, and its task can be put in quarantine. The deaths that
+    nobody is to blame for, such as those at start, are counted while no call is answered: an environment that cannot run must end.
 
     Args:
-        most: Deaths without an answer in between after which no further process is started.
+        most: Counted deaths in a row after which no further process is started.
     """
 
     def __init__(self, most: int) -> None:
@@ -89,8 +122,14 @@ class Restarts:
         """Note that a process answered a call."""
         self._in_a_row = 0
 
-    def died(self) -> float | None:
-        """Return the seconds until the next start; None to give up."""
+    def died(self, *, charged: bool) -> float | None:
+        """Return the seconds until the next start; None to give up.
+
+        Args:
+            charged: Whether a call is at fault, and fails for it.
+        """
+        if charged:
+            return 0.0
         self._in_a_row += 1
         if self._in_a_row > self._most:
             return None
@@ -105,6 +144,7 @@ class EnvironmentProcesses:
         arguments: Keyword arguments of the environment's class or function.
         start_limit: Seconds to construct the environment, and to list its tasks; and the setting that says so.
         section: Table of the settings that `config` is, for messages.
+        group_size: Completions of a group, to check that `score_s` is not too short for an environment with limits of its own.
         clock: Says when a call, a start or a memory check is due.
 
     Attributes:
@@ -129,14 +169,16 @@ class EnvironmentProcesses:
         start_limit: tuple[float, str],
         section: str = "orchestrator.environment_processes",
         *,
+        group_size: int = 1,
         clock: Clock = CLOCK,
     ) -> None:
         self.failures: Counter[str] = Counter()
         self.processes_ended: Counter[str] = Counter()
         self._reference, self._arguments, self._config = reference, arguments, config
         self._start_s, self._start_setting = start_limit
-        self._section = section
+        self._section, self._group_size = section, group_size
         self._clock = clock
+        self._scoring = ScoringTime(config.score_s)
         self._most = config.count or min(os.cpu_count() or 1, _MOST_PROCESSES)
         self._coroutines = False
         self._numbers, self._process_numbers = itertools.count(1), itertools.count(1)
@@ -253,7 +295,7 @@ class EnvironmentProcesses:
         return _MISSING
 
     async def _scored(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        limit = (self._config.score_s, f"{self._section}.score_s")
+        limit = (self._scoring.limit_s(len(completions)), f"{self._section}.score_s")
         try:
             values, _ = await self._call(
                 "score", task.task_id, {"task": task_fields(task), "completions": list(completions)}, limit
@@ -469,6 +511,9 @@ class EnvironmentProcesses:
             raise ConfigError(f"environment_args cannot be sent to the environment's processes: {error}") from error
         except OSError as error:
             raise ConfigError(f"a process for environment {self._reference} cannot be started: {error}") from error
+        self._scoring = ScoringTime(self._config.score_s, description["scoring_s"], description["scores_together"])
+        if self._scoring.too_short(self._group_size):
+            raise ConfigError(self._too_short())
         self._coroutines = description["coroutines"]
         worker.room = self._config.calls or (_COROUTINES if self._coroutines else 1)
         if not self._described.done():
@@ -479,6 +524,16 @@ class EnvironmentProcesses:
             self._described.set_result(None)
             withheld = sorted(os.environ.keys() - variables.keys())
             log.info("environment is ready", name=self.name, processes=self._most, variables_withheld=withheld)
+
+    def _too_short(self) -> str:
+        """Return why `score_s` is refused."""
+        scoring, count = self._scoring, self._group_size
+        programs = f"{count} completions {'at the same time' if scoring.together else 'one after the other'}, "
+        return (
+            f"{self._section}.score_s is {scoring.score_s:g}, but environment {self._reference} may take {scoring.own_s(count):g} s for a"
+            f" group: {programs if count > 1 else ''}up to {scoring.each_s:g} s each. Leave score_s out, so that it follows from the"
+            " environment's limits; or raise it; or lower those limits, for the reward `code` environment_args.limits wall_s and cases_s"
+        )
 
     def _answered(self, worker: Worker, call: Call, answer: dict[str, Any]) -> None:
         """Take the answer to a call."""
@@ -530,14 +585,14 @@ class EnvironmentProcesses:
             calls=len(running),
             episodes=worker.episodes,
         )
-        delay = self._restarts.died()
+        delay = self._restarts.died(charged=end.culprit is not None)
         if delay is None:
             self._give_up(
-                f"the processes of environment {self.name} died {self._config.max_restarts + 1} times in a row (the last"
-                f" one: {end.text}): repair the environment, or raise {self._section}.max_restarts"
+                f"the processes of environment {self.name} died {self._config.max_restarts + 1} times in a row without a call at"
+                f" fault (the last one: {end.text}): repair the environment, or raise {self._section}.max_restarts"
             )
         else:
-            self._start_at = self._clock() + delay
+            self._start_at = max(self._start_at, self._clock() + delay)
         for call in [*running, *worker.waiting]:
             self._again(call, end, ran=call.number in worker.running)
         self._pump()

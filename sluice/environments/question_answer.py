@@ -31,7 +31,7 @@ def load(  # noqa: D417 - those of `QuestionAnswer` too
         answer: Field of the answer.
         reward: ``exact``, ``math``, ``gsm8k``, ``code``, or ``module:function`` of (completion, answer). Empty: that of the format.
         sandbox: For ``code``: ``auto`` confines the programs, ``none`` runs them with all rights of this process.
-        limits: For ``code``: ``wall_s``, ``cpu_s``, ``memory_mib``, ``output_kib``, ``packages``.
+        limits: For ``code``: ``wall_s``, ``cases_s``, ``cpu_s``, ``memory_mib``, ``output_kib``, ``packages``.
         judge: In place of `reward`: ``url``, ``model``, ``prompt``, ``key_variable``, ``timeout_s``, ``at_a_time``.
         system: System message; none if empty.
         name: Configuration of a hub data set.
@@ -66,7 +66,11 @@ def fields(question: str, answer: str) -> Format:
 
 
 class QuestionAnswer:
-    """Scores answers with a reward function; the arguments are those of `load`."""
+    """Scores answers with a reward function; the arguments are those of `load`.
+
+    Attributes:
+        scoring_s: Most seconds to score one answer, where the reward function has such a limit; else 0.
+    """
 
     name = "question_answer"
 
@@ -90,6 +94,7 @@ class QuestionAnswer:
             raise ConfigError("no data set is named: set environment_args dataset to a file, a directory or a hub id")
         self._configuration = name or (None if dataset else self._format.name)
         self._reward = _function(reward or self._format.reward, sandbox, limits)
+        self.scoring_s = float(getattr(self._reward, "scoring_s", 0.0))
         self._system, self._limit = system, limit
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
@@ -128,12 +133,17 @@ class QuestionAnswer:
 
 
 class JudgedQuestions:
-    """Lets a model score the answers."""
+    """Lets a model score the answers.
+
+    Attributes:
+        scoring_s: Most seconds to score one answer.
+    """
 
     name = "question_answer"
 
     def __init__(self, dataset: str, judge: Judge, **given: Any) -> None:  # noqa: ANN401 - those of `QuestionAnswer`
         self._questions, self._judge = QuestionAnswer(dataset, **given), judge
+        self.scoring_s = judge.timeout_s
 
     async def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the questions of a split."""

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from sluice.environments.sandbox import Limits, check_confines, run_python
+from sluice.environments.sandbox import START_S, Limits, Ran, check_confines, run_python
 from sluice.errors import ConfigError
 
 RewardFunction = Callable[[str, str], float]
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+_CASES = 6
+"""The cases of a list may take so many times the seconds of one run, unless the limits say otherwise."""
+
+STARTS_S = 60.0
+"""Seconds that the starts of the interpreter for one program may take together: 30 ms each on a quiet machine."""
 
 JUDGE_PROMPT = """Judge an answer.
 
@@ -64,39 +72,76 @@ class CodeReward:
     The program is the last fenced block, or the whole completion without one. The answer is Python code with assertions, which follows
     the program; or a JSON list of ``{"input": ..., "output": ...}``, what the program reads and what it must print.
 
+    A program that has not ended after ``wall_s`` has failed its tests. So has one that took ``cases_s`` for the cases of a list together,
+    without the starts of the interpreter, before the last of them.
+
     Args:
-        limits: What each run may use; fields of `Limits`.
+        limits: What each run may use, fields of `Limits`; and ``cases_s``, seconds for all cases of a list (6 times ``wall_s``).
         confined: Whether it runs in the sandbox.
+
+    Attributes:
+        scoring_s: Most seconds for one completion.
 
     Raises:
         ConfigError: if this machine cannot confine it, or there is no such limit.
     """
 
     def __init__(self, limits: Mapping[str, Any] | None = None, *, confined: bool = True) -> None:
+        given = dict(limits or {})
+        cases_s = given.pop("cases_s", None)
         try:
-            self._limits = Limits(**(limits or {}))
+            self._limits = Limits(**given)
         except TypeError as error:
             raise ConfigError(f"no such limit of the sandbox: {error}") from error
+        self._cases_s = self._limits.wall_s * _CASES if cases_s is None else cases_s
+        for name, seconds in {"wall_s": self._limits.wall_s, "cases_s": self._cases_s}.items():
+            if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+                raise ConfigError(f"limits.{name} is {seconds!r}: give seconds, more than 0")
+        self.scoring_s = max(self._limits.wall_s, self._cases_s) + STARTS_S + START_S
         self._confined = confined
         if confined:
             check_confines()
 
     def __call__(self, completion: str, answer: str) -> float:
-        """Run the tests."""
+        """Run the tests.
+
+        Raises:
+            TimeoutError: if this machine takes too long to start the interpreter for each case.
+        """
         blocks = _FENCED.findall(completion)
         program = blocks[-1] if blocks else completion
         if (cases := _cases(answer)) is not None:
-            return float(all(self._prints(program, each["input"], each["output"]) for each in cases))
+            return float(self._passes(program, cases))
         mark = secrets.token_hex(16)  # a program that ends early does not get to print it
         whole = f"{program}\n\n{answer}\n\nprint()\nprint({mark!r})\n"
         ran = run_python(whole, limits=self._limits, confined=self._confined)
         return float(ran.ok and ran.stdout.rstrip().endswith(mark))
 
-    def _prints(self, program: str, given: str, wanted: str) -> bool:
-        ran = run_python(program, stdin=given, limits=self._limits, confined=self._confined)
-        return ran.ok and [each.rstrip() for each in ran.stdout.rstrip().splitlines()] == [
-            each.rstrip() for each in wanted.rstrip().splitlines()
-        ]
+    def _passes(self, program: str, cases: Sequence[Mapping[str, str]]) -> bool:
+        """Return whether a program passes all cases; it is not run again after one that it fails."""
+        left_s, starts_s = self._cases_s, 0.0
+        for number, case in enumerate(cases):
+            if starts_s > STARTS_S:
+                raise TimeoutError(
+                    f"the interpreter took {starts_s:.0f} s to start for {number} of {len(cases)} test cases: this machine is too busy, or"
+                    " the list too long"
+                )
+            if left_s <= 0:
+                return False
+            limits = replace(self._limits, wall_s=min(self._limits.wall_s, left_s))
+            ran = run_python(program, stdin=case["input"], limits=limits, confined=self._confined)
+            if not _printed(ran, case["output"]):
+                return False
+            left_s -= ran.seconds
+            starts_s += ran.start_seconds
+        return True
+
+
+def _printed(ran: Ran, wanted: str) -> bool:
+    """Return whether a program ended in order and printed what it should, white space at the ends of lines aside."""
+    return ran.ok and [each.rstrip() for each in ran.stdout.rstrip().splitlines()] == [
+        each.rstrip() for each in wanted.rstrip().splitlines()
+    ]
 
 
 def _cases(answer: str) -> list[dict[str, str]] | None:
@@ -128,6 +173,9 @@ class Judge:
         at_a_time: Requests under way.
         remembered: Judgements that are kept.
         **options: Further fields of the request, such as ``temperature = 0``.
+
+    Attributes:
+        timeout_s: As above.
     """
 
     def __init__(
@@ -145,7 +193,7 @@ class Judge:
         from sluice.chat_endpoint import ChatEndpoint  # noqa: PLC0415 - brings an HTTP client; other rewards need none
 
         self._endpoint = ChatEndpoint(url, model, key_variable=key_variable, timeout_s=timeout_s, at_a_time=at_a_time)
-        self._prompt, self._options, self._most = prompt, options, remembered
+        self._prompt, self._options, self._most, self.timeout_s = prompt, options, remembered, timeout_s
         self._known: OrderedDict[bytes, float] = OrderedDict()
 
     async def score(self, question: str, answer: str, completion: str) -> float:

@@ -32,7 +32,7 @@ _CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 
 _CHUNK_BYTES = 1 << 16
 
-_START_S = 20.0
+START_S = 20.0
 """Seconds for the interpreter to start; the time of the code counts from then on."""
 
 _PROBE_S = 5.0
@@ -78,6 +78,7 @@ class Ran:
         stderr: What it printed as errors, tracebacks included.
         stopped: Why it was stopped; None if it ended by itself.
         seconds: From the start of the code to its end.
+        start_seconds: That the interpreter took to start, before that.
     """
 
     exit_code: int
@@ -85,6 +86,7 @@ class Ran:
     stderr: str
     stopped: Stopped | None
     seconds: float
+    start_seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -173,7 +175,8 @@ class _Watched:
         self._printed: dict[int, bytearray] = {}
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
-        self._until, self._running = self._began + _START_S, False
+        self._started = self._began
+        self._until, self._running = self._began + START_S, False
         self._stopped: Stopped | None = None
 
     def run(self) -> Ran:
@@ -195,10 +198,17 @@ class _Watched:
                     elif not self._read(key.fd):
                         reading.remove(key.fd)
                 self._check()
+        if self._stopped is None and not self._ends_in_time():  # it has closed its output, and goes on
+            self._stopped = Stopped.TIME
         seconds = time.monotonic() - self._began
         if self._stopped is not None:
             self._process.kill()
-        return self._ended(self._process.wait(_START_S), seconds)
+        return self._ended(self._process.wait(START_S), seconds)
+
+    def _ends_in_time(self) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, self._until - time.monotonic()))
+        return self._process.returncode is not None
 
     def _open(self, stream: IO[bytes] | None, event: int) -> None:
         if stream is None:
@@ -247,4 +257,4 @@ class _Watched:
             raise ConfigError(f"the sandbox did not start: {why}")
         if self._stopped is None and code < 0:
             self._stopped = Stopped.TIME if -code in _CPU_SIGNALS else Stopped.SIGNAL
-        return Ran(code, stdout, stderr, self._stopped, seconds)
+        return Ran(code, stdout, stderr, self._stopped, seconds, self._began - self._started)

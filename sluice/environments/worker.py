@@ -28,6 +28,7 @@ from sluice.environments.output import BoundedLines
 from sluice.loading import STARTED_BY
 from sluice.rpc import SluiceError
 from sluice.supervise import guard
+from sluice.supervise.spawn import Spawned
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import run_to_end, settle
 
@@ -201,7 +202,7 @@ class Worker(asyncio.Protocol):
         self._started = asyncio.Event()
         self._description: dict[str, Any] = {}
         self._transport: asyncio.Transport | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Spawned | None = None
         self._killing: asyncio.Task[str] | None = None
         self._following: list[asyncio.Task[None]] = []
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -338,8 +339,7 @@ class Worker(asyncio.Protocol):
             return "was not started"
         escaped = await asyncio.to_thread(_outside_the_group, process.pid) if process.returncode is None else []
         if self.end is not None and self.end.reason == Reason.HUNG:
-            with contextlib.suppress(OSError):
-                process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of its threads, to the log
+            process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of its threads, to the log
             grace_s = max(grace_s, _STACKS_S)
         with contextlib.suppress(TimeoutError):
             async with self._clock.timeout(grace_s):
@@ -364,12 +364,12 @@ class Worker(asyncio.Protocol):
         self._watchdog.note("-", process.pid)
         return _exit_text(code)
 
-    async def _follow_exit(self, process: asyncio.subprocess.Process) -> None:
+    async def _follow_exit(self, process: Spawned) -> None:
         """Note its end also where something that it started keeps the connection open."""
         await process.wait()
         self.connection_lost(None)
 
-    async def _follow_output(self, process: asyncio.subprocess.Process, lines: BoundedLines) -> None:
+    async def _follow_output(self, process: Spawned, lines: BoundedLines) -> None:
         data = b"-"
         while data and process.stdout is not None:
             data = await process.stdout.read(_READ_BYTES)

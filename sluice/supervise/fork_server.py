@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from sluice.clock import CLOCK, Clock
+from sluice.supervise.spawn import Spawned, reader_of
 from sluice.supervise.watchdog import Watchdog
 
 _LOST = -int(signal.SIGKILL)
@@ -83,7 +84,7 @@ class ForkServer:
     ) -> None:
         self._argv, self._environment, self._watchdog = argv, environment, watchdog
         self._deadline_s, self._clock = deadline_s, clock
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Spawned | None = None
         self._control: socket.socket | None = None
         self._replies = asyncio.StreamReader()
         self._writer: asyncio.StreamWriter | None = None
@@ -113,7 +114,7 @@ class ForkServer:
         own_code, their_code = os.pipe()
         os.set_blocking(own_code, False)
         try:
-            stdout = await _reader(output)
+            stdout = await reader_of(output)
             with contextlib.suppress(OSError):  # it died; the end of the replies shows it
                 socket.send_fds(self._socket(), [b"+"], [their_output, their_barrier, their_code])
             os.close(their_output)
@@ -163,8 +164,7 @@ class ForkServer:
             self._writer.close()
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        process.kill()
         await process.wait()
         self._watchdog.note("-", process.pid)
 
@@ -174,11 +174,3 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
     with contextlib.suppress(ConnectionError):
         return (await stream.readline()).strip()
     return b""
-
-
-async def _reader(descriptor: int) -> asyncio.StreamReader:
-    """Return a stream from a pipe, which it closes at its end."""
-    stream = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(stream)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(descriptor, "rb", buffering=0))
-    return stream

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Self
 
 from sluice.supervise import guard
+from sluice.supervise.spawn import Spawned, reader_of, writer_of
 
 GRACE_S = 7.0
 """Seconds between SIGTERM and SIGKILL of the children of a killed supervisor, unless they need another drain."""
@@ -20,8 +21,8 @@ GRACE_S = 7.0
 class Watchdog:
     """A small process that ends the children of a supervisor that was killed; see `guard.watch`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: Spawned, lines: asyncio.WriteTransport) -> None:
+        self._process, self._lines = process, lines
 
     @classmethod
     async def start(cls, grace_s: float = GRACE_S, mark: str = "") -> Self:
@@ -31,12 +32,17 @@ class Watchdog:
             grace_s: Seconds that the children of a killed supervisor get between SIGTERM and SIGKILL.
             mark: Beginning of an environment variable, ``NAME=beginning``, of which it kills every process at the end.
         """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", guard.__file__, "watch", str(grace_s), *([mark] if mark else [])),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        return cls(process)
+        argv = [sys.executable, "-I", "-S", guard.__file__, "watch", str(grace_s), *([mark] if mark else [])]
+        its_end, our_end = os.pipe()
+        try:
+            lines = await writer_of(our_end)
+            try:
+                return cls(Spawned(argv, stdin=its_end), lines)
+            except BaseException:
+                lines.abort()
+                raise
+        finally:
+            os.close(its_end)
 
     async def start_child(
         self,
@@ -46,7 +52,7 @@ class Watchdog:
         stdout: int | IO[bytes],
         stderr: int | IO[bytes],
         environment: Mapping[str, str] | None = None,
-    ) -> asyncio.subprocess.Process:
+    ) -> Spawned:
         """Start a program in a session of its own. It does not begin before the watchdog knows it.
 
         Because of the session, Ctrl-C reaches the supervisor alone, which then ends its children in order.
@@ -56,32 +62,41 @@ class Watchdog:
         """
         if shutil.which(argv[0]) is None:
             raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
-        barrier, go_ahead = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guard.__file__, "start", str(barrier), *argv),
+        with contextlib.ExitStack() as descriptors:
+            barrier, go_ahead = _pipe(descriptors)
+            output = None
+            if stdout == asyncio.subprocess.PIPE:
+                our_end, stdout = os.pipe()
+                descriptors.callback(os.close, stdout)
+                output = await reader_of(our_end)
+            process = Spawned(
+                [sys.executable, "-I", "-S", guard.__file__, "start", str(barrier), *argv],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                env=environment,
-                start_new_session=True,
+                environment=environment,
                 pass_fds=[barrier],
+                output=output,
             )
             self.note("+", process.pid)
             with contextlib.suppress(BrokenPipeError):  # killed already; its exit code says so
                 os.write(go_ahead, b"+")
-        finally:
-            os.close(barrier)
-            os.close(go_ahead)
         return process
 
     def note(self, sign: str, group: int) -> None:
         """Tell the watchdog that a process group started (``+``) or ended (``-``)."""
-        if self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(f"{sign}{group}\n".encode())
+        if not self._lines.is_closing():
+            self._lines.write(f"{sign}{group}\n".encode())
 
     async def stop(self) -> None:
         """Make the watchdog end the groups that are left, and wait for its own end."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._lines.close()
         await self._process.wait()
+
+
+def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
+    """Return the two ends of a pipe, which `descriptors` closes."""
+    ends = os.pipe()
+    for end in ends:
+        descriptors.callback(os.close, end)
+    return ends

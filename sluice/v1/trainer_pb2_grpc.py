@@ -120,7 +120,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
+        """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version. In an epoch without a
+        batch it is the checkpoint that the epoch began from.
         Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

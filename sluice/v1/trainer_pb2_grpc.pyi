@@ -60,7 +60,8 @@ class TrainerServiceStub:
     Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is below oldest_reported_number).
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
-    """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
+    """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version. In an epoch without a
+    batch it is the checkpoint that the epoch began from.
     Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
     """
     KeepCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.KeepCheckpointRequest, _trainer_pb2.KeepCheckpointResponse]
@@ -104,7 +105,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is below oldest_reported_number).
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
-    """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
+    """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version. In an epoch without a
+    batch it is the checkpoint that the epoch began from.
     Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
     """
     KeepCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.KeepCheckpointRequest, _trainer_pb2.KeepCheckpointResponse]  # type: ignore[assignment]
@@ -175,7 +177,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
-        """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
+        """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version. In an epoch without a
+        batch it is the checkpoint that the epoch began from.
         Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
         """
 

@@ -104,7 +104,11 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     async def _messages(self, request):
         answer = await self._sample(request)
         yield rollout_pb2.GenerateStreamResponse(
-            opening={"prompt_token_ids": answer.prompt_token_ids, "tokenizer_digest": answer.tokenizer_digest}
+            opening={
+                "prompt_token_ids": answer.prompt_token_ids,
+                "tokenizer_digest": answer.tokenizer_digest,
+                "continued": answer.continued,
+            }
         )
         deltas = [rollout_pb2.SampleDelta(tokens=each) for each in answer.samples]
         yield rollout_pb2.GenerateStreamResponse(

@@ -16,6 +16,7 @@ from engine_waits import first_tokens_only
 from google.protobuf.duration_pb2 import Duration
 from rollout_stack import refused, running_engine, until
 from safetensors.torch import load_file
+from small_adapters import save_adapter
 from small_models import CONTEXT, greedy, save_model
 from weightsync_stack import RUN, Stack, running_stack
 
@@ -28,10 +29,11 @@ from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
 from rollout_svc.weights import ReplicaWeights
-from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
+from sluice.config import CommonConfig, FailedForGoodError, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import BASE, Version
+from weightsync.publisher import AdapterPublisher
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +58,7 @@ class Following:
     weights: ReplicaWeights
     sync: Stack
     admin: rollout_pb2_grpc.RolloutAdminServiceAsyncStub
+    duty: asyncio.Task[None]
 
     async def publish(self, number: int) -> Version:
         version = Version(1, number)
@@ -112,7 +115,7 @@ async def follow(
         tasks = [asyncio.create_task(duty) for duty in duties]
         async with connect(server.target, SecurityConfig()) as channel:
             stub = rollout_pb2_grpc.RolloutAdminServiceStub(channel)
-            yield Following(models, engine, weights, sync, stub)
+            yield Following(models, engine, weights, sync, stub, tasks[0])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -256,6 +259,39 @@ async def test_a_model_of_another_shape_is_refused_and_the_old_one_serves(follow
     await following.until_serves(await following.publish(3))
     await following.assert_samples(3)
     await until(lambda: not following.weights.status().last_error)
+
+
+def unlike_any_model(model: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.other.weight"] = tensors.pop("model.norm.weight")
+    return tensors
+
+
+async def test_a_replica_that_fits_no_version_of_the_run_ends_with_the_reason(following):
+    await following.sync.push(Version(1, 1), unlike_any_model(following.models[1]), deadline_s=TIMEOUT_S)
+    with pytest.raises(
+        FailedForGoodError, match=r"unknown \['model\.other\.weight'\].*give trainer and replicas the same model"
+    ):
+        await asyncio.wait_for(following.duty, TIMEOUT_S)
+    await following.assert_samples(0)
+
+
+async def test_a_replica_whose_settings_refuse_the_adapters_of_the_run_ends_with_the_remedy(following, tmp_path):
+    publisher = AdapterPublisher(following.sync.channel, RUN)
+    adapter = save_adapter(tmp_path / "adapter", following.models[0], 1)
+    await publisher.push_directory(Version(1, 1), adapter, deadline_s=TIMEOUT_S)
+    with pytest.raises(FailedForGoodError, match=r"is an adapter: set rollout\.lora\.enabled = true"):
+        await asyncio.wait_for(following.duty, TIMEOUT_S)
+
+
+async def test_a_caller_learns_that_no_repetition_helps_where_a_version_does_not_fit(following):
+    await following.until_serves(await following.publish(1))
+    await following.sync.push(Version(1, 2), unlike_any_model(following.models[2]), deadline_s=TIMEOUT_S)
+    update = rollout_pb2.UpdateWeightsRequest(version=Version(1, 2).to_proto())
+    error = await refused(following.admin.UpdateWeights(update, timeout=TIMEOUT_S))
+    assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "model.other.weight" in error.message
+    assert not following.duty.done(), "another version may fit"
 
 
 class RestartsOnTheBase(TransformersEngine):

@@ -177,6 +177,13 @@ class Single:
         return float(task.max_tokens) if completion == "limit" else act(completion)
 
 
+class Limited(Single):
+    """Says that it ends by itself what takes longer than 40 s to score, or what the arguments say."""
+
+    def __init__(self, scoring_s=40.0):
+        self.scoring_s = scoring_s
+
+
 class Several:
     """Acts in `reset` on what the task says, and in `step` on what is completed; adds up the letters of an episode."""
 

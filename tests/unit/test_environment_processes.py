@@ -22,7 +22,7 @@ from sluice.config import ConfigError
 from sluice.environments.base import Task
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.episode import ReplayDiffersError
-from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.processes import SCORE_S, EnvironmentProcesses, Restarts, ScoringTime
 from sluice.environments.rewards import exact_reward, math_reward
 from sluice.environments.worker import End, EnvironmentFailedError, Reason
 
@@ -295,6 +295,86 @@ async def test_processes_that_only_die_are_given_up(tmp_path) -> None:
         with pytest.raises(EnvironmentFailedError, match=r"died 4 times in a row .*exit code 5") as given_up:
             await environment.messages(TASK)
         assert (given_up.value.reason, given_up.value.culprit) == (Reason.GIVEN_UP, False)
+
+
+async def test_hung_calls_alone_never_end_the_environment(clock, logs) -> None:
+    async with pool("Single", count=1, score_retries=0, max_restarts=2, clock=clock) as environment:
+        for number in range(6):
+            hanging = asyncio.create_task(environment.score(Task(str(number)), ["sleep"]))
+            await until(lambda number=number: len(printed(logs, "does sleep")) > number)
+            await late(clock, hanging)
+            assert await hanging == [None]
+        assert environment.failures == {Reason.HUNG: 6, "missing": 6}, "each is charged to its task"
+        assert environment.processes_ended == {Reason.HUNG: 6}
+        assert await environment.score(TASK, ["a"]) == [1.0]
+
+
+async def test_calls_that_kill_their_process_never_end_the_environment() -> None:
+    async with pool("Single", count=1, score_retries=0, max_restarts=2) as environment:
+        assert await environment.score(TASK, ["exit", "kill", "segfault", "exit"]) == [None] * 4
+        assert environment.processes_ended == {Reason.DIED: 5}
+        assert await environment.score(TASK, ["a"]) == [1.0]
+
+
+async def test_deaths_that_a_call_is_charged_with_do_not_count_and_do_not_delay() -> None:
+    restarts = Restarts(2)
+    assert [restarts.died(charged=True) for _ in range(100)] == [0.0] * 100
+    assert [restarts.died(charged=False) for _ in range(3)] == [0.0, 0.1, None]
+
+
+async def test_deaths_without_a_call_at_fault_count_until_a_call_is_answered() -> None:
+    restarts = Restarts(2)
+    for _ in range(5):
+        assert restarts.died(charged=False) == 0.0
+        assert restarts.died(charged=True) == 0.0
+        assert restarts.died(charged=False) == 0.1
+        restarts.answered()
+    assert Restarts(0).died(charged=False) is None
+
+
+async def test_the_time_to_score_a_group_follows_from_the_environment() -> None:
+    assert ScoringTime(0.0).limit_s(8) == SCORE_S
+    assert ScoringTime(30.0).limit_s(8) == 30.0
+    assert ScoringTime(0.0, each_s=50.0).limit_s(8) == 8 * 50.0 + SCORE_S
+    assert ScoringTime(0.0, each_s=50.0, together=True).limit_s(8) == 50.0 + SCORE_S
+    assert ScoringTime(1000.0, each_s=50.0).limit_s(8) == 1000.0
+    assert ScoringTime(400.0, each_s=50.0).limit_s(9) == 460.0, "also where a group is larger than the settings say"
+    assert [ScoringTime(399.0, each_s=50.0).too_short(count) for count in (7, 8)] == [False, True]
+    assert not ScoringTime(0.0, each_s=50.0).too_short(1000)
+
+
+async def test_an_environment_with_limits_of_its_own_is_not_killed_before_it_has_reached_them(clock, logs) -> None:
+    async with pool("Limited", count=1, score_s=0.0, score_retries=0, clock=clock) as environment:
+        scoring = asyncio.create_task(environment.score(TASK, ["sleep", "a", "b"]))
+        await until(lambda: printed(logs, "does sleep"))
+        await clock.advance(3 * 40.0 + SCORE_S - 1.0)
+        assert not environment.processes_ended
+        await clock.advance(1.0)
+        await until(lambda: environment.processes_ended)
+        scoring.cancel()
+    assert environment.processes_ended == {Reason.HUNG: 1}
+
+
+async def test_a_time_for_a_group_that_the_environment_may_exceed_is_refused_with_the_numbers() -> None:
+    config = EnvironmentProcessesConfig(score_s=100.0)
+    for group_size, refused in ((2, False), (3, True)):
+        environment = EnvironmentProcesses(
+            f"{FILE}:Limited", {}, config, (LIMIT_S, "start_s"), "t", group_size=group_size
+        )
+        if not refused:
+            async with environment:
+                continue
+        with pytest.raises(
+            ConfigError, match=r"t\.score_s is 100, .*120 s for a group: 3 completions one after the other, up to 40 s"
+        ):
+            await environment.__aenter__()
+
+
+@pytest.mark.parametrize("seconds", ["soon", -1.0, None])
+async def test_an_environment_whose_limit_is_no_number_of_seconds_is_a_wrong_setting(seconds) -> None:
+    with pytest.raises(ConfigError, match=r"scoring_s is .*: give seconds"):
+        async with pool("Limited", arguments={"scoring_s": seconds}):
+            pass
 
 
 async def test_a_flood_of_output_is_bounded_in_the_log_and_blocks_nothing(clock, logs) -> None:

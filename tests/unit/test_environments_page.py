@@ -22,7 +22,7 @@ def code(tmp_path: Path) -> Path:
     return path
 
 
-ELSEWHERE = {"start_new_session", "quarantine_after", "failed_calls", "processes_ended"}
+ELSEWHERE = {"start_new_session", "quarantine_after", "failed_calls", "processes_ended", "scoring_s"}
 """Names in the section on processes that are none of their settings."""
 
 

@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 from rich.console import Console
 from simulated_clock import LIMIT_S, SimulatedClock
+from tiny_policy import tiny_model
 
 from sluice.cli import rl
 from sluice.cli.live_view import RunView
-from sluice.cli.rl import claim, newest_checkpoint, run_on_free_ports, write_settings
+from sluice.cli.rl import claim, describe_finished, newest_checkpoint, run_on_free_ports, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.plan import Machines, Part, Plan, Purpose, make_plan
 from sluice.plan.local import HOSTS, child_environment, child_specs, on_free_ports
@@ -20,6 +23,8 @@ from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK
 from sluice.supervise.supervisor import ChildSpec, Ending, Outcome
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
 
 
 def a_run(tmp_path: Path, *flags: str) -> RunConfig:
@@ -145,6 +150,62 @@ def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> Non
         (tmp_path / "checkpoints" / f"step_{step}" / "manifest.json").write_text(manifest)
     (tmp_path / "checkpoints" / "step_11").mkdir()
     assert newest_checkpoint(tmp_path) == "step_10"
+
+
+def finished(tmp_path: Path, *, state: str = "succeeded", saved: int = 10) -> None:
+    """The files of a run of 10 steps that has ended."""
+    directory = tmp_path / "r"
+    (directory / "checkpoints" / f"step_{saved}").mkdir(parents=True)
+    manifest = f'{{"checkpoint": {{"name": "step_{saved}", "policyVersion": {{"epoch": "1", "number": "{saved}"}}}}}}'
+    (directory / "checkpoints" / f"step_{saved}" / "manifest.json").write_text(manifest)
+    (directory / "journal.sqlite").write_text("kept as it is")
+    (directory / "report.json").write_text(json.dumps({"state": state, "steps": 10}))
+
+
+@pytest.mark.parametrize("steps", [10, 3])
+def test_a_resume_of_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    monkeypatch.setattr(rl, "run_on_free_ports", lambda *_: pytest.fail("services were started"))
+    finished(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    flags = ["--output-dir", str(tmp_path), "--run", "r", "--model", str(tiny_model(tmp_path / "m"))]
+    flags += ["--orchestrator.environment", f"{EXAMPLE / 'env.py'}:ReverseText", "--rollout.engine", "transformers"]
+    assert rl.run([*flags, "--orchestrator.max-steps", str(steps), "--resume"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"run r has made 10 steps, and orchestrator.max_steps is {steps}: nothing is left to do" in shown
+    assert {path: path.read_bytes() for path in before} == before
+    assert not (tmp_path / "r" / "config.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("ended", "flags"),
+    [
+        ({"state": "stopped"}, ()),
+        ({"state": "failed"}, ()),
+        ({}, ("--orchestrator.max-steps", "11")),
+        ({"saved": 8}, ()),
+    ],
+    ids=["stopped", "failed", "more steps", "without its last checkpoint"],
+)
+def test_a_resume_starts_a_run_with_something_left_to_do(
+    tmp_path: Path, ended: dict[str, Any], flags: tuple[str, ...]
+) -> None:
+    finished(tmp_path, **ended)
+    assert describe_finished(a_run(tmp_path, "--orchestrator.max-steps", "10", *flags)) == ""
+
+
+@pytest.mark.parametrize("report", ["", "[]", "{}", '{"state": "succeeded"}', '{"state": "succeeded", "steps": null}'])
+def test_a_report_that_says_nothing_stops_no_resume(tmp_path: Path, report: str) -> None:
+    finished(tmp_path)
+    (tmp_path / "r" / "report.json").write_text(report)
+    assert describe_finished(a_run(tmp_path)) == ""
+
+
+def test_a_run_that_wants_no_last_checkpoint_is_done_without_one(tmp_path: Path) -> None:
+    finished(tmp_path, saved=8)
+    flags = ("--orchestrator.max-steps", "10", "--orchestrator.checkpoint.final", "false")
+    assert "nothing is left to do" in describe_finished(a_run(tmp_path, *flags))
 
 
 class Services:

@@ -11,19 +11,21 @@ from typing import Any
 
 import pytest
 
+from sluice.environments import rewards
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.processes import EnvironmentProcesses
-from sluice.environments.rewards import gsm8k_reward
+from sluice.environments.rewards import CodeReward, gsm8k_reward
+from sluice.environments.sandbox import START_S, Limits, Ran, Stopped
 from sluice.errors import ConfigError
 
 LIMIT_S = 300.0
 """Limit of what ends by itself at once."""
 
 
-def asks(path: Path, answer: str, **arguments: Any) -> EnvironmentProcesses:
+def asks(path: Path, answer: str, *, score_s: float = 0.0, **arguments: Any) -> EnvironmentProcesses:
     (path / "rows.jsonl").write_text(json.dumps({"question": "What?", "answer": answer}) + "\n")
     given = {"dataset": str(path / "rows.jsonl"), **arguments}
-    config = EnvironmentProcessesConfig(count=1, variables=["JUDGE_KEY"], score_retries=0, score_s=LIMIT_S)
+    config = EnvironmentProcessesConfig(count=1, variables=["JUDGE_KEY"], score_retries=0, score_s=score_s)
     return EnvironmentProcesses("question_answer", given, config, (60.0, "start_s"))
 
 
@@ -43,10 +45,106 @@ async def test_programs_are_tested_in_the_sandbox(tmp_path: Path) -> None:
         assert await questions.score(task, answers) == [1.0, 0.0, 0.0, 0.0]
 
 
+WAITS_S = 3.0
+"""Wall time of programs of which some wait for ever; the others need a hundredth of it."""
+
+
+@pytest.mark.parametrize(
+    "hanging",
+    ["while True: time.sleep(1)", "os.close(1); os.close(2); time.sleep(3600)", "sys.stdin.read(); time.sleep(3600)"],
+)
+async def test_a_program_that_waits_for_ever_is_wrong_and_no_other_of_its_group_runs_twice(
+    tmp_path: Path, hanging: str
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+
+    def program(name: str, body: str) -> str:  # makes a directory, since programs may write nothing to files
+        return f"import os, sys, time\nos.mkdir(f'{runs}/{name}-{{time.time_ns()}}')\n{body}\ndef f(): return 1"
+
+    group = [program("a", ""), program("b", hanging), program("c", "")]
+    limits = {"wall_s": WAITS_S}
+    async with asks(tmp_path, "assert f() == 1", reward="code", sandbox="none", limits=limits) as questions:
+        (task,) = await questions.tasks("train", 0)
+        assert await questions.score(task, group) == [1.0, 0.0, 1.0]
+        assert sorted(each.name[0] for each in runs.iterdir()) == ["a", "b", "c"]
+        assert (questions.failures, questions.processes_ended) == ({}, {})
+
+
+async def test_a_group_of_programs_that_all_wait_is_wrong_and_harms_no_process(tmp_path: Path) -> None:
+    waits = "import time\nwhile True: time.sleep(1)"
+    async with asks(tmp_path, "assert True", reward="code", limits={"wall_s": 1.0}) as questions:
+        (task,) = await questions.tasks("train", 0)
+        assert await questions.score(task, [waits] * 12) == [0.0] * 12, (
+            "longer than the time for a group without limits"
+        )
+        assert (questions.failures, questions.processes_ended) == ({}, {})
+
+
+async def test_a_time_for_a_group_that_programs_may_exceed_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    environment = asks(tmp_path, "assert True", score_s=20.0, reward="code", limits={"wall_s": 2.0, "cases_s": 5.0})
+    with pytest.raises(ConfigError, match=r"score_s is 20, .* may take 85 s for a group: .*limits wall_s and cases_s"):
+        await environment.__aenter__()
+
+
+def ran(seconds: float = 1.0, start_seconds: float = 0.1, printed: str = "1") -> Ran:
+    stopped = None if printed else Stopped.TIME
+    return Ran(0 if printed else -9, printed, "", stopped, seconds, start_seconds)
+
+
+class Runs:
+    """Stands for `run_python`: what comes of each run is given, and the limits are kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Ran) -> None:
+        self.outcomes, self.wall_s = list(outcomes), list[float]()
+        monkeypatch.setattr(rewards, "run_python", self)
+
+    def __call__(self, _code: str, *, stdin: str, limits: Limits, confined: bool) -> Ran:
+        self.wall_s.append(limits.wall_s)
+        return self.outcomes[len(self.wall_s) - 1]
+
+
+def cases(count: int) -> str:
+    return json.dumps([{"input": "", "output": "1"}] * count)
+
+
+def test_each_case_has_its_wall_time_and_all_have_theirs_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = CodeReward({"wall_s": 4.0, "cases_s": 10.0}, confined=False)
+    runs = Runs(monkeypatch, ran(3.0), ran(4.0), ran(2.5))
+    assert reward("", cases(3)) == 1.0
+    assert runs.wall_s == [4.0, 4.0, 3.0]
+    runs = Runs(monkeypatch, ran(4.0), ran(4.0), ran(2.0))
+    assert reward("", cases(4)) == 0.0, "its time is over before the last case"
+    assert len(runs.wall_s) == 3
+
+
+def test_a_program_is_not_run_again_after_a_case_in_which_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch, ran(), ran(10.0, printed=""), ran())
+    assert CodeReward(confined=False)("", cases(3)) == 0.0
+    assert runs.wall_s == [10.0, 10.0]
+
+
+def test_a_machine_that_starts_too_slowly_is_not_the_programs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch, *[ran(0.0, start_seconds=25.0)] * 9)
+    with pytest.raises(TimeoutError, match="75 s to start for 3 of 9 test cases"):
+        CodeReward(confined=False)("", cases(9))
+    assert len(runs.wall_s) == 3
+
+
+def test_the_longest_that_a_program_can_take_follows_from_its_limits() -> None:
+    starts_s = rewards.STARTS_S + START_S
+    assert CodeReward(confined=False).scoring_s == 60.0 + starts_s
+    assert CodeReward({"wall_s": 5.0}, confined=False).scoring_s == 30.0 + starts_s
+    assert CodeReward({"wall_s": 5.0, "cases_s": 2.0}, confined=False).scoring_s == 5.0 + starts_s
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"reward": "code", "limits": {"hours": 1}}, "no such limit"),
+        ({"reward": "code", "limits": {"wall_s": 0}}, "limits.wall_s is 0: give seconds"),
+        ({"reward": "code", "limits": {"cases_s": "long"}}, "limits.cases_s is 'long': give seconds"),
+        ({"reward": "code", "limits": {"wall_s": float("inf")}}, "limits.wall_s is inf: give seconds"),
         ({"reward": "code", "sandbox": "maybe"}, 'sandbox is "auto" or "none"'),
         ({"reward": "exact", "judge": {"url": "http://a/v1", "model": "m"}}, "either reward or judge"),
         ({"judge": {"url": "a/v1", "model": "m"}}, "begins with http"),

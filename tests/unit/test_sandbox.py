@@ -72,6 +72,7 @@ def test_code_cannot(what: str, targets: dict[str, object]) -> None:
         assert ran.stopped is Stopped.OUTPUT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1000)  # fifty interpreters, one after the other
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become an ordinary user")
 def test_code_of_an_ordinary_user_cannot_either(targets: dict[str, object], readable: Path) -> None:
@@ -163,6 +164,12 @@ def test_much_input_that_nobody_reads_hangs_nothing() -> None:
         run_python("import sys; print(len(sys.stdin.read()))", stdin="x" * 3_000_000, limits=LIMITS).stdout
         == "3000000\n"
     )
+
+
+def test_code_that_closes_its_output_and_goes_on_is_stopped_in_time() -> None:
+    ran = run_python("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(3600)", limits=SOON)
+    assert (ran.ok, ran.stopped) == (False, Stopped.TIME)
+    assert run_python("import os\nos.close(1)\nos.close(2)", limits=LIMITS).ok
 
 
 def test_packages_can_be_allowed() -> None:

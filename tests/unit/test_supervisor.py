@@ -119,7 +119,7 @@ async def test_a_child_that_may_leave_but_fails_is_started_again(tmp_path: Path)
 
 async def test_after_the_last_restart_the_outcome_has_the_child_the_reason_and_its_last_lines(tmp_path: Path) -> None:
     witness = Witness()
-    dies = spec(tmp_path, "dies", READY + "print('the reason'); sys.exit(5)")
+    dies = spec(tmp_path, "dies", READY + "print('the reason'); sys.exit(7)")
     outcome = await run([dies], witness, max_restarts=1)
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "dies")
     assert "exit code 5" in outcome.reason

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickletools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,32 @@ def test_saving_a_version_twice_keeps_the_files_and_the_later_journal_position(m
     assert (first.create_time, second.journal_position) == (second.create_time, 9)
     assert policy.checkpoints.complete()[0].checkpoint.journal_position == 9
     assert policy.begin_save(3).result().journal_position == 9
+
+
+def test_an_epoch_without_a_batch_saves_the_version_whose_batches_are_recorded(model: Path, tmp_path: Path) -> None:
+    def saved(policy: Learner) -> list[tuple[str, Version, int]]:
+        found = [each.checkpoint for each in policy.checkpoints.complete()]
+        return [(each.name, Version.from_proto(each.policy_version), each.journal_position) for each in found]
+
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    train(policy, 1, 2)
+    first = policy.begin_save(5).result()
+    for epoch in (2, 3):
+        policy = learner(model, tmp_path)
+        assert policy.restore(epoch, "").version == Version(epoch, 2)
+        again = policy.begin_save(5 + epoch).result()
+        assert (again.create_time, again.last_batch_id) == (first.create_time, "b2"), "nothing is written again"
+        assert saved(policy) == [("step_2", Version(1, 2), 5 + epoch)]
+    shutil.rmtree(policy.checkpoints.directory / "step_2")
+    assert Version.from_proto(policy.begin_save(9).result().policy_version) == Version(1, 2)
+    manifest = policy.checkpoints.complete()[0]
+    assert {each.epoch for each in manifest.lineage.origins} == {1, 2, 3}
+    recorded = {Version.from_proto(each.policy_version) for each in policy.restore(4, "").held}
+    assert Version.from_proto(manifest.checkpoint.policy_version) in recorded
+    train(policy, 3)
+    policy.begin_save(9).result()
+    assert saved(policy)[0] == ("step_3", Version(4, 3), 9)
 
 
 def test_what_an_operator_rolled_back_is_not_resumed(model: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ class Checkpoints:
         )
 
     def written(self, version: Version, journal_position: int) -> checkpoint_pb2.CheckpointManifest | None:
-        """Return the checkpoint of a version if there is one, and update its journal position if the given one is later.
+        """Return the checkpoint of a version if there is one; if the given journal position is later, note it and the epochs so far.
 
         Raises:
             OSError: if the position cannot be noted, or the checkpoint before takes too long.
@@ -139,6 +139,7 @@ class Checkpoints:
             return None
         if journal_position > existing.checkpoint.journal_position:
             existing.checkpoint.journal_position = journal_position
+            existing.lineage.CopyFrom(_lineage_message(self.lineage))
             write_manifest(existing, self.directory / existing.checkpoint.name)
         return existing
 

@@ -333,6 +333,7 @@ class EngineCheckpoints:
 
         Raises:
             OSError: if a rank could not write its part, or half an hour was not enough.
+            UnfitWeightsError: as `begin_save`.
         """
         writing = self.begin_save(directory, dtype=dtype)
         self._saver.wait()
@@ -348,8 +349,12 @@ class EngineCheckpoints:
 
         Returns:
             Done when the checkpoint is on disk, or holds what went wrong: ask it before the next one, and at the end.
+
+        Raises:
+            UnfitWeightsError: if weights are not finite, or not so in `dtype`; nothing was written then.
         """
         engine = self._engine
+        engine.require_fit(dtype)
         state = training_state({POLICY: engine}, engine.mesh.rank)
         manifest = CheckpointManifest(optimizer_steps=engine.optimizer_steps)
         return self._saver.begin(Path(directory), manifest, state, export=partial(export_state, engine, dtype=dtype))

@@ -29,7 +29,16 @@ from trainer_svc.batch.rows import (
 )
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
-from trainer_svc.engine.loading import DTYPES, choose_kernels, distribute, freeze, load_network, resolve_device
+from trainer_svc.engine.finite import UnfitWeightsError, describe_unfit, unfit_weights
+from trainer_svc.engine.loading import (
+    DTYPES,
+    check_read,
+    choose_kernels,
+    distribute,
+    freeze,
+    load_network,
+    resolve_device,
+)
 from trainer_svc.engine.logprob import Entropy
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
@@ -92,7 +101,10 @@ class TrainEngine:
         if frozen is not None:
             freeze(network, DTYPES[frozen_precision(frozen, config.dtype, self.device.type)])
         network, self.adapter = attach_adapter(network, config.lora)
+        unread = network.files is not None
         network = distribute(network, mesh, config.parallel)
+        if unread:
+            agree(Ranks(mesh.everyone), partial(check_read, self.model_dir, network.model))
         self.network = choose_kernels(network, config.attention, compiled=config.compile)
         self.optimizer = build_optimizers(config, self.network.model, self.device)
         reshard = config.parallel.reshard
@@ -299,6 +311,33 @@ class TrainEngine:
         if network.root is not None:
             network.root.free_gathered()
 
+    def unfit_weights(self, dtype: torch.dtype | None = None) -> list[str]:
+        """Return the names of weights that must be neither written nor published; every rank calls it and gets the same names.
+
+        Weights of a frozen base are not looked at again: they were when they were read.
+
+        Args:
+            dtype: Precision in which the weights will be stored; None keeps float32.
+        """
+        model = self.network.model
+        named: dict[str, torch.Tensor] = {**self._trained()}
+        if self.adapter is not None and self.adapter.config.merges:
+            named |= self.adapter.merged(model.state_dict())  # a product of finite factors may not be finite
+        found = unfit_weights(named.items(), dtype)
+        ranks = Ranks(self.mesh.everyone)
+        if not ranks.total({"unfit": len(found)})["unfit"]:
+            return []
+        return sorted({name for part in ranks.exchange("\n".join(found).encode()) for name in part.decode().split()})
+
+    def require_fit(self, dtype: torch.dtype | None = None) -> None:
+        """Refuse weights that must be neither written nor published; every rank calls it.
+
+        Raises:
+            UnfitWeightsError: on every rank, with some names and the remedy.
+        """
+        if found := self.unfit_weights(dtype):
+            raise UnfitWeightsError(f"{describe_unfit(found, dtype)}; nothing was written")
+
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights (with an adapter: merged) under their Hugging Face names, tied ones once; the next step changes them.
 
@@ -339,11 +378,13 @@ class TrainEngine:
         Raises:
             FileExistsError: if the directory exists.
             ValueError: if the layers are distributed over several pipeline stages.
+            UnfitWeightsError: if weights are not finite, or not so in `dtype`.
         """
         if self.mesh.dims.pp > 1:
             raise ValueError(
                 "no process has the layers of all pipeline stages: save a checkpoint, whose directory `hf` has all layers"
             )
+        self.require_fit(dtype)
         tensors = self.network.model.state_dict() if self.adapter is None else self._trained()
         weights: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():  # one by one, so that a process has at most one whole tensor that it drops

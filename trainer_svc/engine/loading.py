@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
 from trainer_svc.compute_config import ParallelConfig, check_heads
 from trainer_svc.engine.cpu_linear import onednn_is_faster, use_onednn
+from trainer_svc.engine.finite import UnfitWeightsError, some_of, unfit_weights
 from trainer_svc.engine.network import PACKED_ATTENTION, Head, Network, Packing, varlen_attention
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 from trainer_svc.parallel.context import Context
@@ -83,11 +84,13 @@ def load_network(
 
     Raises:
         ValueError: if the architecture cannot be trained packed.
+        UnfitWeightsError: if weights that were read are not finite.
     """
     unread = None if lazy is None else _unread(path, head, *lazy)
     if unread is None:
         model, files = _load(path, head).to(device), None
         model.eval()
+        check_read(path, model)
         own_head = check_packing(model, device, language=head != "value")
     else:
         model, files, own_head = unread
@@ -120,6 +123,10 @@ def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedMod
             read_weights(model.score, files, CPU, below="score")
         try:
             own_head = _checked(model, files, head, rank, ranks)
+        except UnfitWeightsError:
+            if names := files.unfit():
+                raise _unfit(path, names) from None
+            raise
         except RuntimeError:  # a module computes with weights of another module, which are not read
             found = None
     if found is None:
@@ -127,6 +134,22 @@ def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedMod
         log.warning("weights cannot stay in their files: every process reads the whole model", model=path)
         return None
     return model, files, own_head
+
+
+def check_read(path: str, model: torch.nn.Module) -> None:
+    """Refuse a model whose files hold weights that are not finite. Weights that are still in their files are not looked at.
+
+    Raises:
+        UnfitWeightsError: with their names.
+    """
+    if names := unfit_weights(model.named_parameters()):
+        raise _unfit(path, names)
+
+
+def _unfit(path: str, names: list[str]) -> UnfitWeightsError:
+    return UnfitWeightsError(
+        f"{path} holds weights that are not finite, or too large to compute with: {some_of(names)}; get its files again, or name another model"
+    )
 
 
 def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, ranks: int) -> bool:
@@ -194,6 +217,7 @@ def check_packing(model: PreTrainedModel, device: torch.device, *, language: boo
 
     Raises:
         ValueError: if they differ.
+        UnfitWeightsError: if the model computes NaN.
     """
     body = model if language else model.base_model
     vocabulary = model.config.get_text_config().vocab_size
@@ -212,6 +236,10 @@ def check_packing(model: PreTrainedModel, device: torch.device, *, language: boo
         raise ValueError(f"{type(model).__name__} cannot be trained packed ({error}): choose another model") from error
     finally:
         watching.remove()
+    if expected.isnan().any():
+        raise UnfitWeightsError(
+            f"{type(model).__name__} computes values that are not numbers: look for damaged weights in its files"
+        )
     gap = float((packed - expected).abs().max())
     if not gap <= CHECK_TOLERANCE:
         raise ValueError(

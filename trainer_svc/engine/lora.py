@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from sluice.host_files import whole_directory
 from trainer_svc.compute_config import LoraConfig
+from trainer_svc.engine.finite import UnfitWeightsError, some_of, unfit_weights
 from trainer_svc.engine.network import OWN_MODULES, Network
 from trainer_svc.parallel.sharding import cpu_copy
 
@@ -231,6 +232,7 @@ def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) 
     Raises:
         FileExistsError: if the directory exists.
         ValueError: if there is no adapter, or it belongs to another base.
+        UnfitWeightsError: if merged weights are not finite; nothing is written then.
     """
     # The import takes seconds, which training without it does not need.
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights  # noqa: PLC0415
@@ -251,7 +253,12 @@ def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) 
         except RuntimeError as error:  # shapes that do not fit
             raise ValueError(f"the adapter does not belong to this base ({_mismatch(error)})") from error
         _check_names(set(load_peft_weights(adapter, device="cpu")), set(get_peft_model_state_dict(wrapped)))
-        merged = wrapped.merge_and_unload(safe_merge=True)
+        merged = wrapped.merge_and_unload()
+        if names := unfit_weights(merged.named_parameters(), dtype):
+            raise UnfitWeightsError(
+                f"weights of the merged model are not finite in {str(dtype).removeprefix('torch.')}, or too large to compute with:"
+                f" {some_of(names)}"
+            )
         merged.to(dtype).save_pretrained(staging)
         AutoTokenizer.from_pretrained(base).save_pretrained(staging)
 

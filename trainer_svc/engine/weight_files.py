@@ -19,6 +19,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
+from trainer_svc.engine.finite import unfit_weights
 from trainer_svc.parallel.sharding import local_slice
 
 ON_DISK = {"": "disk"}
@@ -49,6 +50,14 @@ class WeightFiles:
         with safe_open(place.file, framework="pt") as file:
             part: torch.Tensor = file.get_slice(place.name)[box or ...]
             return part
+
+    def unfit(self) -> list[str]:
+        """Return the names of weights that are not finite. Reads all files, one tensor at a time."""
+        names = []
+        for name, place in self.places.items():
+            with safe_open(place.file, framework="pt") as file:
+                names += unfit_weights([(name, file.get_tensor(place.name))])
+        return sorted(names)
 
     def hold(self, model: PreTrainedModel) -> bool:
         """Return whether the files hold all unread weights of a model in its shapes; a missing value head is accepted."""

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from pathlib import Path
+
+import torch
 
 from sluice.config import ConfigError
 from sluice.host_files import remove_tree
 from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import Version
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.checkpoints import Checkpoints
 from trainer_svc.checkpoint.saver import SAVE_S, CheckpointDamagedError, Saver, write_durably
 from trainer_svc.checkpoint.state import POLICY, training_state
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.finite import describe_unfit
 from trainer_svc.offline.config import OfflineConfig, make_parent
 
 KEEP = 2
@@ -127,10 +132,11 @@ class RunCheckpoints:
         """Begin to write a checkpoint if one is due; training continues meanwhile.
 
         Raises:
-            ConfigError: if the one before could not be written.
+            ConfigError: if the one before could not be written, or the weights must not be.
         """
         if not self._config.checkpoint_every or step % self._config.checkpoint_every:
             return
+        self.require_fit(step)
         self._settle()
         manifest = checkpoint_pb2.CheckpointManifest(
             checkpoint=Checkpoint(policy_version=Version(1, step).to_proto()),
@@ -139,6 +145,34 @@ class RunCheckpoints:
         )
         state = training_state({POLICY: self._engine}, self._engine.mesh.rank)
         self._writing = self._kept.begin(manifest, state)
+
+    def require_fit(self, step: int, dtype: torch.dtype | None = None, *, rows: Rows[Sequence] | None = None) -> None:
+        """Refuse weights that are not finite, or compute nothing finite; what is on disk stays as it is.
+
+        Args:
+            step: The step that made them.
+            dtype: Precision in which they will be written; None keeps float32.
+            rows: This rank's rows to compute with, perhaps none; None: only the weights themselves are looked at.
+
+        Raises:
+            ConfigError: with the names of some weights, if these are at fault, and the remedy.
+        """
+        engine = self._engine
+        if found := engine.unfit_weights(dtype):
+            fault = describe_unfit(found, dtype)
+        elif rows is not None and _computes_nan(engine, rows):
+            fault = (
+                "training made weights with which the model computes NaN, although each is finite; lower the learning rate (lr),"
+                " limit the gradient (grad_clip), and train again from the weights before"
+            )
+        else:
+            return
+        self._settle()
+        kept = self._kept.complete()
+        instead = f"{self._kept.directory / kept[0].checkpoint.name} stays" if kept else "there is no checkpoint"
+        raise ConfigError(
+            f"step {step} with lr = {self._config.lr:g}: {fault}; nothing was written to {self._config.output}, {instead}"
+        )
 
     def before_export(self) -> None:
         """Record that this run writes the output, so that a kill before `remove` loses nothing."""
@@ -174,6 +208,13 @@ class RunCheckpoints:
             raise ConfigError(
                 f"a checkpoint could not be written ({error}): free space for {self._kept.directory}, then continue with --resume"
             ) from error
+
+
+def _computes_nan(engine: TrainEngine, rows: Rows[Sequence]) -> bool:
+    """Return whether the network computes NaN for the loss tokens of the rows of any rank."""
+    computed = zip(rows, engine.forward(rows), strict=True)
+    count = sum(int(values[row.loss_mask].isnan().sum()) for row, values in computed)
+    return engine.ranks.total({"nan": count})["nan"] > 0
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

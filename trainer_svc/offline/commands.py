@@ -147,6 +147,7 @@ def merge(argv: list[str]) -> int:
     from safetensors import SafetensorError  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
+    from trainer_svc.engine.finite import UnfitWeightsError  # noqa: PLC0415
     from trainer_svc.engine.lora import merge_adapter  # noqa: PLC0415
 
     logging.disable_progress_bar()
@@ -155,6 +156,8 @@ def merge(argv: list[str]) -> int:
         merge_adapter(base, str(config.adapter), config.output, getattr(torch, config.save_dtype))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{failed}: {reason_of(error)}; give directories as save_pretrained writes them") from error
+    except UnfitWeightsError as error:
+        raise ConfigError(f"{failed}: {error}; give an adapter from before, or a wider --save-dtype") from error
     except ValueError as error:
         raise ConfigError(f"{failed}: {reason_of(error)}; give the adapter's own base with --model") from error
     sys.stdout.write(f"{config.output}: {base} with {config.adapter} merged in, {config.save_dtype}\n")

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from sluice.config import ConfigError, reason_of
 from sluice.render import ChatRenderer
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import LoraConfig, check_decay
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
@@ -57,7 +58,8 @@ def run(config: OfflineConfig, say: Say, mesh: Mesh = SINGLE) -> None:
     Raises:
         FinishedError: if the run is to be resumed and has finished.
         FileExistsError: if the output directory exists; nothing is trained then.
-        ConfigError: if the examples cannot be used, the model does not load, or the settings do not fit.
+        ConfigError: if the examples cannot be used, the model does not load, the settings do not fit, or training makes
+            weights that are not finite: nothing is written then.
     """
     claim_output(config)
     renderer = ChatRenderer(_tokenizer_of(config.model, "model"))
@@ -199,18 +201,24 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
 
     tally = _Tally(training)
     start = perf_counter()
+    rows: list[Sequence] | None = None
     drawn = batches(examples, config.batch_size, config.seed, engine.ranks, first=first)
     for step, rows in zip(range(first, steps), drawn):  # noqa: B905  batches never end
         if step % config.eval_every == 0 if config.eval_every else step == 0:
             evaluate(step)
-        tally.add(engine.train_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups))
+        metrics = engine.train_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups)
+        if metrics.skipped:  # because of the batch, or of weights that the step before made
+            checkpoints.require_fit(step, rows=rows)
+        tally.add(metrics)
         if (step + 1) % config.log_every == 0 or step + 1 == steps:
             say(f"step {step + 1:>{len(str(steps))}}/{steps}  {tally.progress()}")
         checkpoints.after(step + 1)
+    save_dtype = getattr(torch, config.save_dtype)
+    checkpoints.require_fit(steps, save_dtype, rows=rows)
     evaluate(steps)
     seconds = perf_counter() - start
     checkpoints.before_export()
-    engine.export_hf(config.output, getattr(torch, config.save_dtype))
+    engine.export_hf(config.output, save_dtype)
     checkpoints.remove()
     dropped = f" ({examples.dropped_long} more were too long)" if examples.dropped_long else ""
     say(

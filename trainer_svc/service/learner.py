@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from time import perf_counter
@@ -40,6 +40,7 @@ from trainer_svc.checkpoint.saver import CheckpointDamagedError, Saver, export_s
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.finite import describe_unfit, some_of
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.objective import bypass_warning, estimator_warning, mismatch_warning
 from trainer_svc.parallel.balance import Cost, balance
@@ -186,6 +187,8 @@ class Learner:
         )
         self.record = BatchRecordFiles(record_directory(common.run_dir))
         self.version = BASE
+        self.made_as = BASE
+        """Version under which the weights were made: as `version`, or until an epoch's first batch the one that it began from."""
         self.last_batch_id = ""
         self.newest_checkpoint: Checkpoint | None = None
         self.tokenizer_digest = ""
@@ -268,7 +271,7 @@ class Learner:
 
         Returns:
             The version that the epoch begins from, and an empty text; or, on every rank, what is wrong with the last one if
-            all are damaged. Nothing has changed then.
+            all are damaged. The version is then as before.
         """
         manifest, damage = None, ""
         for place, name in enumerate(names):
@@ -285,17 +288,24 @@ class Learner:
         origin = origin_of(manifest)
         self.checkpoints.begin_epoch(epoch, origin, write=self.leads)
         self.version = Version(epoch, origin.number)
+        self.made_as = origin if origin.number else self.version
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
         return origin, ""
 
     def apply(self, batch: Batch) -> Applied:
-        """Train on a batch and record it. The version advances even if every step was skipped."""
+        """Train on a batch and record it. The version advances even if every step was skipped.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION if the steps made weights that are not finite. The batch does not count as applied,
+                and the weights are neither published nor written; an epoch has to begin from weights before it.
+        """
         start = perf_counter()
         updated, trained = None, np.zeros((0, 2), np.int64)
         if batch.header.HasField("learning_rate"):
             self.engine.optimizer.changed_lr = batch.header.learning_rate
         if batch.sequences:
             updated, trained = self._train_on_all_ranks(batch.sequences)
+            self._refuse_unfit(updated.unfit, f"batch {batch.header.batch_id!r}")
             self._advise(updated.metrics, batch)
         metrics = None if updated is None else updated.metrics
         record = checkpoint_pb2.BatchRecord(
@@ -309,9 +319,15 @@ class Learner:
         record.end_time.GetCurrentTime()
         seconds = perf_counter() - start
         self.record.append(record)
-        self.version = batch.target
+        self.version = self.made_as = batch.target
         self.last_batch_id = record.batch_id
         return Applied(record, metrics, 0 if updated is None else updated.skipped_steps, seconds)
+
+    def _refuse_unfit(self, names: Rows[str], what: str) -> None:
+        if names:
+            raise SluiceError.failed_precondition(
+                "NON_FINITE", f"{what}: {describe_unfit(names, self.publish_dtype)}; no such version is published"
+            )
 
     def _train_on_all_ranks(self, sequences: Rows[Sequence]) -> tuple[Updated, NDArray[np.int64]]:
         """Train on a batch. Return what was done, and `Updated.rows` in the batch's order."""
@@ -331,6 +347,7 @@ class Learner:
         """
         self._is_base = False
         updated = self.update.apply(rows)
+        updated = replace(updated, unfit=self.update.unfit_weights(self.publish_dtype))
         return updated, self.engine.ranks.gather(updated.rows)
 
     def _advise(self, metrics: StepMetrics, batch: Batch) -> None:
@@ -372,7 +389,9 @@ class Learner:
             return publisher.encode(self.engine, self.version, dtype=self.publish_dtype, deadline_s=deadline_s)
 
     def begin_save(self, journal_position: int) -> Future[Checkpoint]:
-        """Copy the state of the present version on every rank and write it in the background, if there is no checkpoint of it.
+        """Copy the state on every rank and write it in the background, if there is no checkpoint of it.
+
+        The checkpoint is that of the version under which its last batch is recorded: an epoch without a batch adds none.
 
         Returns:
             The checkpoint, when its manifest is on disk, or what went wrong.
@@ -380,7 +399,7 @@ class Learner:
         done: Future[Checkpoint] = Future()
         done.set_running_or_notify_cancel()
         try:
-            existing = self.checkpoints.written(self.version, journal_position)
+            existing = self.checkpoints.written(self.made_as, journal_position)
         except OSError as error:
             done.set_exception(error)
             return done
@@ -396,7 +415,7 @@ class Learner:
         """Do this rank's part of a checkpoint: copy its state now, write its part in the background."""
         manifest = checkpoint_pb2.CheckpointManifest(
             checkpoint=Checkpoint(
-                policy_version=self.version.to_proto(),
+                policy_version=self.made_as.to_proto(),
                 last_batch_id=self.last_batch_id,
                 journal_position=journal_position,
             ),
@@ -448,7 +467,7 @@ class Learner:
 
     def _position(self) -> dict[str, Any]:
         """Return what rank 0 alone counts, for the other ranks."""
-        return {"version": str(self.version), "last_batch_id": self.last_batch_id}
+        return {"version": str(self.version), "made_as": str(self.made_as), "last_batch_id": self.last_batch_id}
 
     def _restore_base(self) -> None:
         if not self._is_base:
@@ -485,7 +504,7 @@ class Learner:
             raise StepAbandonedError
 
     def _load_checkpoint(self, name: str, manifest: checkpoint_pb2.CheckpointManifest | None) -> str:
-        """Load a checkpoint. Return what is wrong with it, on every rank, if it is damaged: nothing has changed then."""
+        """Load a checkpoint. Return what is wrong with it, on every rank, if it is damaged."""
         if manifest is None:
             return f"checkpoint {name} is gone or not complete any more"
         if manifest.tokenizer_digest != self.tokenizer_digest:
@@ -503,6 +522,10 @@ class Learner:
             raise _unreadable(f"checkpoint {manifest.checkpoint.name}", error) from error
         except ValueError as error:
             raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
+        if names := self.update.unfit_weights():
+            return (
+                f"checkpoint {name} holds weights that are not finite, or too large to compute with: {some_of(names)}"
+            )
         return ""
 
 
@@ -551,7 +574,8 @@ class FollowingRank:
     def _carry_out(self, command: Command) -> None:
         learner = self._learner
         if "version" in command:  # rank 0 alone counts these
-            learner.version, learner.last_batch_id = Version.parse(command["version"]), command["last_batch_id"]
+            learner.version, learner.made_as = (Version.parse(command[name]) for name in ("version", "made_as"))
+            learner.last_batch_id = command["last_batch_id"]
         match command["do"]:
             case "load":
                 learner.load()

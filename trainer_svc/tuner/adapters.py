@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.finite import UnfitWeightsError, some_of, unfit_weights
 from trainer_svc.engine.metrics import StepRecord
 from trainer_svc.objectives.objective import (
     Objective,
@@ -66,6 +67,18 @@ class AdapterState:
         for name, moments in self.moments.items():
             found |= {f"{MOMENTS}{moment}.{name}": tensor for moment, tensor in moments.items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(found.items())}
+
+    def require_fit(self) -> None:
+        """Refuse factors that must be neither written nor published.
+
+        Raises:
+            UnfitWeightsError: if they are not finite, or too large to compute with.
+        """
+        if names := unfit_weights(self.factors.items()):
+            raise UnfitWeightsError(
+                f"steps made factors that are not finite, or too large to compute with: {some_of(names)}; load a saved state, and"
+                " continue with a lower learning rate"
+            )
 
     def digest(self) -> str:
         """Return the xxh3-128, hexadecimal, of names and bytes of all tensors of a saved state."""
@@ -222,7 +235,12 @@ class AdapterBank:
         return Step(metrics.grad_norm, metrics.skipped)
 
     def published(self, state: AdapterState) -> dict[str, torch.Tensor]:
-        """Return copies of the factors under the names of PEFT's files, in the precision that they are trained in."""
+        """Return copies of the factors under the names of PEFT's files, in the precision that they are trained in.
+
+        Raises:
+            UnfitWeightsError: if they are not finite.
+        """
+        state.require_fit()
         with self.using(state):
             return {name: tensor.clone() for name, tensor in self.adapter.tensors().items()}
 
@@ -232,7 +250,9 @@ def save_state(state: AdapterState, path: Path) -> str:
 
     Raises:
         OSError: if the disk refuses; the file is unchanged then.
+        UnfitWeightsError: if the factors are not finite; the file is unchanged then.
     """
+    state.require_fit()
     digest = state.digest()
     facts = {"format": FORMAT, "digest": digest, "optimizer_steps": str(state.optimizer_steps)}
     path.parent.mkdir(parents=True, exist_ok=True)

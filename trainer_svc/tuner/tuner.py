@@ -22,6 +22,7 @@ from sluice.tasks import settle
 from sluice.v1 import training_pb2
 from sluice.versions import BASE, Version
 from trainer_svc.batch.rows import Sequence
+from trainer_svc.engine.finite import UnfitWeightsError
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.service.learner import ComputeThread
 from trainer_svc.tuner.adapters import AdapterBank, AdapterState, NoGradientError, StateError, load_state, save_state
@@ -331,7 +332,7 @@ class Tuner:
             return _already(known)
         try:
             tensors = await self._run(lambda: self.bank.published(held.state), "copying an adapter")
-        except SluiceError as error:
+        except (SluiceError, UnfitWeightsError) as error:
             failure = error  # of the operation, which is under way by then
 
             async def fails() -> Published:
@@ -464,7 +465,7 @@ class Tuner:
         try:
             await self._run(lambda: self._save(held, name), "saving an adapter")
             log.info("training saved", training=held.name, principal=held.principal, state=name)
-        except (SluiceError, OSError) as error:
+        except (SluiceError, OSError, UnfitWeightsError) as error:
             log.warning("a training could not be saved", training=held.name, error=str(error))
 
 
@@ -485,6 +486,8 @@ async def _caught(work: Coroutine[Any, Any, training_pb2.Operation]) -> training
         failure = error
     except NoGradientError as error:
         failure = SluiceError.failed_precondition("NO_GRADIENT", str(error))
+    except UnfitWeightsError as error:
+        failure = SluiceError.failed_precondition("NON_FINITE", str(error))
     except StateError as error:
         failure = SluiceError.data_loss("STATE_DAMAGED", str(error))
     except FileNotFoundError:

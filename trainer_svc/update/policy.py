@@ -74,12 +74,14 @@ class Updated:
             that it was part of; int64 of shape [rows, 2].
         critic_only: Whether the critic learned alone, so that the policy did not change.
         skipped_steps: Optimizer steps, of the policy and of the critic, that were skipped as not finite.
+        unfit: Names of weights that the steps made unfit to be published or written, the same on every rank.
     """
 
     metrics: StepMetrics
     rows: torch.Tensor
     critic_only: bool
     skipped_steps: int
+    unfit: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -161,6 +163,12 @@ class PolicyUpdate:
         """The networks that optimizers change and checkpoints hold, by name."""
         own = {} if self.critic is None or self.critic.shared else {"critic": self.critic.engine}
         return {"policy": self.engine} | own
+
+    def unfit_weights(self, dtype: torch.dtype | None = None) -> tuple[str, ...]:
+        """Return the names of weights that must be neither published in a precision nor written; every rank calls it."""
+        critic = self.critic
+        own = () if critic is None or critic.shared else critic.engine.unfit_weights()
+        return (*self.engine.unfit_weights(dtype), *(f"{name} of the critic" for name in own))
 
     def apply(self, sequences: Rows[Sequence]) -> Updated:
         """Train on a batch.

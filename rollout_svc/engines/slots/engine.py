@@ -160,7 +160,7 @@ class TransformersEngine(LoraEngine):
     def _build(self) -> SlotLoop:
         model = SlotModel(self._model, self._options.device, self._options.dtype, self._options.max_model_len)
         model.check()
-        self._base = read_base_model(model.directory)
+        self._base = model.known_of(read_base_model(model.directory))
         self._decoder = _tokenizer(str(model.directory))
         self.info = model.info
         one_sample = model.kv_shape.position_bytes * model.info.max_model_len

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout_svc.engines.adapters import Adapter
-from rollout_svc.engines.base import EngineError, ModelInfo
+from rollout_svc.engines.base import EngineError, ModelInfo, UnfitVersionError
 from rollout_svc.engines.model_files import TIED_HEAD, BaseModel, check_length, model_directory
 from rollout_svc.engines.slots.sampling import Logits, PerRow
 
@@ -76,6 +76,11 @@ class SlotModel:
         if head is None:
             raise EngineError(f'{self.info.architecture} has no output layer of its own; use engine = "vllm"')
         head.register_forward_pre_hook(self._pick)
+
+    def known_of(self, base: BaseModel) -> BaseModel:
+        """Return what the model has of the tensors in its files; see `BaseModel.known_to` for the error."""
+        weights = [name for name, _ in self.module.named_parameters()]  # tied ones once
+        return base.known_to(self.module.state_dict().keys(), weights)
 
     @property
     def kv_shape(self) -> KvShape:
@@ -423,20 +428,15 @@ def _label(adapter: Adapter) -> str:
 
 
 class InPlaceWeights:
-    """The live tensors of a model, by the names in its files; copies files into them in place.
+    """The live tensors of a model, by the names that versions use; copies files into them in place.
 
-    Raises:
-        EngineError: if the model's own names differ from those of the files, so that nothing can be copied by name.
+    Args:
+        module: The model.
+        base: Its files, as `BaseModel.known_to` leaves them.
     """
 
     def __init__(self, module: torch.nn.Module, base: BaseModel) -> None:
         live = module.state_dict()
-        missing = sorted(base.shapes.keys() - live.keys())
-        if missing:
-            raise EngineError(
-                f"the model's files have tensors that the loaded model does not name so: {missing[:3]} ({len(missing)}); "
-                'use engine = "vllm"'
-            )
         self._live = {name: live[name] for name in base.shapes}
         self._base = base
         self._device = next(iter(self._live.values())).device
@@ -450,24 +450,25 @@ class InPlaceWeights:
         """Compare the headers of the files with the model, before anything changes.
 
         Raises:
-            EngineError: if they are not whole safetensors files with exactly the model's tensors.
+            UnfitVersionError: if they do not hold exactly the model's tensors.
+            EngineError: if they are not whole safetensors files.
         """
         seen: set[str] = set()
         with ExitStack() as stack:
-            for name, file in _tensors(paths, stack):
+            for name, stored, file in self._tensors(paths, stack):
                 if name == TIED_HEAD and name not in self._live:
                     continue
-                shape = tuple(file.get_slice(name).get_shape())
+                shape = tuple(file.get_slice(stored).get_shape())
                 expected = self._base.shapes.get(name)
                 if shape != expected or name in seen:
-                    raise EngineError(
+                    raise UnfitVersionError(
                         f"the version does not fit the model: {name} is {list(shape)}, the model has {expected};"
                         " push every tensor of the base model once, under its own name"
                     )
                 seen.add(name)
         missing = sorted(self._live.keys() - seen)
         if missing:
-            raise EngineError(
+            raise UnfitVersionError(
                 f"the version does not fit the model: missing {missing[:3]} ({len(missing)}); push every tensor of the base"
                 " model under its own name"
             )
@@ -481,9 +482,9 @@ class InPlaceWeights:
         """
         with ExitStack() as stack:
             try:
-                for name, file in _tensors(paths, stack):
+                for name, stored, file in self._tensors(paths, stack):
                     if name in self._live:
-                        self._live[name].copy_(file.get_tensor(name))
+                        self._live[name].copy_(file.get_tensor(stored))
             except (SafetensorError, OSError, RuntimeError) as error:
                 raise EngineError(f"the weights could not be copied: {error}") from error
         if self._device.type == "cuda":
@@ -502,11 +503,22 @@ class InPlaceWeights:
         """
         live = self._live[name]
         with ExitStack() as stack:
-            for given, file in _tensors(paths, stack):
+            for given, stored, file in self._tensors(paths, stack):
                 if given == name:
-                    wanted = file.get_tensor(name).to(device=live.device, dtype=live.dtype)
+                    wanted = file.get_tensor(stored).to(device=live.device, dtype=live.dtype)
                     return wanted.shape != live.shape or not torch.equal(_bits(live), _bits(wanted))
         raise EngineError(f"{name} is in none of the version's files; stage it again")
+
+    def _tensors(self, paths: Sequence[Path], stack: ExitStack) -> Iterator[tuple[str, str, Any]]:
+        """Yield each tensor: the name that versions use, its name in the file, and the open file.
+
+        Of the base model's own files, tensors that the model does not have are left out.
+        """
+        own = paths == self._base.paths
+        for stored, file in _tensors(paths, stack):
+            name = self._base.renamed.get(stored, stored) if own else stored
+            if not own or name in self._live:
+                yield name, stored, file
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

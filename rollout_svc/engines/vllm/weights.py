@@ -101,15 +101,14 @@ class VllmWeights:
         """Return the files of a staged version, or of the base model for None.
 
         Raises:
-            EngineError: if the version does not fit the model.
+            UnfitVersionError: if the version does not fit the model.
         """
         if self.base is None:
             raise EngineError("the engine is not running; call start()")
-        names = tuple(self.base.shapes)
         if staged is None:
-            return WeightFiles(BASE, self.base.paths, names)
+            return WeightFiles(BASE, self.base.paths, tuple(sorted(self.base.in_files)))
         self.base.check(staged)
-        return WeightFiles(staged.version, (staged.path,), names)
+        return WeightFiles(staged.version, (staged.path,), tuple(self.base.shapes))
 
     async def switch(self, llm: AsyncLLM, recorder: LoadRecorder, files: WeightFiles, *, resume: bool) -> ApplyReport:
         """Prepare, pause, load, label and resume. Requests in progress continue.
