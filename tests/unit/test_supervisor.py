@@ -122,7 +122,7 @@ async def test_after_the_last_restart_the_outcome_has_the_child_the_reason_and_i
     dies = spec(tmp_path, "dies", READY + "print('the reason'); sys.exit(7)")
     outcome = await run([dies], witness, max_restarts=1)
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "dies")
-    assert "exit code 5" in outcome.reason
+    assert "exit code 7" in outcome.reason
     assert outcome.tail[-1] == "the reason"
     assert dies.log_path.read_text().splitlines() == ["the reason"] * 2
 
