@@ -20,7 +20,7 @@ from sluice.v1 import journal_pb2, orchestrator_pb2
 WINDOW = 20
 """Batches over which the share is counted that is set aside."""
 
-_OF_THE_BATCH = ("trajectories", "header.trajectory_count", "header.estimated_groups")
+_OF_THE_BATCH = ("trajectories", "header.trajectory_count")
 """Fields of a refusal that are at fault for what the batch holds, although no trajectory is by itself."""
 
 _NEVER_FITS = "MESSAGE_TOO_LARGE"

@@ -210,3 +210,11 @@ async def test_a_pause_that_nobody_ends_ends_the_run_with_a_checkpoint(scene) ->
     assert scene.trainer.checkpoints
     assert scene.report()["state"] == "stopped"
     assert "nobody let the paused run go on" in scene.report()["stop_reason"]
+
+
+async def test_what_all_trajectories_lack_by_the_settings_ends_the_run_at_once(scene) -> None:
+    scene.trainer.admission = TrainerConfig.model_validate(
+        {"objective": {"kl_coef": 0.1}, "reference": {"model": "batch"}}
+    )
+    with pytest.raises(FailedForGoodError, match=r"no batch of this run would fit: .*ref_logprobs are absent.*kl_coef"):
+        await scene.run(**odd(scene, odd=[]))

@@ -67,6 +67,7 @@ def batch() -> list[Sequence]:
     return [replace(each, reference_logprobs=None) for each in ragged_batch(seed=11, groups=6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("token_budget", [64, 4096])
 def test_the_gradient_is_the_sum_of_what_each_objective_gives_for_its_own_trajectories(
@@ -96,7 +97,7 @@ def test_a_trajectory_that_names_an_unknown_objective_is_refused() -> None:
     expected = Expectations(vocabulary=10, newest=BASE, has_estimator=True)
     trajectory = tokens_pb2.Trajectory(trajectory_id="t", group_id="g", episode_id="e", objective="gone")
     _, faults = convert([trajectory], expected, {"kept": expected})
-    assert faults == {"trajectories[0].objective": "is 'gone', but trainer.objectives has kept; add it there"}
+    assert faults == {"trajectories[0].objective": "is not known: 'gone'; trainer.objectives has kept; add it there"}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from sluice.advantages import BATCH_SCALES, Episode, estimate, slopes
 from sluice.digests import batch_digest
 from sluice.limits import FLOAT32_MAX, MAX_NAME, MAX_TRAJECTORY_TOKENS, within
+from sluice.rows_at_fault import rows_of
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
@@ -31,6 +32,9 @@ from trainer_svc.objectives.several import among
 
 LOGPROB_ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: rounding of a low-precision softmax, no more."""
+
+ABSENT, GIVEN, UNKNOWN = "are absent", "are given", "is not known:"
+"""How a fault begins for which the settings of both sides are to blame if every trajectory has it."""
 
 MISSING_REWARD = "MISSING_REWARD"
 NO_TRAINED_TOKENS = "NO_TRAINED_TOKENS"
@@ -179,7 +183,7 @@ def convert(
         needed = named.get(trajectory.objective) if trajectory.objective else expected
         if needed is None:
             known = ", ".join(named) or "none"
-            faults = {"objective": f"is {trajectory.objective!r}, but trainer.objectives has {known}; add it there"}
+            faults = {"objective": f"{UNKNOWN} {trajectory.objective!r}; trainer.objectives has {known}; add it there"}
         else:
             faults = dict(_faults(trajectory, mask, needed))
         if faults:
@@ -187,6 +191,12 @@ def convert(
         else:
             samples.append(_sample(trajectory, mask, process=needed is not None and needed.estimates == "process"))
     return samples, violations | _contradictions(trajectories)
+
+
+def of_settings(violations: Mapping[str, str], trajectories: Rows[tokens_pb2.Trajectory]) -> bool:
+    """Return whether every trajectory with tokens to train lacks what the trainer's settings need, so that no other batch would fit."""
+    rows = rows_of(field for field, fault in violations.items() if fault.startswith((ABSENT, GIVEN, UNKNOWN)))
+    return bool(rows) and len(rows) >= sum(len(each.mask_runs) > 1 for each in trajectories)
 
 
 def _trained(trajectory: tokens_pb2.Trajectory) -> Mask:
@@ -314,20 +324,20 @@ def _faulty_spans(spans: Rows[tokens_pb2.VersionSpan], trained: int, newest: Ver
 
 def _missing(trajectory: tokens_pb2.Trajectory, expected: Expectations) -> Iterator[tuple[str, str]]:
     if trajectory.advantages and expected.estimates:
-        yield "advantages", f"are given, but this trainer computes {expected.estimates}; leave them empty"
+        yield "advantages", f"{GIVEN}, but this trainer computes {expected.estimates}; leave them empty"
     if not trajectory.advantages and not expected.has_estimator and not expected.estimates:
-        yield "advantages", "are absent; send them, or name header.advantage_estimator"
+        yield "advantages", f"{ABSENT}; send them, or name header.advantage_estimator"
     if expected.estimates == "process" and not trajectory.token_rewards and not trajectory.turn_rewards:
-        yield "turn_rewards", "are absent, and token_rewards too; the estimator process needs one of them"
+        yield "turn_rewards", f"{ABSENT}, and token_rewards too; the estimator process needs one of them"
     if expected.needs_reference and not trajectory.ref_logprobs:
         yield (
             "ref_logprobs",
-            "are absent, but the objective has a KL term; send them, set trainer.reference.model, or objective.kl_coef to 0",
+            f"{ABSENT}, but the objective has a KL term; send them, set trainer.reference.model, or objective.kl_coef to 0",
         )
     if expected.needs_teacher and not trajectory.teacher_logprobs:
         yield (
             "teacher_logprobs",
-            "are absent, but the objective follows a teacher; send them, or set trainer.teacher.model",
+            f"{ABSENT}, but the objective follows a teacher; send them, or set trainer.teacher.model",
         )
 
 

@@ -25,7 +25,7 @@ from sluice.versions import BASE, Lineage, Version
 from trainer_svc.config import IN_BATCH, TrainerConfig
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.service.admission import RefusedError, Ticket
-from trainer_svc.service.batches import Batch, Expectations, applied_to, convert, judge
+from trainer_svc.service.batches import Batch, Expectations, applied_to, convert, judge, of_settings
 from trainer_svc.service.trainer import Trainer
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -218,7 +218,8 @@ def admitted(
     """Convert the trajectories of a batch to training rows, and decide which are trained. Blocks.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT with what is wrong, by field; its metadata names the trajectories at fault.
+        SluiceError: INVALID_ARGUMENT with what is wrong, by field; its metadata names the trajectories at fault. FAILED_PRECONDITION
+            if the settings of both sides are at fault, and not the trajectories.
     """
     objectives = config.all_objectives
     expected = {name: _expectations(header, config, each, vocabulary) for name, each in objectives.items()}
@@ -237,6 +238,8 @@ def admitted(
         except ValueError as error:
             violations = {"header.advantage_estimator": str(error)}
     first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
+    if of_settings(violations, trajectories):
+        raise SluiceError.failed_precondition("TRAINER_DOES_NOT_FIT", f"no batch of this run would fit: {first}")
     raise SluiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "BAD_TRAJECTORY",
