@@ -11,19 +11,31 @@ PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 TEST_WORKERS ?= 3
 # A test that fails is run once more, alone: see tests/run_suite.py.
 SUITE := $(BIN)/python tests/run_suite.py
-PYTEST_OPTIONS := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=5
+PYTEST_OPTIONS = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=5
 
 # Compute processes share few cores: spinning OpenMP threads slow each other down by an order of magnitude.
 export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0
 
+# Services and tests are hundreds of processes, each of which would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # pip is quiet about what it fetched unless it fails; the +cpu wheel of torch comes from PyTorch's own index where no other has it.
 define pip_install_locked
-	$(BIN)/pip install --quiet --no-deps -r $(1) || \
-	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
+	$(BIN)/pip install -qq --no-deps -r $(1) || \
+	$(BIN)/pip install -qq --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-docker test-examples ecosystem-latest client-table chaos fuzz audit lint format references proto proto-check wheels npm-package clean
+# An environment aside, filled by the pip of .venv. Most of its modules are never imported: those that are, Python compiles then.
+define install_aside
+	test -x $(@D)/bin/python || $(PYTHON) -m venv --without-pip $(@D)
+	$(BIN)/pip --python $(@D)/bin/python install -qq --no-deps --no-compile -r $<
+endef
+
+# The pip that comes with older Pythons takes twice as long, most of it to read the lists of releases.
+PIP := 26.3
+
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-soak test-docker test-examples ecosystem-latest client-table chaos fuzz audit lint format references proto proto-check wheels npm-package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -31,8 +43,9 @@ help: ## list the targets
 $(VENV)/.installed: requirements/cpu.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and "Sluice needs Python 3.11 to 3.14; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	-$(BIN)/pip install -qq pip==$(PIP)
 	$(call pip_install_locked,requirements/cpu.lock)
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/pip install -qq --no-deps --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.lock
@@ -45,8 +58,8 @@ install-dev: $(VENV)/.installed-dev ## ... and what tests and linters need
 
 install-bench: .venv-bench/.installed ## what `sluice bench trainer`, `sluice bench gateway` and `make test-ecosystem` compare with, apart from .venv
 
-.venv-bench/.installed: requirements/bench.lock $(VENV)/.installed
-	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-bench -r requirements/bench.lock
+.venv-bench/.installed: requirements/bench.lock | $(VENV)/.installed
+	$(BIN)/pip install -qq --no-deps --no-compile --upgrade --target .venv-bench -r requirements/bench.lock
 	touch $@
 
 # Virtual environments of packages that do not fit beside each other, and packages of Debian that are unpacked aside.
@@ -57,25 +70,25 @@ ECOSYSTEM += kubernetes
 ECOSYSTEM += go
 DEBIAN := go java rust
 
-install-ecosystem: $(ECOSYSTEM:%=.venv-ecosystem-%/.installed) $(DEBIAN:%=.debian-ecosystem-%/.installed) .node-ecosystem/.installed ## what `make test-ecosystem` needs of others, apart from .venv
+# Three at a time: some wait for the network, while pip fills the cores.
+install-ecosystem: install-dev ## what `make test-ecosystem` needs of others, apart from .venv
+	@$(MAKE) --no-print-directory --output-sync=target -j3 \
+		$(ECOSYSTEM:%=.venv-ecosystem-%/.installed) $(DEBIAN:%=.debian-ecosystem-%/.installed) .node-ecosystem/.installed
 
 # requirements/ecosystem-NAME.txt names what tests use, and ecosystem-NAME.lock pins it with all that it needs.
-.venv-ecosystem-%/.installed: requirements/ecosystem-%.lock
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --no-deps -r $<
+.venv-ecosystem-%/.installed: requirements/ecosystem-%.lock | $(VENV)/.installed
+	$(install_aside)
 	touch $@
 
 # The nodes of a cluster run Sluice too: this one sees the packages of .venv, and adds what Ray needs.
-.venv-ecosystem-ray/.installed: requirements/ecosystem-ray.lock $(VENV)/.installed-dev
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+.venv-ecosystem-ray/.installed: requirements/ecosystem-ray.lock | $(VENV)/.installed-dev
+	$(install_aside)
 	echo "import site; site.addsitedir('$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > $$(echo $(@D)/lib/python3*/site-packages)/sluice.pth
-	$(@D)/bin/pip install --quiet --no-deps -r $<
 	touch $@
 
-.venv-ecosystem-kubernetes/.installed: requirements/ecosystem-kubernetes.lock requirements/ecosystem-helm.lock tests/ecosystem/kubernetes_tools.py
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --no-deps -r $<
-	$(@D)/bin/python tests/ecosystem/kubernetes_tools.py $(@D)
+.venv-ecosystem-kubernetes/.installed: requirements/ecosystem-kubernetes.lock requirements/ecosystem-helm.lock tests/ecosystem/kubernetes_tools.py | $(VENV)/.installed
+	$(install_aside)
+	$(BIN)/python tests/ecosystem/kubernetes_tools.py $(@D)
 	touch $@
 
 .node-ecosystem/.installed: requirements/ecosystem-node/package.json requirements/ecosystem-node/package-lock.json
@@ -105,19 +118,23 @@ real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quar
 	$(BIN)/sluice quickstart --task sums --seed $(SEED) $(if $(LR),--lr $(LR))
 
 # Workers share the cores: one thread each.
-test test-fast test-ecosystem test-docker test-examples: export OMP_NUM_THREADS ?= 1
+test test-fast test-ecosystem test-soak test-docker test-examples: export OMP_NUM_THREADS ?= 1
 
 # Tests that have a target of their own.
-ELSEWHERE := ecosystem or examples or fuzz or docker
+ELSEWHERE := ecosystem or examples or fuzz or docker or soak
 
 test: install-dev ## run every test that needs nothing but .venv
 	$(SUITE) "not ($(ELSEWHERE))" tests -- $(PYTEST_OPTIONS)
 
 test-fast: install-dev ## run the tests that take seconds
-	$(SUITE) "not (slow or gpu or $(ELSEWHERE))" tests -- $(PYTEST_OPTIONS)
+	$(SUITE) "not (slow or gpu or $(ELSEWHERE))" tests -- $(PYTEST_OPTIONS) --hypothesis-profile=fast
 
+test-ecosystem: TEST_WORKERS = 2
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
-	$(SUITE) ecosystem $$(grep -rl --include='test_*.py' mark.ecosystem tests) -- -n 2 --dist worksteal --durations=30 --durations-min=20
+	$(SUITE) "ecosystem and not soak" tests -- $(PYTEST_OPTIONS)
+
+test-soak: install-dev install-bench install-ecosystem ## run the cases of matrices and the long runs of which the other targets do one of each kind
+	$(SUITE) "soak and not (gpu or docker)" tests -- $(PYTEST_OPTIONS)
 
 test-docker: install-dev ## run the tests that build images and start containers; needs a Docker engine with compose v2
 	$(SUITE) docker tests/integration/test_compose*.py -- -n 0

@@ -43,19 +43,22 @@ def build_wheels(folder: Path) -> Path:
     return wheels
 
 
+def pip_of(folder: Path) -> list[str | Path]:
+    """Make an empty environment; return the command that installs into it, by the pip of the tests: to copy pip takes seconds."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    return [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet", "--no-compile"]
+
+
 def client_environment(wheels: Path, folder: Path) -> Path:
     """Make an environment with sluice-client, and what it requires from the registry, in the locked versions; return its interpreter."""
-    run(sys.executable, "-m", "venv", folder)
-    pip_install = [folder / "bin/python", "-m", "pip", "install", "--quiet"]
-    run(*pip_install, "--constraint", ROOT / "requirements/cpu.lock", "--find-links", wheels, "sluice-client")
+    run(*pip_of(folder), "--constraint", ROOT / "requirements/cpu.lock", "--find-links", wheels, "sluice-client")
     return folder / "bin/python"
 
 
 def full_environment(wheels: Path, folder: Path) -> Path:
     """Make an environment with the wheel of `sluice`, and what it requires from the environment of the tests; return its interpreter."""
-    run(sys.executable, "-m", "venv", folder)
     python = folder / "bin/python"
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", *wheels.glob("sluice-*.whl"))
+    run(*pip_of(folder), "--no-deps", *wheels.glob("sluice-*.whl"))
     (packages,) = folder.glob("lib/python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "shared.pth").write_text("\n".join(ours) + "\n")

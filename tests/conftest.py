@@ -10,24 +10,35 @@ import hypothesis
 import pytest
 import structlog
 from rank_programs import RankPrograms
+from run_suite import pytest_ignore_collect  # noqa: F401 - a hook
 from suite_rules import *  # noqa: F403 - hooks and fixtures for every test
 
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("sluice", deadline=None, suppress_health_check=_SLOW)  # machines are busy
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("sluice"), derandomize=True)
+# `make test-fast` draws fewer examples, where a test does not say how many.
+hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("sluice"), max_examples=25)
 # CI draws the same examples each time, so that no change is red for what an earlier one left undiscovered. Other runs go on searching.
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "sluice")
 
 _COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
 """Folders in the order of their tests: workers end together if the short files come last."""
 
+_LONGEST = (
+    *("test_slurm.py", "test_ray.py", "test_examples.py", "test_helm_pods.py", "test_trainer_nodes.py"),
+    *("test_two_machines.py", "test_cli_rl.py", "test_quickstart.py", "test_parallel_engine.py"),
+    *("test_weightsync_faults.py", "test_vllm_weight_update.py", "test_extending_guide.py"),
+)
+"""Files that take a worker a minute or more, which come before all others: a file is run by one worker, since its tests share what they start."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order tests by folder; the order within a folder stays."""
+    """Order tests by the length of their file and by folder; the order within a folder stays."""
 
-    def place(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, int]:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return _COSTLY_FIRST.index(folder) if folder in _COSTLY_FIRST else len(_COSTLY_FIRST)
+        file = _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST)
+        return file, _COSTLY_FIRST.index(folder) if folder in _COSTLY_FIRST else len(_COSTLY_FIRST)
 
     items.sort(key=place)
 

@@ -1,19 +1,25 @@
 """Run pytest. Run what failed once more, alone, and report what passes then as flaky: `run_suite.py MARKS PATH ... -- PYTEST_OPTIONS`.
 
 MARKS selects tests as `pytest -m` does. Those marked `clock` run at the end, one after another, since they race real time.
+
+With the hook of this module, pytest leaves out the files that have no test of the marks: each worker would import them, and what they
+import, to find that.
 The suite is red if a test fails twice, or if more than MAX_FLAKY tests failed at all: then something is broken, and not only unlucky.
 Flaky tests and their first errors are printed at the end, and appended to the file that FLAKY_REPORT names.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 MAX_FLAKY = 5
 MAX_LINES, MAX_COLUMNS = 8, 400
@@ -67,10 +73,8 @@ def run_suite(marks: str, paths: list[str], options: list[str], directory: Path)
     """Run the tests of `paths` that `marks` selects, and what failed once more; return the exit code for the suite."""
     failed: dict[str, str] = {}
     alone = [*options, "--numprocesses=0"]
-    for name, files, selected, how in (
-        ("beside", paths, "not clock", options),
-        ("alone", racing_files(paths), "clock", alone),
-    ):
+    racing = files_with(f"({marks}) and clock", paths)
+    for name, files, selected, how in (("beside", paths, "not clock", options), ("alone", racing, "clock", alone)):
         log = directory / f"{name}.jsonl"
         code = run_pytest(files, [*how, "-m", f"({marks}) and {selected}"], log) if files else 0
         if code not in {0, TESTS_FAILED, NO_TESTS}:
@@ -92,10 +96,38 @@ def run_suite(marks: str, paths: list[str], options: list[str], directory: Path)
     return TESTS_FAILED if twice else 0
 
 
-def racing_files(paths: list[str]) -> list[str]:
-    """Return the files with tests that race the clock: pytest need not import the others to find those."""
+class Config(Protocol):
+    """What the hook needs of pytest's configuration."""
+
+    def getoption(self, name: str) -> str:
+        """Return the value of an option."""
+        ...
+
+
+def pytest_ignore_collect(collection_path: Path, config: Config) -> bool | None:
+    """Leave out a file without a test that the option `-m` selects."""
+    marks = config.getoption("markexpr")
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if marks and is_test and not may_select(marks, collection_path.read_text()) else None
+
+
+def files_with(marks: str, paths: list[str]) -> list[str]:
+    """Return the test files that may have a test which `marks` selects."""
     files = (file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("test_*.py")))
-    return sorted(str(file) for file in files if "mark.clock" in file.read_text())
+    return sorted(str(file) for file in files if may_select(marks, file.read_text()))
+
+
+def may_select(marks: str, text: str) -> bool:
+    """Return whether `marks` can select a test of a file: all have the marks of `pytestmark`, and may have any other that it names."""
+    names = set(re.findall(r"\w+", marks)) - {"and", "or", "not"}
+    of_module = re.search(r"^pytestmark = (\[[^\]]*\]|.*)", text, re.MULTILINE)
+    given = names & set(re.findall(r"mark\.(\w+)", of_module[1])) if of_module else set()
+    possible = sorted(name for name in names - given if f"mark.{name}" in text)
+    return any(
+        eval(marks, {"__builtins__": {}}, dict.fromkeys(names, False) | dict.fromkeys({*given, *some}, True))
+        for count in range(len(possible) + 1)
+        for some in itertools.combinations(possible, count)
+    )
 
 
 def shortened(error: str) -> str:

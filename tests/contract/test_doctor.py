@@ -10,6 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from certificates import Authority
 from trainer_double import start_double
 
@@ -216,6 +217,7 @@ async def test_a_peer_that_does_not_know_the_token(tmp_path: Path) -> None:
 # The command.
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong_and_exits_with_1(monkeypatch, capsys) -> None:
     monkeypatch.setattr(doctor, "check_machine", lambda: [machine.check_python()])
     assert doctor.run([]) == 0

@@ -83,6 +83,7 @@ async def test_a_client_that_does_not_send_the_head_of_a_request_is_disconnected
         assert await echoes(port)
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_send_the_head_of_a_second_request_is_disconnected() -> None:
     async with serving() as (port, _):
         assert (await answer_to(port, ECHO + HEAD)).startswith(b"HTTP/1.1 200")

@@ -115,6 +115,7 @@ async def reported(process: asyncio.subprocess.Process) -> dict[str, Any]:
     raise AssertionError("the service ended without a report")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("words", "peer"),

@@ -260,6 +260,7 @@ async def test_a_step_that_takes_longer_than_a_hang_ends_at_one_of_the_replicas(
         assert len(one.requests) + len(two.requests) <= 4
 
 
+@pytest.mark.slow
 async def test_a_request_that_stalls_each_engine_fails() -> None:
     one, two = (replica(name, prefill_s=3600.0) for name in ("one", "two"))
     async with fleet(one, two, longest_step_s=PROGRESS_S) as scene:

@@ -150,6 +150,7 @@ async def test_a_replica_that_was_forgotten_registers_again(address):
         await replica.until(lambda: orchestrator.known == {"one": "replica.example:7103"})
 
 
+@pytest.mark.slow
 async def test_an_orchestrator_that_comes_later_and_comes_back_is_found(address):
     async with announcing(address) as replica:
         for _ in range(2):
@@ -170,6 +171,7 @@ async def test_a_refusal_is_asked_again_and_hinders_no_leaving(address):
             await replica.until(lambda: orchestrator.refusals > refusals)
 
 
+@pytest.mark.slow
 async def test_an_orchestrator_that_is_not_there_hinders_no_leaving(address):
     async with announcing(address) as replica:
         await replica.clock.until(lambda: replica.clock.waits)

@@ -47,6 +47,7 @@ def renew(folder: Path) -> None:
     certificates.renew(folder, certificates.now_utc(), every=True)
 
 
+@pytest.mark.slow
 async def test_no_call_is_lost_while_everything_is_replaced(tmp_path: Path) -> None:
     counted, old = await measure(tmp_path, step_s=AGE_S, apart_s=0, age_s=AGE_S, clients=2)
     assert len(counted) == 6

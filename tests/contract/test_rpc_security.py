@@ -330,6 +330,7 @@ async def test_tls_is_served_to_those_who_trust_the_authority(tmp_path):
     await server.stop(0)
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_called_by_an_address_may_have_the_certificate_of_a_name(tmp_path):
     authority = Authority(tmp_path / "a")
     certificate, key = authority.issue("pod", address="10.0.0.1", hosts=["replicas"])

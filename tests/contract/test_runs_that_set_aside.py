@@ -22,6 +22,8 @@ from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import Lineage
 from trainer_svc.config import TrainerConfig
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = """
 from sluice.environments.base import Task
 

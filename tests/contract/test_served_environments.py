@@ -208,6 +208,7 @@ def refused_resets() -> float:
     return REGISTRY.get_sample_value("sluice_rpc_total", labels) or 0.0
 
 
+@pytest.mark.slow
 async def test_an_episode_without_calls_makes_room_after_a_while(address) -> None:
     clock, before = SimulatedClock(), refused_resets()
     async with (
@@ -247,6 +248,7 @@ async def test_a_failing_environment_is_the_servers_and_the_run_is_told_why(addr
             assert (await episode.step("one")).reward == 1.0
 
 
+@pytest.mark.slow
 async def test_a_run_trains_on_an_environment_that_is_served(tmp_path, address) -> None:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(served(DIALOGUE, address))
@@ -283,6 +285,7 @@ class Look:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["here", "there"])
 async def test_a_run_trains_on_episodes_with_tools_and_each_token_is_trained_once(tmp_path, address, where) -> None:
     (tmp_path / "env.py").write_text(TOOLS)

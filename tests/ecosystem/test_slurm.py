@@ -325,6 +325,7 @@ def test_a_run_is_requeued_before_its_time_limit_and_when_it_is_preempted(
     assert run.log.count("resuming from step_") == 2
 
 
+@pytest.mark.soak
 def test_a_run_is_requeued_and_resumed_when_a_node_is_lost(cluster: SlurmCluster, model: Path, tmp_path: Path) -> None:
     run = Run(cluster, model, tmp_path, "lost", *HETEROGENEOUS)
     run.until_step(10)

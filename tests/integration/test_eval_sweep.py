@@ -116,6 +116,7 @@ def by_endpoint(url: str, env: str, tmp_path: Path, *more: str) -> list[str]:
     return [*SLUICE, "eval", *words, "--output", str(tmp_path / "result.json"), *more]
 
 
+@pytest.mark.slow
 def test_a_model_behind_an_endpoint_is_evaluated(endpoint, env: str, tmp_path: Path) -> None:
     url, _ = endpoint
     both = json.dumps(
@@ -181,6 +182,7 @@ def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, 
     assert (none.returncode, data.read_text()) == (1, "")
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(endpoint, env: str, tmp_path: Path) -> None:
     url, handler = endpoint
     handler.most = 4 * TASKS // 2

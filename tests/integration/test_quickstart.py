@@ -40,6 +40,7 @@ def test_the_quickstart_writes_a_model_a_report_and_every_file_that_it_names(tmp
         assert expected in done.stdout
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_the_quickstart_and_all_of_its_services(tmp_path: Path) -> None:
     argv = [*SLUICE, "quickstart", "--output-dir", str(tmp_path), *SMALL]
     argv += ["--sft-steps", "2", "--prompts", "2", "--steps", "100000"]

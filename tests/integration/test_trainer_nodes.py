@@ -123,6 +123,7 @@ async def test_a_node_is_killed_both_end_and_the_restarted_ones_resume_from_the_
                 assert (await first.ended(), await second.ended()) == (0, 0)
 
 
+@pytest.mark.soak
 async def test_a_node_that_is_cut_off_ends_both_while_nothing_is_trained(tmp_path: Path) -> None:
     with Machines(2) as machines:
         cluster = Cluster(machines, tmp_path)

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import altering_worker
 import pytest
 import pytest_asyncio
 import torch
@@ -50,6 +49,8 @@ async def started(
     engine = VllmEngine(
         str(model), VllmOptions(engine_args=defaults | arguments, kv_policy=kv_policy, double_buffer=double_buffer)
     )
+    import altering_worker  # imports vLLM, which a process that only collects tests need not
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_processes, "WORKER_EXTENSION", altering_worker.NAME)
         await engine.start()

@@ -1,6 +1,7 @@
 """The rules of the house that a reader cannot be trusted to keep by eye."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -35,8 +36,13 @@ def sources(package: str) -> list[Path]:
     return [path for path in sorted((ROOT / package).rglob("*.py")) if "v1" not in path.relative_to(ROOT).parts]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     nodes = tree.body if top_level_only else ast.walk(tree)
     for node in nodes:
         if isinstance(node, ast.Import):

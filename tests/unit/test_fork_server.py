@@ -64,6 +64,7 @@ def lines(witness: Witness) -> list[str]:
     return [line.text for _, line in witness.lines]
 
 
+@pytest.mark.slow
 async def test_a_killed_service_is_forked_again_and_survives_its_fork_server(tmp_path: Path) -> None:
     witness, stop, spec = Witness(), asyncio.Event(), weightsync(tmp_path)
     running = asyncio.create_task(supervisor([spec], witness).run(stop))
@@ -90,6 +91,7 @@ async def test_a_killed_service_is_forked_again_and_survives_its_fork_server(tmp
     assert told[0] == "ended with signal SIGKILL; restart 1 of 3 now"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
 async def test_how_a_service_ended_is_known_although_its_fork_server_was_killed_first(
     number: signal.Signals, code: int, tmp_path: Path
@@ -162,6 +164,7 @@ async def test_where_the_fork_server_hangs_the_service_is_executed(tmp_path: Pat
     assert lines(witness) == ["1", "1"]
 
 
+@pytest.mark.slow
 def test_a_sigkill_of_the_supervisor_ends_the_fork_server_and_the_service(tmp_path: Path) -> None:
     spec = weightsync(tmp_path)
     program = f"""

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tiny_policy import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def test_the_wheel_in_the_images_has_every_package() -> None:
     assert packages <= copied & sent
 
 
+@pytest.mark.slow
 def test_a_gateway_imports_only_what_its_image_has() -> None:
     command = [sys.executable, "-c", IMPORT_WITH_CONTROL_ALONE, "gateway_svc", "sluice.openai", "sluice.sampling"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

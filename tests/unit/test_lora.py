@@ -151,6 +151,7 @@ def other_base(directory: Path) -> Path:
     return directory / "other"
 
 
+@pytest.mark.slow
 def test_dropout_acts_in_training_steps_alone(model_dir):
     losses = []
     for dropout in (0.0, 0.5):
@@ -165,6 +166,7 @@ def test_dropout_acts_in_training_steps_alone(model_dir):
     assert losses[1][0] != losses[1][1]
 
 
+@pytest.mark.slow
 def test_a_resumed_adapter_goes_on_bit_for_bit(model_dir, tmp_path):
     straight = trained(model_dir, steps=4)
     first = trained(model_dir, steps=2)
@@ -213,6 +215,7 @@ def test_a_value_head_on_the_policys_network_is_trained_and_not_published(model_
     assert "value_head.weight" not in trainer.live_tensors()
 
 
+@pytest.mark.slow
 def test_repeated_steps_raise_what_is_rewarded(model_dir):
     trainer = engine(model_dir)
     good = row([5, 6, 7], [20, 21, 22])

@@ -31,6 +31,7 @@ def test_the_settings_of_each_example_are_valid(name, config_class):
     assert config.eval_share == 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words", "render"),
     [("sft/demonstrations.py", [], render_demonstration), ("dpo/pairs.py", ["--slips", "0.5"], render_pair)],

@@ -227,6 +227,7 @@ def metric_names() -> frozenset[str]:
     return frozenset(names)
 
 
+@pytest.mark.slow
 def test_every_prometheus_metric_is_served() -> None:
     named = {each for name in PAGES for each in re.findall(r"\b(?:sluice|process)_[a-z]\w*[a-z]\b", page(name))}
     assert len(named) > 30

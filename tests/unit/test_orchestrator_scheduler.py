@@ -252,7 +252,7 @@ class SimulatedRun(RuleBasedStateMachine):
 
 
 SimulatedRun.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
-TestSimulatedRun = SimulatedRun.TestCase
+TestSimulatedRun = pytest.mark.slow(SimulatedRun.TestCase)
 
 
 def scheduler(staleness: int, batch: int = 2, *, window: float = 0.3, steps: int = 10) -> tuple[Scheduler, Facts]:

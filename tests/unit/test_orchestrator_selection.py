@@ -115,6 +115,7 @@ MOVES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     size=st.integers(1, 4),

@@ -154,6 +154,7 @@ def test_gae_without_a_critic_is_refused(model_dir):
         PolicyUpdate(policy, Objective.of(config.objective))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_critic_learns_the_returns_and_stays_out_of_the_exported_policy(model_dir, tmp_path, shared):
     critic = {"shared": True} if shared else {"lr": 3e-3}
@@ -314,6 +315,7 @@ def _sampled(update: PolicyUpdate, seed: int, count: int = 24, length: int = 4) 
     return on_policy(update, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", [{"shared": True}, {"lr": 3e-3}], ids=["shared", "own"])
 def test_ppo_learns_what_is_rewarded(model_dir, critic):
     objective = {"gae_lambda": 0.9}

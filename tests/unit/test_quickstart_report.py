@@ -45,6 +45,7 @@ def job_in(directory: Path) -> quickstart.Quickstart:
     return quickstart.Quickstart(quickstart.TASKS["sums"], Path("examples/sums"), directory, seed=3)
 
 
+@pytest.mark.slow
 def test_the_report_completes_the_one_of_the_orchestrator(run_dir: Path) -> None:
     report = quickstart.write_report(job_in(run_dir), wall_s=12.34, stages={"rl": 10.0})
     assert report == json.loads((run_dir / "report.json").read_text())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from run_suite import may_select
 
 PROGRAM = Path(__file__).parents[1] / "run_suite.py"
 
@@ -27,6 +29,9 @@ import os, pathlib
 def test_alone():
     assert "PYTEST_XDIST_WORKER" not in os.environ, "beside others"
 """
+
+
+HOOK = f"import sys\nsys.path.insert(0, {str(PROGRAM.parent)!r})\nfrom run_suite import pytest_ignore_collect\n"
 
 
 def run(directory: Path, *options: str, **files: str) -> subprocess.CompletedProcess[str]:
@@ -68,11 +73,13 @@ def test_what_fails_twice_is_red(tmp_path: Path) -> None:
     assert "test_broken" not in (tmp_path / "flaky.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "code"), [(5, 0), (6, 1)])
 def test_more_than_five_failures_are_red_even_if_they_would_pass(tmp_path: Path, count: int, code: int) -> None:
     assert run(tmp_path, flaky=FLAKY.format(count=count)).returncode == code
 
 
+@pytest.mark.slow
 def test_the_second_attempt_runs_without_workers(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", "2", "--dist", "loadfile", alone=ALONE)
     assert done.returncode == 0
@@ -90,6 +97,35 @@ def test_tests_that_race_the_clock_run_without_workers(tmp_path: Path) -> None:
 def test_only_what_is_selected_runs(tmp_path: Path) -> None:
     left_out = "import pytest\n@pytest.mark.left_out\n" + BROKEN
     assert run(tmp_path, healthy=HEALTHY, broken=left_out).returncode == 0
+
+
+def test_a_file_whose_marks_leave_out_all_of_its_tests_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(HOOK)
+    unfit = "import pytest, no_such_module\npytestmark = [pytest.mark.slow, pytest.mark.left_out]\n" + BROKEN
+    assert run(tmp_path, healthy=HEALTHY, unfit=unfit).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("marks", "text", "selects"),
+    [
+        ("wanted and not left_out", "pytestmark = mark.wanted", True),
+        ("wanted and not left_out", "pytestmark = [mark.wanted, mark.left_out]", False),
+        ("wanted and not left_out", "pytestmark = mark.wanted\n@mark.left_out\ndef test(): pass", True),
+        ("wanted and not left_out", "@mark.wanted\ndef test(): pass", True),
+        ("wanted and not left_out", "def test(): pass", False),
+        ("not (left_out or other)", "@mark.left_out\ndef test(): pass", True),
+        ("not (left_out or other)", "def test(): pass", True),
+        ("not left_out", "def broken(", True),
+    ],
+)
+def test_files_that_may_have_a_selected_test_are_known_by_their_text(marks: str, text: str, selects: bool) -> None:
+    assert may_select(marks, text) == selects
+
+
+def test_marks_that_select_tests_are_written_in_test_files() -> None:
+    helpers = (path for path in PROGRAM.parent.rglob("*.py") if not path.name.startswith("test_") and path != PROGRAM)
+    marks = re.compile(r"pytest\.mark\.(slow|gpu|docker|soak|examples|clock|fuzz|ecosystem)")
+    assert not [path for path in helpers if marks.search(path.read_text())]
 
 
 def test_a_suite_without_tests_of_one_kind_is_green(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_the_summary_compares_the_ends_of_the_run(tmp_path: Path) -> None:
     assert found["reward_last"] == pytest.approx(0.975)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_draws_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(
         tmp_path, *({"step": n, "time": 100.0 + n, "reward/mean": n / 20, "staleness/mean": 1.0} for n in range(1, 21))

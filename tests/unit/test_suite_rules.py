@@ -71,11 +71,13 @@ def test_expected(): assert False
 """
 
 
+@pytest.mark.slow
 def test_a_failure_that_nobody_awaited_is_blamed_on_the_test_that_left_it(tmp_path: Path) -> None:
     outcomes = run(tmp_path, LEFT_BEHIND)
     assert outcomes == {"test_leaves_a_failure": ["passed", "failed"], "test_innocent": ["passed"]}
 
 
+@pytest.mark.slow
 def test_a_skip_is_red_in_ci_but_for_devices_and_containers(tmp_path: Path) -> None:
     skipped = {"test_gpu": ["skipped"], "test_docker": ["skipped"], "test_expected": ["skipped"]}
     assert run(tmp_path, SKIPPED) == {"test_skipped": ["skipped"], "test_skipped_by_mark": ["skipped"], **skipped}

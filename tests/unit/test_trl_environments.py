@@ -98,6 +98,7 @@ async def test_prompts_that_are_texts_stay_texts_for_the_reward_function(mine: s
         assert await questions.score(task, ["abc"]) == [3.0]
 
 
+@pytest.mark.slow
 async def test_the_public_methods_of_a_class_are_tools_and_it_gives_the_reward(mine: str) -> None:
     async with trl(mine, environment_factory=f"{mine}:Counter") as counters:
         task = next(each for each in await counters.tasks("train", 0) if each.task_id == "train-3")

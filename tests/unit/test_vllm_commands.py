@@ -324,11 +324,13 @@ def output_of(call: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["shutdown", "start", "running"])
 def test_a_vllm_that_hangs_or_runs_does_not_keep_the_process_from_ending(what: str) -> None:
     assert output_of(f"{what}()").endswith("gave up\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["shutdown", "start"])
 def test_a_vllm_that_hangs_leaves_no_process_while_this_one_lives(what: str) -> None:
     assert output_of(f"processes_left({what})").endswith("gave up\n0 left\n")

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json
 import torch
@@ -47,6 +49,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_exact_and_taken_only_where_they_fit():
     environment = {"TORCHDYNAMO_DISABLE": "1", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "-c", PROGRAM]

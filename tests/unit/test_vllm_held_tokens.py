@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm")
-
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists
-
 from rollout_svc.engines.vllm.requests import HOLD_S
-from rollout_svc.engines.vllm.scheduler import HeldTokens
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    from rollout_svc.engines.vllm.scheduler import HeldTokens
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 INTERVAL = 5
 REQUESTS = ("a", "b", "c")
 
 
 def output(name: str, *tokens: int, width: int = 1, finish: FinishReason | None = None, **fields: object):
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import LogprobsLists
+
     ids = np.repeat(np.array(tokens, dtype=np.int32).reshape(-1, 1), width, axis=1)
     logprobs = LogprobsLists(ids, -ids.astype(np.float32), ids[:, 0])
     return EngineCoreOutput(name, list(tokens), new_logprobs=logprobs, finish_reason=finish, **fields)
@@ -28,14 +37,22 @@ def output(name: str, *tokens: int, width: int = 1, finish: FinishReason | None 
 
 def step(held: HeldTokens, *outputs: EngineCoreOutput, now: float, interval: int = INTERVAL, everything: bool = False):
     """Return what is sent after a step, by request."""
+    from vllm.v1.engine import EngineCoreOutputs
+
     messages = {0: EngineCoreOutputs(outputs=list(outputs))}
     held.sift(messages, lambda _: interval, everything=everything, now=now)
     return {each.request_id: each for each in messages[0].outputs}
 
 
+def nothing_held() -> HeldTokens:
+    from rollout_svc.engines.vllm.scheduler import HeldTokens
+
+    return HeldTokens()
+
+
 def begun() -> HeldTokens:
     """Return one that has just sent everything."""
-    held = HeldTokens()
+    held = nothing_held()
     step(held, now=0.0)
     return held
 
@@ -55,17 +72,20 @@ def test_tokens_of_one_who_wants_them_at_once_do_not_wait():
     assert step(begun(), output("a", 1), now=0.0, interval=1)["a"].new_token_ids == [1]
 
 
-@pytest.mark.parametrize("reason", list(FinishReason))
-def test_an_end_is_sent_at_once_with_what_waited(reason):
-    held = begun()
-    step(held, output("a", 1, prefill_stats=PrefillStats()), output("b", 9), now=0.0)
-    sent = step(held, output("a", 2, finish=reason, stop_reason=7), now=0.0)
-    assert sent.keys() == {"a"}
-    assert sent["a"].new_token_ids == [1, 2]
-    assert sent["a"].finish_reason == reason
-    assert sent["a"].stop_reason == 7
-    assert sent["a"].prefill_stats is not None
-    assert held, "b waits"
+def test_an_end_is_sent_at_once_with_what_waited():
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.metrics.stats import PrefillStats
+
+    for reason in FinishReason:
+        held = begun()
+        step(held, output("a", 1, prefill_stats=PrefillStats()), output("b", 9), now=0.0)
+        sent = step(held, output("a", 2, finish=reason, stop_reason=7), now=0.0)
+        assert sent.keys() == {"a"}
+        assert sent["a"].new_token_ids == [1, 2]
+        assert sent["a"].finish_reason == reason
+        assert sent["a"].stop_reason == 7
+        assert sent["a"].prefill_stats is not None
+        assert held, "b waits"
 
 
 def test_what_is_no_token_is_sent_at_once():
@@ -91,6 +111,8 @@ def test_a_pause_sends_everything_although_no_request_has_a_token():
 
 
 def test_rows_of_log_probabilities_may_differ_in_width():
+    from vllm.v1.engine import FinishReason
+
     held = begun()
     step(held, output("a", 1, width=3), now=0.0)
     sent = step(held, output("a", 2, width=6, finish=FinishReason.LENGTH), now=0.0)["a"]
@@ -105,7 +127,7 @@ def test_rows_of_log_probabilities_may_differ_in_width():
     )
 )
 def test_each_request_gets_its_tokens_in_order(steps):
-    held, now, count = HeldTokens(), 0.0, 0
+    held, now, count = nothing_held(), 0.0, 0
     sampled: dict[str, list[int]] = {name: [] for name in REQUESTS}
     given: dict[str, list[int]] = {name: [] for name in REQUESTS}
     for names, seconds, everything, interval in steps:

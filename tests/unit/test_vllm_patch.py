@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from weightsync.vllm.patch import Patch, PatchError, differences
+if TYPE_CHECKING:
+    from weightsync.vllm.patch import Patch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def patches() -> ModuleType:
+    """The module, which imports vLLM: that takes seconds, which a process that only collects tests need not spend."""
+    import weightsync.vllm.patch
+
+    return weightsync.vllm.patch
 
 
 class Fused(torch.nn.Module):
@@ -39,40 +52,40 @@ def nudged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return changed
 
 
-def patch_of(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> Patch:
-    patch = Patch(["old"], ["new"])
+def patch_of(patches: ModuleType, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> Patch:
+    patch = patches.Patch(["old"], ["new"])
     patch.begin(old.items(), new.items(), {})
     return patch
 
 
-def test_a_patched_model_is_the_loaded_one_bit_for_bit():
+def test_a_patched_model_is_the_loaded_one_bit_for_bit(patches):
     old = version(0)
     old["k"][4, 0] = 0.0
     new = nudged(old)
     patched, loaded = Fused(), Fused()
     patched.load_weights(old.items())
     loaded.load_weights(new.items())
-    patch = patch_of(old, new)
+    patch = patch_of(patches, old, new)
     assert patch.leads(["old"], ["new"])
     patch.apply(patched, torch.device("cpu"))
     assert patched.qk.view(torch.int16).equal(loaded.qk.view(torch.int16))
 
 
-def test_a_patch_leads_from_one_version_to_one_other():
-    patch = patch_of(version(0), nudged(version(0)))
+def test_a_patch_leads_from_one_version_to_one_other(patches):
+    patch = patch_of(patches, version(0), nudged(version(0)))
     assert patch.leads(["old"], ["new"])
     assert not patch.leads(["new"], ["new"])
     assert not patch.leads(None, ["new"])
     assert not patch.leads(["old"], ["newer"])
 
 
-def test_only_what_differs_and_is_read_is_in_it():
+def test_only_what_differs_and_is_read_is_in_it(patches):
     old, new = version(0), nudged(version(0))
-    (q, k) = differences(old, new.items(), {})
+    (q, k) = patches.differences(old, new.items(), {})
     assert (q.indices.tolist(), k.indices.tolist()) == ([0, 47], [24])
     assert q.values.tolist() == [new["q"][0, 0].item(), new["q"][7, 5].item()]
-    assert [patch.name for patch in differences(old, new.items(), {"q": (), "k": ((0, 48),)})] == ["k"]
-    assert not list(differences(old, old.items(), {}))
+    assert [patch.name for patch in patches.differences(old, new.items(), {"q": (), "k": ((0, 48),)})] == ["k"]
+    assert not list(patches.differences(old, old.items(), {}))
 
 
 @pytest.mark.parametrize(
@@ -85,15 +98,15 @@ def test_only_what_differs_and_is_read_is_in_it():
         lambda new: new.update(q=torch.zeros(8, 6, dtype=torch.int16)),
     ],
 )
-def test_what_a_patch_cannot_express_is_an_error(change):
+def test_what_a_patch_cannot_express_is_an_error(patches, change):
     new = nudged(version(0))
     change(new)
-    with pytest.raises(PatchError):
-        list(differences(version(0), new.items(), {}))
-    assert not patch_of(version(0), new).leads(["old"], ["new"])
+    with pytest.raises(patches.PatchError):
+        list(patches.differences(version(0), new.items(), {}))
+    assert not patch_of(patches, version(0), new).leads(["old"], ["new"])
 
 
-def test_much_that_changed_is_better_loaded_whole():
+def test_much_that_changed_is_better_loaded_whole(patches):
     old = {"w": torch.zeros(1 << 23)}
-    with pytest.raises(PatchError, match="whole is cheaper"):
-        list(differences(old, {"w": torch.ones(1 << 23)}.items(), {}))
+    with pytest.raises(patches.PatchError, match="whole is cheaper"):
+        list(patches.differences(old, {"w": torch.ones(1 << 23)}.items(), {}))

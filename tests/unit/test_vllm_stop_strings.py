@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from vllm import SamplingParams
-from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from rollout_svc.engines.base import GenerationRequest, Sampling
 from rollout_svc.engines.vllm.requests import prime
 
+pytestmark = pytest.mark.slow
 QUESTION = "Question: what is this? "
 
 
@@ -28,6 +27,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("kept", range(1, len("né 🙂".encode()) + 1))
 @pytest.mark.parametrize(("stop", "found"), [("Question:", None), ("🙂 E", "🙂 E"), ("é 🙂", "é 🙂")])
 def test_text_before_the_joint_ends_no_sample_and_text_across_it_does(tokenizer, kept, stop, found) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
     prompt, answer = tokenizer.encode(QUESTION), tokenizer.encode("né 🙂 End")
     continued, new = answer[:kept], answer[kept:]
     request = GenerationRequest(

@@ -55,6 +55,7 @@ def replica(stage_dir: Path, mode: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_what_a_killed_replica_left_is_removed_although_its_forked_child_lives(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", REPLICA, str(tmp_path), "forks"], stdout=subprocess.PIPE, text=True

@@ -71,6 +71,7 @@ def applied(encoded: Encoded, base: Octets, dtype: str) -> Octets:
     return target
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(chains())
 def test_a_chain_of_differences_gives_the_dense_bytes(chain: tuple[str, list[Octets]]) -> None:

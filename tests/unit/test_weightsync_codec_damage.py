@@ -70,6 +70,7 @@ def test_an_undamaged_stream_is_accepted(stored: tuple[str, np.ndarray, bytes]) 
     assert survives(data, base, dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(
     st.sampled_from(STORED), st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 255)), min_size=1, max_size=4)

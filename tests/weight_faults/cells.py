@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from weight_faults.points import Point
 
-__all__ = ["ABSENT", "CELLS", "Cell"]
+__all__ = ["ABSENT", "CELLS", "PROVED", "Cell"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,20 @@ _LOCAL = (
 
 CELLS = _TRAINER + _SERVICE + _ENGINE + _RELAY + _ANCHORS + _LOCAL
 """Every phase of every program: deltas, and the longer transfers of anchors."""
+
+PROVED = frozenset(
+    {
+        *("trainer-before_push", "trainer-diff", "trainer-pushed", "trainer-report"),
+        *("trainer-mid_push-anchor", "trainer-push-local", "trainer-pushed-local"),
+        *("service-pushed", "service-commit", "service-fetch", "service-report", "service-remove", "service-removed"),
+        *("service-mid_materialize", "service-materialize", "service-committed-anchor", "service-pull-local"),
+        *("engine-watch", "engine-pull", "engine-staged", "engine-apply", "engine-stage-anchor"),
+        *("engine-pull-local-anchor",),
+        *("relay-watch", "relay-fetch", "relay-kept", "relay-announce", "relay-stage", "relay-report"),
+    }
+)
+"""Ids of the cells that every run of the tests plays: each point once, and each victim, way and form.
+`make test-soak` plays the others."""
 
 _ONLY_TRAINER = "nothing of the version has left the trainer yet: to the others the moment is any other"
 _ONLY_SERVICE = "nobody waits for the background work of a service, and nobody takes part in it: see watch"

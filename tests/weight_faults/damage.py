@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sluice.versions import Version
 from weight_faults.points import Point
-from weight_faults.process import DEADLINE_S, SILENCE_S, Program
+from weight_faults.process import ATTEMPTS, DEADLINE_S, SILENCE_S, Program
 from weight_faults.versions import DENSE_BYTES
 from weight_faults.world import World, eventually, expect, rubbish
 
@@ -22,6 +22,9 @@ _NO_ROOM_BYTES = 64 << 10
 """Longest file while there is "no room": enough for a delta and a log, not for a dense form."""
 
 _PATIENCE_S = 5.0
+"""Seconds without a sign of life after which an engine whose bytes were damaged opens a stream again."""
+
+_NEXT_S = 1.0
 """Seconds until a trainer publishes the next version."""
 
 _SILENCE_S = 2.0
@@ -40,6 +43,7 @@ class Damage:
         wired: Programs between which and the service there is a wire that can be damaged.
         form: Which form is hit.
         silence_s: Seconds without a sign of life after which an engine opens a stream again.
+        attempts: Pulls of the same bytes after which an engine gives up: few where no service is ever away.
     """
 
     phase: str
@@ -48,6 +52,7 @@ class Damage:
     wired: tuple[str, ...] = ()
     form: str = "delta"
     silence_s: float = SILENCE_S
+    attempts: int = ATTEMPTS
 
     @property
     def id(self) -> str:
@@ -220,7 +225,7 @@ DAMAGES = (
     Damage("memory_full", "engine", _memory_full),
     Damage("damaged_push", "trainer", _damaged_push, wired=("trainer",)),
     Damage("damaged_pull", "engine", _damaged_pull, wired=("engine",), silence_s=_PATIENCE_S),
-    Damage("damaged_delta_file", "service", _damaged_delta_file),
+    Damage("damaged_delta_file", "service", _damaged_delta_file, attempts=3),
     Damage("damaged_dense_file", "service", _damaged_dense_file),
     Damage("damaged_base", "engine", _damaged_base),
     Damage("dead_builder", "engine", _dead_builder),
@@ -250,7 +255,7 @@ def _finish_somehow(world: World, lost: Version) -> float:
     served = len(world.observer.served)
     for number in itertools.count(lost.number + 1):
         world.push(Version(lost.epoch, number))
-        version = world.observer.served_after(lost, _PATIENCE_S)
+        version = world.observer.served_after(lost, _NEXT_S)
         if version is not None:
             break
         if time.monotonic() > began + DEADLINE_S:

@@ -56,7 +56,7 @@ def run_cell(cell: Cell | Damage, directory: Path) -> CellResult:
 
 
 def _damage(cell: Damage, directory: Path) -> float:
-    with World(directory, wired=cell.wired, silence_s=cell.silence_s) as world:
+    with World(directory, wired=cell.wired, silence_s=cell.silence_s, attempts=cell.attempts) as world:
         _begin_chain(world)
         return cell.play(world)
 

@@ -18,13 +18,16 @@ from typing import Any
 from weight_faults import programs
 from weight_faults.points import Point
 
-__all__ = ["DEADLINE_S", "SILENCE_S", "GoneError", "Program"]
+__all__ = ["ATTEMPTS", "DEADLINE_S", "SILENCE_S", "GoneError", "Program"]
 
 DEADLINE_S = 300.0
 """Longest wait for anything; a cell that needs it has failed."""
 
 SILENCE_S = 60.0
 """Seconds without a sign of life that no program needs, however busy the machine is."""
+
+ATTEMPTS = 10
+"""Pulls of the same bytes after which an engine gives up: enough for a service that is started again."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Modules of the product: the server that forks does not know the directory of the tests.

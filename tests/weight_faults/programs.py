@@ -171,7 +171,7 @@ async def _engine(desk: Desk, settings: Settings) -> None:
     weightsync.receive.sources._SILENCE_S = settings["silence_s"]
     engine = Engine()
     async with connect(settings["target"], SecurityConfig()) as channel:
-        limits = PullLimits(idle_s=settings["silence_s"])
+        limits = PullLimits(idle_s=settings["silence_s"], attempts=settings["attempts"])
         receiver = WeightReceiver(
             channel,
             RUN,

@@ -20,7 +20,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weight_faults.observer import Observer
-from weight_faults.process import DEADLINE_S, SILENCE_S, Program
+from weight_faults.process import ATTEMPTS, DEADLINE_S, SILENCE_S, Program
 from weight_faults.programs import RUN
 from weight_faults.versions import DENSE_BYTES
 from weight_faults.wire import Wire
@@ -43,6 +43,7 @@ class World:
         local_files: Whether processes hand each other files of this host; otherwise all bytes go through sockets.
         wired: Programs that reach the service by a wire that can be damaged.
         silence_s: Seconds without a sign of life after which an engine opens a stream again.
+        attempts: Pulls of the same bytes after which an engine gives up.
 
     Attributes:
         wires: The wires, by program.
@@ -58,6 +59,7 @@ class World:
         local_files: bool = False,
         wired: Iterable[str] = (),
         silence_s: float = SILENCE_S,
+        attempts: int = ATTEMPTS,
     ) -> None:
         self.directory = directory
         self.stage_dir, self.host_dir = directory / "shm", directory / "host"
@@ -71,7 +73,7 @@ class World:
         self.service = self._service("service", {})
         self.relay = self._service("relay", {"upstream": self.address("service")}) if relay else None
         self.wires = {name: Wire(self._ports["service"]) for name in wired}
-        staging = {"replica": "engine", "stage_dir": str(self.stage_dir), "silence_s": silence_s}
+        staging = {"replica": "engine", "stage_dir": str(self.stage_dir), "silence_s": silence_s, "attempts": attempts}
         self.trainer = self._peer("trainer", {"local_files": local_files, "host_dir": str(self.host_dir)})
         self.engine = self._peer("engine", {"local_files": local_files, **staging})
         self.programs = [each for each in (self.service, self.relay, self.trainer, self.engine) if each is not None]

@@ -133,7 +133,7 @@ class Stack:
 
     def http(self, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {self.orchestrator.key}"}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=LIMIT_S, transport=transport)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=LIMIT_S, transport=transport, verify=False)
 
     @property
     def readers(self) -> int:

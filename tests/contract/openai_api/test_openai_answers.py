@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 
-import httpx
 import openai
 import pytest
 from openai_dialect import (
@@ -19,6 +18,7 @@ from openai_dialect import (
     VOCABULARY_TEXTS,
     chat,
     complete,
+    http_client,
     joined,
     stop_in,
     visible,
@@ -141,7 +141,7 @@ class TestChatStream:
 
     async def test_events_follow_the_format(self, replica):
         body = {"messages": USER, "max_tokens": 2, "stream": True}
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(f"{replica.url}/v1/chat/completions", json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
         events = response.text.split("\n\n")

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai_dialect import PROMPT, USER, refusal
+from openai_dialect import PROMPT, USER, http_client, refusal
 from rollout_stack import Replica, running_engine
 from small_models import save_model
 from transformers import AutoTokenizer
@@ -48,7 +48,7 @@ async def served(thinking):
 
 async def post(url: str, path: str, **headers: str) -> httpx.Response:
     content = json.dumps(BODIES.get(path, {})).encode()
-    async with httpx.AsyncClient() as http:
+    async with http_client() as http:
         return await http.post(
             url + path, content=content, headers={"content-type": "application/json"} | headers, timeout=60
         )
@@ -68,7 +68,7 @@ class TestBrowsers:
         assert (response.status_code, response.json()["error"]["code"]) == (403, "HOST_NOT_ALLOWED")
 
     async def test_a_rebound_name_cannot_read_either(self, replica):
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.get(f"{replica.url}/v1/models", headers={"host": "evil.example"})
         assert response.status_code == 403
 
@@ -117,7 +117,7 @@ class TestTemplateArguments:
             "return_token_ids": True,
             "chat_template_kwargs": {"enable_thinking": True},
         }
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(f"{served.url}/v1/chat/completions", json=body)
         assert response.json()["prompt_token_ids"][-3:] == [9, 9, 9]
 
@@ -138,7 +138,7 @@ class TestTemplateArguments:
     async def test_deep_arguments_are_refused(self, served, levels):
         deep = '{"a":' * levels + "1" + "}" * levels
         body = '{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"chat_template_kwargs":' + deep + "}"
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(
                 f"{served.url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}
             )
@@ -172,7 +172,7 @@ class TestNonsense:
     """Whatever the fields hold, the answer is a result or says what is wrong with the request; it is never a failure of the server."""
 
     async def check(self, replica: Replica, path: str, body: dict[str, Any]) -> None:
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(
                 replica.url + path,
                 content=json.dumps(body).encode(),
@@ -186,11 +186,13 @@ class TestNonsense:
     async def test_odd_values_of_a_chat(self, replica, changes):
         await self.check(replica, "/v1/chat/completions", {"messages": USER, "max_tokens": 1} | changes)
 
+    @pytest.mark.slow
     @FUZZ
     @given(changes=CHANGES)
     async def test_odd_values_of_a_completion(self, replica, changes):
         await self.check(replica, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1} | changes)
 
+    @pytest.mark.slow
     @FUZZ
     @given(messages=st.lists(PARTS, max_size=3), tools=st.lists(TOOLS, max_size=2))
     async def test_odd_messages_and_tools(self, replica, messages, tools):

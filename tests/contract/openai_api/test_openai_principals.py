@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from certificates import Authority
-from openai_dialect import chat, client_of
+from openai_dialect import chat, client_of, http_client
 from rollout_stack import Replica
 
 from sluice.client import RolloutClient
@@ -30,7 +30,7 @@ def principals_file(folder: Path, quota: str) -> tuple[SecurityConfig, dict[str,
 
 
 async def post(replica: Replica, path: str, token: str) -> httpx.Response:
-    async with httpx.AsyncClient() as http:
+    async with http_client() as http:
         return await http.post(replica.url + path, json=BODY, headers={"authorization": f"Bearer {token}"})
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
-from openai_dialect import PROMPT, USER, chat, client_of, refusal
+from openai_dialect import PROMPT, USER, chat, client_of, http_client, refusal
 from rollout_stack import Replica, until
 from small_models import CONTEXT, VOCABULARY, text_of
 
@@ -93,7 +92,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("content", [b"{", b"", b"[]", b"\xff\xfe", b'"text"', b'{"prompt": "\\ud800"}'])
     async def test_what_is_not_a_json_object_is_refused(self, replica, content):
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(
                 f"{replica.url}/v1/completions", content=content, headers={"content-type": "application/json"}
             )
@@ -101,7 +100,7 @@ class TestRefusals:
         assert response.json()["error"]["type"] == "invalid_request_error"
 
     async def test_an_unknown_path_or_method_is_told_in_the_same_shape(self, replica):
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             missing = await http.get(f"{replica.url}/v1/embeddings")
             wrong = await http.get(f"{replica.url}/v1/completions")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "UNKNOWN_PATH")
@@ -115,7 +114,7 @@ class TestRefusals:
             for start in range(0, len(body), 1 << 16):
                 yield body[start : start + (1 << 16)]
 
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(
                 f"{replica.url}/v1/completions",
                 content=body if declared else pieces(),
@@ -151,7 +150,7 @@ class TestRoles:
     )
     async def test_a_path_asks_for_its_role(self, guarded, path, key, status):
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(guarded.url + path, json={"prompt": PROMPT, "max_tokens": 1}, headers=headers)
         assert response.status_code == status
         assert status == 200 or response.json()["error"]["code"] in {"TOKEN_REQUIRED", "ROLE_REQUIRED"}
@@ -162,7 +161,7 @@ class TestRoles:
                 await chat(client)
 
     async def test_health_is_open_and_metrics_are_not(self, guarded):
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             assert (await http.get(f"{guarded.url}/health")).status_code == 200
             assert (await http.get(f"{guarded.url}/metrics")).status_code == 401
             assert (await http.get(f"{guarded.url}/v1/models")).status_code == 401
@@ -185,11 +184,7 @@ class TestLoad:
             assert len((await waiting).choices) == 2
 
     async def test_requests_beyond_the_limit_are_refused_but_health_is_not(self, model, engine):
-        async with (
-            Replica(model, engine, max_requests=1) as busy,
-            client_of(busy) as client,
-            httpx.AsyncClient() as http,
-        ):
+        async with Replica(model, engine, max_requests=1) as busy, client_of(busy) as client, http_client() as http:
             async with busy.frozen():
                 waiting = asyncio.create_task(chat(client))
                 await until(lambda: busy.servicer.samples == 1)

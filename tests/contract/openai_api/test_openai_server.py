@@ -13,7 +13,7 @@ import openai
 import pytest
 from certificates import Authority
 from engine_waits import first_tokens_only
-from openai_dialect import PAST_THE_END, PROMPT, TOKENS, accepts, chat, client_of, complete, refusal
+from openai_dialect import PAST_THE_END, PROMPT, TOKENS, accepts, chat, client_of, complete, http_client, refusal
 from rollout_stack import Replica, build_engine, until
 from simulated_clock import LIMIT_S, SimulatedClock
 from small_models import CONTEXT
@@ -139,14 +139,14 @@ class TestDescription:
             await client.models.retrieve("other")
 
     async def test_health_tells_the_version(self, replica):
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.get(f"{replica.url}/health")
         assert (response.status_code, response.json()) == (200, {"status": "ok", "version": "0.0"})
 
     async def test_a_dead_engine_is_told(self, model):
         engine = build_engine(model)
         await engine.start()
-        async with Replica(model, engine) as served, client_of(served) as client, httpx.AsyncClient() as http:
+        async with Replica(model, engine) as served, client_of(served) as client, http_client() as http:
             await engine.stop()
             assert (await http.get(f"{served.url}/health")).status_code == 503
             with pytest.raises(openai.InternalServerError) as caught:
@@ -157,14 +157,14 @@ class TestDescription:
     async def test_metrics_count_requests_by_path_and_status(self, replica, client):
         with pytest.raises(openai.BadRequestError):
             await chat(client, temperature=-1)
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             await http.get(f"{replica.url}/secret/path")
             metrics = (await http.get(f"{replica.url}/metrics")).text
         assert 'sluice_rpc_total{code="400",method="/v1/chat/completions",service="openai"}' in metrics
         assert "secret" not in metrics
 
     async def test_every_response_names_its_request(self, replica):
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             first = await http.get(f"{replica.url}/health")
             second = await http.get(f"{replica.url}/nowhere", headers={"x-request-id": "mine"})
             body = {"prompt": PROMPT, "max_tokens": 1, "stream": True}
@@ -176,7 +176,7 @@ class TestDescription:
 
 class TestWeights:
     async def test_reload_returns_to_the_base(self, replica):
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(f"{replica.url}/reload_weights", json={})
         assert (response.status_code, response.json()) == (200, {"version": "0.0"})
 
@@ -187,7 +187,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("content", [b"", b"{}", b'{"version": "1.5"}'])
     async def test_a_replica_that_follows_nobody_says_so(self, replica, content):
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             response = await http.post(
                 f"{replica.url}/update_weights", content=content, headers={"content-type": "application/json"}
             )

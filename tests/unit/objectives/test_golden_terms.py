@@ -56,7 +56,7 @@ def test_golden_kl_in_the_loss_keeps_its_gradient_however_far_the_policy_is(kind
 
 def test_the_gradient_of_the_k3_loss_is_bounded_and_does_not_jump():
     """It never exceeds 19.1 per nat, and never vanishes where the policy has fallen below the reference."""
-    steps = [-30 + 0.01 * place for place in range(3001)]
+    steps = sorted([-30 + 0.2 * place for place in range(151)] + [-3 + 0.01 * place for place in range(-20, 21)])
     slopes = []
     for x in steps:
         case = as_case("sft", {"kl_coef": 1.0, "kl_kind": "k3"}, batch=[[replace(BATCH[0][1], ref=BATCH[0][1].t - x)]])
