@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(table)
-    for each in environment_tables(directory):
+    for each in report_tables(directory):
         console.print(each)
     console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
     return 0
@@ -104,10 +104,10 @@ def weight_digests(run_dir: Path) -> dict[str, str]:
     return digests
 
 
-def environment_tables(run_dir: Path) -> list[Table]:
-    """Return tables about the environments of a run: their mix, their pools, and the tasks in quarantine.
+def report_tables(run_dir: Path) -> list[Table]:
+    """Return tables about a run: the mix of its environments, their pools, the tasks in quarantine, and what was set aside.
 
-    There is none for a run with a single environment all of whose groups were accepted.
+    There is none for a run with a single environment all of whose groups were accepted and trained.
     """
     try:
         report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
@@ -129,8 +129,13 @@ def environment_tables(run_dir: Path) -> list[Table]:
         pools.add_row(each["name"], *sizes, str(each["quarantined_count"]))
         for task in each["quarantined"]:
             faulty.add_row(each["name"], task["task_id"], str(task["failures"]), task["problem"])
+    aside = _table("set aside, because it can never be trained", "reason", ("trajectories", "problem"))
+    for reason, found in (report.get("set_aside") or {}).items():
+        aside.add_row(reason, str(found["trajectories"]), found["problem"])
     by_pool = any(name != "new" for each in environments for name in each["groups_by_pool"])
-    return [table for table, shown in ((mix, told), (pools, by_pool), (faulty, faulty.rows)) if shown]
+    return [
+        table for table, shown in ((mix, told), (pools, by_pool), (faulty, faulty.rows), (aside, aside.rows)) if shown
+    ]
 
 
 def _table(title: str, first: str, others: Sequence[str]) -> Table:

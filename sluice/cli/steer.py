@@ -120,6 +120,7 @@ def _lines(run: orchestrator_pb2.Run) -> list[tuple[str, str]]:
     ]
     if run.groups_failed:
         lines.append(("failed groups", _by_reason(run.groups_failed).removeprefix("; not trained: ")))
+    lines += [("set aside", f"{each.trajectories} as {each.reason}: {each.problem}") for each in run.set_aside]
     lines += [
         (f"metric {each}", f"{run.metrics[each]:.4g}")
         for each in ("reward/mean", "trainer/mismatch_kl")

@@ -71,10 +71,20 @@ def test_the_command_shows_the_mix_the_pools_and_the_tasks_in_quarantine(tmp_pat
         assert expected in shown
 
 
+def test_the_command_says_what_was_set_aside_and_why(tmp_path: Path, capsys) -> None:
+    (tmp_path / report.METRICS_FILE).write_text('{"step": 1, "reward/mean": 0.5}\n')
+    said = {"REWARDS_UNFIT": {"trajectories": 8, "problem": "maxrl needs rewards of at least 0"}}
+    (tmp_path / report.REPORT_FILE).write_text(json.dumps({"set_aside": said}))
+    assert report.run([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "set aside, because it can never be trained" in shown
+    assert all(each in shown for each in ("REWARDS_UNFIT", "8", "maxrl needs rewards of at least 0"))
+
+
 def test_a_run_with_one_environment_and_nothing_to_tell_has_no_further_tables(tmp_path: Path) -> None:
-    assert report.environment_tables(tmp_path) == []
+    assert report.report_tables(tmp_path) == []
     (tmp_path / "report.json").write_text(json.dumps({"environments": [environment("only")]}))
-    assert report.environment_tables(tmp_path) == []
+    assert report.report_tables(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", [None, ""])
