@@ -105,7 +105,7 @@ def test_a_line_without_an_end_is_cut() -> None:
 
 def test_processes_that_die_in_a_row_are_started_later_and_later_and_then_no_more() -> None:
     restarts = Restarts(5)
-    assert [restarts.died() for _ in range(6)] == [0.0, 0.1, 0.2, 0.4, 0.8, None]
+    assert [restarts.died(charged=False) for _ in range(6)] == [0.0, 0.1, 0.2, 0.4, 0.8, None]
 
 
 @given(st.lists(st.booleans(), max_size=200))
@@ -114,7 +114,7 @@ def test_one_answer_between_deaths_is_progress(deaths) -> None:
     for died in deaths:
         in_a_row = in_a_row + 1 if died else 0
         if died:
-            assert (restarts.died() is None) == (in_a_row > 3)
+            assert (restarts.died(charged=False) is None) == (in_a_row > 3)
         else:
             restarts.answered()
 

@@ -34,8 +34,8 @@ def test_the_last_line_of_a_program_is_returned_and_its_log_keeps_all(tmp_path: 
 
 
 def test_the_error_about_a_failed_program_quotes_its_last_lines(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"exit code 5; .*x\.log ends with\n  \| the reason"):
-        run_quietly(["-c", "import sys; print('the reason'); sys.exit(5)"], tmp_path / "x.log", {})
+    with pytest.raises(StageError, match=r"exit code 7; .*x\.log ends with\n  \| the reason"):
+        run_quietly(["-c", "import sys; print('the reason'); sys.exit(7)"], tmp_path / "x.log", {})
 
 
 def test_a_signal_ends_the_program_and_raises_keyboard_interrupt(tmp_path: Path) -> None:
