@@ -239,7 +239,9 @@ class DeadlinesConfig(Section):
     )
     generate_s: float = Field(600.0, gt=0, description="Seconds for one generation request.")
     episode_s: float = Field(
-        900.0, gt=0, description="Seconds for a group and its scoring; a later one is dropped and counted."
+        900.0,
+        gt=0,
+        description="Seconds for a group and its scoring; a later one is dropped and counted. Time in which all its requests wait for a replica does not count.",
     )
     set_aside_s: float = Field(
         3600.0,

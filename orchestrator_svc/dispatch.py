@@ -27,6 +27,7 @@ from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.clock import CLOCK, Clock
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.rpc import SluiceError
+from sluice.sampling.served import ServedDeadline
 from sluice.tasks import Turn
 from sluice.v1 import journal_pb2
 from sluice.versions import Version, versions_of
@@ -73,6 +74,7 @@ class Dispatcher:
         self._failed_in_a_row = 0
         self._lost_since: float | None = None
         self._behind_since: float | None = None
+        self._deadlines: dict[int, ServedDeadline] = {}
         self._counted: Counter[str] = Counter()
         self._counted_at = self._ledger.batches_made
         groups = sorted(self._ledger.groups.values(), key=lambda each: each.number)
@@ -221,17 +223,27 @@ class Dispatcher:
         self._status.dispatch_blocked.set(blocked, now)
         # At the bound, replicas may still be busy with earlier groups: then neither side waits for the other.
         self._status.rollout_idle.set(blocked and not self._ledger.count(Stage.RUNNING), now)
-        lost = waits_for_version and all(each.why_not() for each in self._pool.replicas)
-        self._check_waits(wanted if waits_for_version else None, lost=lost, now=now)
+        self._check_waits(self._waited_for(wanted if waits_for_version else None), now)
         return replica.version if replica is not None else None
 
-    def _check_waits(self, wanted: Version | None, *, lost: bool, now: float) -> None:
+    def _waited_for(self, wanted: Version | None) -> Version | None:
+        """Return a version that nobody serves: that of the next group, `wanted`, or of a group under way; None if there is none.
+
+        The deadlines of groups do not count such a wait, so it has deadlines of its own.
+        """
+        if wanted is not None or self.paused:
+            return wanted
+        groups = self._ledger.groups
+        return next((groups[number].floor for number, each in self._deadlines.items() if each.nowhere), None)
+
+    def _check_waits(self, wanted: Version | None, now: float) -> None:
         """End the run if it has waited too long for a replica of the version `wanted`: since all are lost, or take no new version.
 
         Raises:
             SluiceError: UNAVAILABLE with what each replica lacks.
         """
         limits = self._config.deadlines
+        lost = wanted is not None and all(each.why_not() for each in self._pool.replicas)
         self._lost_since = (self._lost_since or now) if lost else None
         self._behind_since = (self._behind_since or now) if wanted is not None and not lost else None
         if self._lost_since is not None and now - self._lost_since > limits.lost_s:
@@ -253,7 +265,8 @@ class Dispatcher:
         try:
             # External agents have times of their own, which begin with the first lease.
             limit_s = None if settings.workflow == EXTERNAL else self._config.deadlines.episode_s
-            async with self._clock.timeout(limit_s) as deadline:
+            deadline = self._deadlines[group.number] = ServedDeadline(limit_s, self._clock)
+            async with deadline.limit():
                 runner = self._runners[group.environment]
                 records = await runner.run(
                     task,
@@ -262,14 +275,18 @@ class Dispatcher:
                     Sampling(**settings.sampling.model_dump()),
                     group.floor,
                     episode_log=JournaledEpisodes(self._journal, group),
+                    deadline=deadline,
                 )
                 for each in records:
                     each.trajectory.objective = settings.objective
                 most_tokens = task.max_tokens or settings.sampling.max_tokens
                 scored = sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
         except TimeoutError as error:
-            if deadline.expired():
-                reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"
+            if deadline.expired:
+                problem = (
+                    f"not done in {self._config.deadlines.episode_s:g} s of work (orchestrator.deadlines.episode_s)"
+                )
+                reason = Reason.EPISODE_DEADLINE
             else:  # the workflow's own
                 reason, problem = Reason.EPISODE_FAILED, repr(error)
         except EnvironmentFailedError as error:
@@ -282,6 +299,8 @@ class Dispatcher:
         except Exception as error:  # an environment or a workflow may raise anything
             reason, problem = Reason.EPISODE_FAILED, repr(error)
             log.exception("group failed unexpectedly", group=group.name, task=group.task_id)
+        finally:
+            self._deadlines.pop(group.number, None)
         if reason:
             self._drop(group, reason, problem)
         else:

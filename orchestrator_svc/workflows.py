@@ -29,6 +29,7 @@ from sluice.loading import load_attribute
 from sluice.rpc import SluiceError
 from sluice.sampling.generation import derived_seed
 from sluice.sampling.policy import PolicyEngine
+from sluice.sampling.served import ServedDeadline
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version, append_spans
 
@@ -202,15 +203,19 @@ class GroupRunner:
         version: Version,
         *,
         episode_log: EpisodeLog | None = None,
+        deadline: ServedDeadline | None = None,
     ) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run so many attempts at a task, sampled by `version` or newer ones; the caller sets the deadline.
+
+        A caller that waits within `deadline.limit()` gives that deadline: it counts when the group is served.
 
         Raises:
             SluiceError: if the group as a whole cannot be run, or the workflow names trajectories as others may be named.
         """
         prefix = f"{self.request_prefix}/{group_id}" if self.request_prefix else ""
         data = EpisodeData(task, group_id, episodes, sampling, version, prefix, self.seed, episode_log)
-        records = await self.workflow.arun_episode(self.engine, data)
+        engine = self.engine if deadline is None else self.engine.timed(deadline)
+        records = await self.workflow.arun_episode(engine, data)
         names = {each.trajectory.trajectory_id for each in records}
         if len(names) < len(records) or not all(name.startswith(f"{group_id}-") for name in names):
             raise SluiceError.aborted(

@@ -28,6 +28,7 @@ from sluice.sampling.lockstep import Lockstep
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.progress import Loss
 from sluice.sampling.replica import REPLICA_LOST, REPLICA_STALLED, REPLICA_WAITS, Replica, is_broken
+from sluice.sampling.served import Place, ServedDeadline, place_of
 from sluice.tasks import discard_outcome
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
@@ -176,6 +177,7 @@ class PolicyEngine:
         deadline_s: Seconds for one request at one replica.
         only: Use this replica alone, for an evaluation that is pinned to one version. What happens there is counted apart.
         lockstep: Hands the requests of a deterministic run over in rounds; None: each is made at once.
+        deadline: Counts when requests are served; None: nobody wants to know.
 
     Attributes:
         counts: What this process generated: "requests" that were answered, those of them with a sample of several policy
@@ -190,17 +192,28 @@ class PolicyEngine:
         run: str,
         deadline_s: float,
         only: Replica | None = None,
+        *,
         lockstep: Lockstep | None = None,
+        deadline: ServedDeadline | None = None,
     ) -> None:
         self.pool, self.lockstep = pool, lockstep
+        self._deadline = deadline
         self.counts: Counter[str] = pool.counts if only is None else Counter()
         self._run, self._deadline_s, self._only = run, deadline_s, only
-        self._sample_rate = 0.0
-        """Tokens per second of one sample, a moving average."""
 
     def pinned(self, replica: Replica) -> PolicyEngine:
         """Return the same engine restricted to one replica, with counts of its own."""
         return PolicyEngine(self.pool, self._run, self._deadline_s, replica)
+
+    def timed(self, deadline: ServedDeadline) -> PolicyEngine:
+        """Return the same engine, whose requests say to `deadline` when they are served."""
+        return PolicyEngine(
+            self.pool, self._run, self._deadline_s, self._only, lockstep=self.lockstep, deadline=deadline
+        )
+
+    def _asking(self) -> AbstractContextManager[Callable[[Place], None]]:
+        """Say that a request is under way in the block; it says where it is with what this gives."""
+        return nullcontext(lambda _: None) if self._deadline is None else self._deadline.request()
 
     def side_by_side(self, episodes: int) -> AbstractContextManager[Callable[[], None]]:
         """Say that a group runs so many episodes side by side in the block; each calls what this gives at its end."""
@@ -276,7 +289,9 @@ class PolicyEngine:
         """Sample a request to its end, and count what came of it."""
         request = asked.generation.request
         if self.lockstep is not None:
-            request.priority = await self.lockstep.turn(request.request_id)
+            with self._asking() as at:
+                at(Place.QUEUED)
+                request.priority = await self.lockstep.turn(request.request_id)
         try:
             await self._finish(asked)
         finally:
@@ -296,7 +311,8 @@ class PolicyEngine:
         told: set[tuple[str, str]] = set()
         tries, failures, avoid = 0, list[Failure](), ""
         while True:
-            replica = self._only or await self.pool.choose(BASE, {avoid, *(each.target for each in failures)})
+            with self._asking():
+                replica = self._only or await self.pool.choose(BASE, {avoid, *(each.target for each in failures)})
             call = replica.rollout.Tokenize(request, timeout=self._deadline_s)
             try:
                 with replica.working(call, 0, streams=False):
@@ -314,7 +330,9 @@ class PolicyEngine:
     async def _finish(self, asked: _Asked) -> None:
         """Ask one replica for the whole, and others, side by side, for what is left of it."""
         if self._only is None:
-            await self.pool.room()
+            with self._asking() as at:
+                at(Place.QUEUED)
+                await self.pool.room()
         left = await self._attempt(asked, asked.generation.whole())
         under_way: set[asyncio.Task[list[Part]]] = set()
         try:
@@ -336,17 +354,24 @@ class PolicyEngine:
         Raises:
             SluiceError: if the request is at fault, replicas failed at it too often, or its samples were interrupted so.
         """
+        with self._asking() as at:
+            return await self._attempt_at(asked, part, at)
+
+    async def _attempt_at(self, asked: _Asked, part: Part, at: Callable[[Place], None]) -> list[Part]:
+        """Do as `_attempt`, and say where the request is."""
         wanted = Version.from_proto(part.request.min_policy_version)
         avoid = {part.avoid, *(each.target for each in part.failures)}
         replica = self._only or await self.pool.choose(wanted, avoid, asked.keys)
         if replica.target not in asked.generation.replicas:
             asked.generation.replicas.append(replica.target)
+        at(Place.QUEUED)
         problem: SluiceError | None = None
         try:
-            await self._receive(replica, part, asked.stream)
+            await self._receive(replica, part, asked.stream, at)
             replica.work_succeeded(part.newest_version)
         except SluiceError as error:
             problem = error
+            at(Place.QUEUED)
             await self._failed(replica, error, asked.told, is_first=not part.failures)
         finally:
             self.pool.let_in()
@@ -403,7 +428,9 @@ class PolicyEngine:
         if tries > 1:
             await self.pool.clock.sleep(min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** (tries - 2)))
 
-    async def _receive(self, replica: Replica, part: Part, stream: TokenStream | None) -> None:
+    async def _receive(
+        self, replica: Replica, part: Part, stream: TokenStream | None, at: Callable[[Place], None]
+    ) -> None:
         """Take what one replica samples, until its stream ends.
 
         Raises:
@@ -424,18 +451,20 @@ class PolicyEngine:
                     if stream is not None:
                         stream.add(part, replica.model)
                     replica.received(work, message.chunk)
+                    if message.HasField("chunk"):
+                        at(place_of(message.chunk))
                     if self.lockstep is not None and message.HasField("chunk"):
                         self.lockstep.arrived(name)
                     heard = self.pool.clock()
         except SluiceError as error:
             if _is_lost(error):
-                rate = part.gained / samples / max(heard - began, _SHORTEST_S) if part.gained else self._sample_rate
+                rate = part.gained / samples / max(heard - began, _SHORTEST_S) if part.gained else self.pool.sample_rate
                 unsent_s = min(self.pool.clock() - heard, every_s)
                 waiting = sum(each.waiting for each in part.samples)
                 self.counts["tokens_lost"] += round(min(_MOST_UNSENT, rate * unsent_s) * waiting)
             raise
-        self._sample_rate += _RATE_WEIGHT * (
-            part.gained / samples / max(heard - began, _SHORTEST_S) - self._sample_rate
+        self.pool.sample_rate += _RATE_WEIGHT * (
+            part.gained / samples / max(heard - began, _SHORTEST_S) - self.pool.sample_rate
         )
 
     async def _failed(

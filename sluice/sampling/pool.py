@@ -46,6 +46,7 @@ class ReplicaPool:
     Attributes:
         clock: The time, also for what samples through this pool.
         counts: What happened at replicas, by name; `PolicyEngine` counts here too. Evictions are "evicted_" and a `Loss`.
+        sample_rate: Tokens per second of one sample, a moving average that `PolicyEngine` keeps.
 
     Raises:
         ConfigError: if this process has tokens but none for replicas.
@@ -73,6 +74,7 @@ class ReplicaPool:
             else:
                 self._addresses.append(address)
         self.counts: Counter[str] = Counter()
+        self.sample_rate = 0.0
         self.config, self.clock = config, clock
         self._security, self._on_change = security, on_change
         self._limit = ConcurrencyLimit(concurrency or ConcurrencyConfig(), group)

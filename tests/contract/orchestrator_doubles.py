@@ -70,7 +70,8 @@ class Sampled:
 class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.RolloutAdminServiceServicer):
     """Answers with ``n`` samples whose text is scripted.
 
-    Like a real replica it answers a repeated request id from memory, and refuses the id for any other content.
+    Like a real replica it answers a repeated request id from memory, and refuses the id for any other content. Before `gate`
+    a request waits in its queue, or is worked at if it `works`.
     """
 
     name: str = "replica-0"
@@ -83,6 +84,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     status_failure: SluiceError | None = None
     refuses_holds: bool = False
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    works: bool = False
     text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
     prompt: Callable[[rollout_pb2.GenerateRequest], list[int]] = lambda request: [1, 2, 3]
     finish: Callable[[rollout_pb2.GenerateRequest], int] = lambda request: tokens_pb2.FINISH_REASON_STOP
@@ -102,6 +104,8 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
             yield message
 
     async def _messages(self, request):
+        if self.works:
+            yield rollout_pb2.GenerateStreamResponse(chunk={"stage": rollout_pb2.REQUEST_STAGE_RUNNING})
         answer = await self._sample(request)
         yield rollout_pb2.GenerateStreamResponse(
             opening={

@@ -798,14 +798,50 @@ async def test_an_environment_that_never_lists_its_tasks_ends_the_run_at_its_sta
 
 async def test_an_episode_beyond_its_deadline_is_dropped_and_counted(scene) -> None:
     replica, clock = scene.replicas[0], SimulatedClock()
+    replica.works = True
     replica.gate.clear()
-    task = scene.start(deadlines={"episode_s": LIMIT_S}, max_failed_groups=1000, max_steps=1, clock=clock)
+    limits = {"episode_s": LIMIT_S, "start_s": 10 * LIMIT_S, "lost_s": 10 * LIMIT_S}
+    task = scene.start(deadlines=limits, max_failed_groups=1000, max_steps=1, clock=clock)
     await scene.until(lambda: len(replica.calls) == 2)
-    await clock.advance(LIMIT_S)
-    await scene.until(lambda: len(replica.calls) == 4)
+    # A message that says that the replica works at a request is on its way for a while.
+    await clock.until(lambda: len(replica.calls) == 4, step_s=TICK_S * LIMIT_S)
     replica.gate.set()
     await finished(task, clock)
     assert scene.report()["groups_failed"] == {"EPISODE_DEADLINE": 2}
+
+
+async def test_time_in_which_a_group_waits_for_a_replica_does_not_count_against_its_task(scene) -> None:
+    """The replica answers polls and samples nothing: it is paused, held or full."""
+    replica, clock = scene.replicas[0], SimulatedClock()
+    replica.gate.clear()
+    limits = {"episode_s": LIMIT_S, "start_s": 100 * LIMIT_S, "lost_s": 100 * LIMIT_S}
+    alone = {"max_staleness": 0}  # no other group is posed while the time passes
+    task = scene.start(common=alone, environment_args={"count": 4}, deadlines=limits, clock=clock)
+    await scene.until(lambda: len(replica.calls) == 2)
+    for _ in range(4):
+        await clock.advance(LIMIT_S)
+    replica.gate.set()
+    await finished(task, clock)
+    report = scene.report()
+    assert (report["state"], report["groups_failed"]) == ("succeeded", {})
+    assert report["environments"][0]["quarantined_count"] == 0
+
+
+async def test_groups_under_way_that_no_replica_takes_end_the_run_by_the_deadline_for_that(scene) -> None:
+    """All groups that may be are under way, so that nothing but they waits for a replica."""
+    replica, clock = scene.replicas[0], SimulatedClock()
+
+    def drains(request, index) -> str:
+        replica.state = rollout_pb2.REPLICA_STATE_DRAINING
+        raise SluiceError.unavailable("DRAINING", "it ends")
+
+    replica.text = drains
+    limits = {"episode_s": LIMIT_S, "start_s": 100 * LIMIT_S, "lost_s": 10 * LIMIT_S}
+    task = scene.start(common={"max_staleness": 0}, batch_size=1, deadlines=limits, clock=clock)
+    await scene.until(lambda: replica.calls)
+    await clock.until(task.done, step_s=1.0)
+    with pytest.raises(FailedForGoodError, match="lost_s"):
+        await task
 
 
 async def test_pause_stops_dispatch_and_resume_begins_it_again(scene) -> None:

@@ -1,0 +1,143 @@
+"""How long something was served: its deadline counts no time in which it waited for a replica.
+
+A group whose requests wait in a queue, or for a replica, says nothing about its task. `ServedTime` is the pure state machine,
+`ServedDeadline` ends a block of code by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from enum import Enum
+
+from sluice.clock import CLOCK, Clock
+from sluice.v1 import rollout_pb2
+
+
+class Place(Enum):
+    """Where a request is."""
+
+    NOWHERE = "nowhere"
+    """No replica has it: none is fit, or none serves its version."""
+    QUEUED = "queued"
+    """A replica has it, and does not work at it: it is full, paused, or switches to other weights."""
+    SERVED = "served"
+    """A replica works at it."""
+
+
+def place_of(chunk: rollout_pb2.StreamChunk) -> Place:
+    """Return where a request is by a message of its stream."""
+    return Place.SERVED if chunk.deltas or chunk.stage == rollout_pb2.REQUEST_STAGE_RUNNING else Place.QUEUED
+
+
+class ServedTime:
+    """Adds up the seconds in which something was worked at. Pure: the caller passes the time in monotonic seconds.
+
+    Those are the seconds in which a replica served one of its requests, and those in which it had no request under way: then its
+    environment worked.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._requests: Counter[Place] = Counter()
+        self._since, self._seconds = now, 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether the time counts that passes now."""
+        return self._requests[Place.SERVED] > 0 or not self._requests.total()
+
+    @property
+    def nowhere(self) -> bool:
+        """Whether one of its requests waits for a replica to be there."""
+        return self._requests[Place.NOWHERE] > 0
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds that counted so far."""
+        return self._seconds + (now - self._since if self.counts else 0.0)
+
+    def move(self, before: Place | None, after: Place | None, now: float) -> None:
+        """Note that a request is elsewhere now. `before` is None when it begins, `after` when it has ended."""
+        self._seconds, self._since = self.seconds(now), now
+        if before is not None:
+            self._requests[before] -= 1
+        if after is not None:
+            self._requests[after] += 1
+
+
+class ServedDeadline:
+    """Ends a block of code when what it does was served for too long.
+
+    Args:
+        limit_s: Seconds that may be served; None: any number.
+        clock: The time.
+    """
+
+    def __init__(self, limit_s: float | None, clock: Clock = CLOCK) -> None:
+        self._limit_s, self._clock = limit_s, clock
+        self._time = ServedTime(clock())
+        self._expire: Callable[[], None] = lambda: None
+        self._due: asyncio.Handle | None = None
+        self.expired = False
+
+    @property
+    def nowhere(self) -> bool:
+        """Whether a request waits for a replica to be there."""
+        return self._time.nowhere
+
+    @contextlib.asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Run a block that is cancelled when the limit is reached.
+
+        Raises:
+            TimeoutError: if it was; `expired` is true then.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(None) as cancelling:
+
+            def expire() -> None:
+                self.expired = True
+                cancelling.reschedule(loop.time())
+
+            self._expire = expire
+            self._schedule()
+            try:
+                yield
+            finally:
+                self._expire = lambda: None
+                self._cancel()
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[Callable[[Place], None]]:
+        """Count a request as under way in the block; it says where it is with what this yields, at first nowhere."""
+        place = Place.NOWHERE
+
+        def moved(to: Place) -> None:
+            nonlocal place
+            if to is not place:
+                self._move(place, to)
+                place = to
+
+        self._move(None, place)
+        try:
+            yield moved
+        finally:
+            self._move(place, None)
+
+    def _move(self, before: Place | None, after: Place | None) -> None:
+        counted = self._time.counts
+        self._time.move(before, after, self._clock())
+        if self._time.counts != counted:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._cancel()
+        if self._limit_s is not None and self._time.counts:
+            left_s = self._limit_s - self._time.seconds(self._clock())
+            self._due = self._clock.call_later(max(0.0, left_s), self._expire)
+
+    def _cancel(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
