@@ -29,6 +29,7 @@ from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.pacing import Pace
+from orchestrator_svc.quarantine import released
 from orchestrator_svc.report import Recorder, RunReporter
 from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
@@ -238,6 +239,12 @@ async def _built(
         journal = await asyncio.to_thread(_journal, common, config, _following(curriculum, pace, share, waiting, clock))
         settings = LiveSettings(common, config)
         settings.restore(journal.ledger.settings)
+        if config.release_quarantine:
+            for environment, task_id in curriculum.quarantined:
+                journal.record(released(environment, task_id))
+                log.info(
+                    "a task is drawn again (orchestrator.release_quarantine)", environment=environment, task=task_id
+                )
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
 

@@ -466,6 +466,10 @@ class OrchestratorConfig(EpisodeConfig):
     max_failed_groups: int = Field(
         64, ge=1, description="Groups that may fail or end without a reward, one after the other, before the run fails."
     )
+    release_quarantine: bool = Field(
+        False,
+        description="Release at each start all tasks that an earlier process of the run put in quarantine: they are drawn again.",
+    )
     max_refills: int = Field(
         1024,
         ge=1,

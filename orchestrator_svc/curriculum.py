@@ -169,6 +169,7 @@ class Curriculum:
             "group_dropped": self._dropped,
             "batch_made": self._batch_made,
             "task_quarantined": self._quarantined,
+            "task_released": self._released,
             "curriculum_noted": self._restore,
             "counts_noted": self._counted,
             "history_imported": self._imported,
@@ -251,6 +252,10 @@ class Curriculum:
     def _quarantined(self, fact: journal_pb2.TaskQuarantined) -> None:
         if fact.environment in self._sources:
             self._sources[fact.environment].stream.quarantine(fact.task_id, fact.failures, fact.problem)
+
+    def _released(self, fact: journal_pb2.TaskReleased) -> None:
+        if fact.environment in self._sources:
+            self._sources[fact.environment].stream.release(fact.task_id)
 
     def _imported(self, fact: journal_pb2.HistoryImported) -> None:
         if fact.environment in self._sources:
@@ -340,6 +345,11 @@ class Curriculum:
     def exhausted(self) -> bool:
         """Whether every task of every environment is in quarantine."""
         return all(each.stream.exhausted for each in self._sources.values())
+
+    @property
+    def quarantined(self) -> list[tuple[str, str]]:
+        """Environment and id of each task in quarantine."""
+        return [(name, task_id) for name, each in self._sources.items() for task_id in each.stream.quarantined]
 
     def task(self, environment: str, task_id: str, position: int) -> Task | None:
         """Return a task; None if the environment, or the task in it, no longer exists.

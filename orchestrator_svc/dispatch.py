@@ -65,7 +65,7 @@ class Dispatcher:
         clock: Clock = CLOCK,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
-        self._runners, self._curriculum, self._changed = runners, curriculum, changed
+        self._runners, self.curriculum, self._changed = runners, curriculum, changed
         self._pace, self._paced_s, self._clock = pace, 0.0, clock
         self._ledger = journal.ledger
         self._engine = next(iter(runners.values())).engine
@@ -112,7 +112,7 @@ class Dispatcher:
                     if self._lockstep is not None and none_may_start:
                         self._lockstep.hand_over()
                     self._changed.clear()
-                    waits_s = (self._curriculum.wait_s(self._clock()), self._paced_s or None, _LOOK_AGAIN_S)
+                    waits_s = (self.curriculum.wait_s(self._clock()), self._paced_s or None, _LOOK_AGAIN_S)
                     with contextlib.suppress(TimeoutError):
                         async with self._clock.timeout(min(each for each in waits_s if each is not None)):
                             await self._changed.wait()
@@ -154,16 +154,17 @@ class Dispatcher:
         """
         now = self._clock()
         self._drop_redraws()
-        draw = self._curriculum.choose(now, self._ledger.redraws)
+        draw = self.curriculum.choose(now, self._ledger.redraws)
         if draw is None:
-            if self._curriculum.exhausted:
+            if self.curriculum.exhausted:
                 raise SluiceError.aborted(
                     "ALL_QUARANTINED",
                     "every task of the run is in quarantine, because its groups failed quarantine_after times one after the"
-                    " other: the report lists tasks and problems. Repair the environment, and begin a new run (--run NAME)",
+                    " other: the report lists tasks and problems. Correct the environment, then start the run again with"
+                    " orchestrator.release_quarantine = true: it continues and draws them again",
                 )
             return None
-        self._curriculum.start(draw.environment, now)
+        self.curriculum.start(draw.environment, now)
         return journal_pb2.TaskDrawn(
             environment=draw.environment,
             task_id=draw.task_id,
@@ -177,7 +178,7 @@ class Dispatcher:
     def _drop_redraws(self) -> None:
         """Give up the tasks that had to be drawn again and cannot be any more; their turn comes, since others are drawn."""
         redraws = self._ledger.redraws
-        while redraws and (reason := self._curriculum.why_not_again(redraws[0])):
+        while redraws and (reason := self.curriculum.why_not_again(redraws[0])):
             owed = redraws[0]
             log.warning(
                 "a task will not be drawn again", environment=owed.environment, task=owed.task_id, reason=reason
@@ -193,7 +194,7 @@ class Dispatcher:
 
     def _draw(self, drawn: journal_pb2.TaskDrawn, version: Version) -> Group:
         """Record a draw, and return its group, which this version and newer ones may sample."""
-        settings = self._curriculum.environments.get(drawn.environment, self._config)
+        settings = self.curriculum.environments.get(drawn.environment, self._config)
         drawn.episodes = settings.group_size
         drawn.policy_version.CopyFrom(version.to_proto())
         self._journal.record(journal_pb2.Fact(task_drawn=drawn))
@@ -253,13 +254,13 @@ class Dispatcher:
 
     async def _run_group(self, group: Group) -> None:
         """Run one group to its end: accepted, or dropped and counted."""
-        task = self._curriculum.task(group.environment, group.task_id, group.position)
+        task = self.curriculum.task(group.environment, group.task_id, group.position)
         if task is None:
             problem = f"environment {group.environment} no longer lists task {group.task_id}"
             self._drop(group, Reason.TASK_CHANGED, problem)
             self._changed.set()
             return
-        settings = self._curriculum.environments[group.environment]
+        settings = self.curriculum.environments[group.environment]
         reason, problem = "", ""
         scored = ScoredGroup()
         try:
@@ -315,7 +316,7 @@ class Dispatcher:
         }
         self._status.group_scored(group.name, group.task_id, rewards)
         replaced = scored.without_signal and (
-            self._config.on_max_refills == "fail" or self._curriculum.refills < self._config.max_refills
+            self._config.on_max_refills == "fail" or self.curriculum.refills < self._config.max_refills
         )
         if replaced:
             scored.leave_out(Reason.NO_SIGNAL)
@@ -346,10 +347,10 @@ class Dispatcher:
         """
         dropped = journal_pb2.GroupDropped(group=group.number, reason=Reason.NO_SIGNAL)
         self._journal.record(journal_pb2.Fact(group_dropped=dropped))
-        if self._curriculum.refills >= self._config.max_refills and self._config.on_max_refills == "fail":
+        if self.curriculum.refills >= self._config.max_refills and self._config.on_max_refills == "fail":
             raise SluiceError.aborted(
                 "NO_SIGNAL",
-                f"{self._curriculum.refills} groups since the last batch brought no signal by the settings of filter, the most that"
+                f"{self.curriculum.refills} groups since the last batch brought no signal by the settings of filter, the most that"
                 f" orchestrator.max_refills allows, the last one of task {group.task_id}. Choose tasks of another difficulty, correct"
                 ' the filter, or set orchestrator.on_max_refills = "train"; then start the run again: it continues',
             )
@@ -368,7 +369,7 @@ class Dispatcher:
             reason=reason,
             problem=problem,
         )
-        failures = self._curriculum.to_quarantine(group.number, reason)
+        failures = self.curriculum.to_quarantine(group.number, reason)
         self._journal.record(
             journal_pb2.Fact(group_dropped=journal_pb2.GroupDropped(group=group.number, reason=reason))
         )
@@ -405,8 +406,8 @@ class Dispatcher:
         """Record what a group added to these counters at once, the other counters once a batch, and where the tasks stand if that is due."""
         if any(overlong.values()) or self._ledger.batches_made > self._counted_at:
             self._note_counts(overlong)
-        if self._curriculum.note_is_due:
-            self._journal.record(journal_pb2.Fact(curriculum_noted=self._curriculum.noted()))
+        if self.curriculum.note_is_due:
+            self._journal.record(journal_pb2.Fact(curriculum_noted=self.curriculum.noted()))
 
     def _note_counts(self, more: Mapping[str, int]) -> None:
         """Record by how much counters grew, those of the engine and these."""

@@ -22,6 +22,7 @@ from orchestrator_svc.evaluation import Evaluations, Standing, release_left
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
+from orchestrator_svc.quarantine import RELEASE, chosen, released
 from orchestrator_svc.report import AppliedStep, RunReporter
 from orchestrator_svc.sessions.desk import Desk
 from orchestrator_svc.setting_aside import SetAsideShare
@@ -163,23 +164,38 @@ class Run:
     async def change_settings(self, values: Mapping[str, str], principal: str) -> list[orchestrator_pb2.ChangedSetting]:
         """Change settings, all or none; return those that have another value now, when the journal has them on disk.
 
-        Batches that are made already keep the learning rate and the bound on staleness that they were made with.
+        Batches that are made already keep the learning rate and the bound on staleness that they were made with. The key
+        `quarantine.RELEASE` releases tasks.
 
         Args:
             values: New values by setting, as TOML.
             principal: Name of who changes them.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT, as `LiveSettings.plan`.
+            SluiceError: INVALID_ARGUMENT, as `LiveSettings.plan` and `quarantine.chosen`.
             JournalError: if the change cannot be written.
         """
-        changes, ledger = self._settings.plan(values), self._journal.ledger
+        settings, ledger = {key: value for key, value in values.items() if key != RELEASE}, self._journal.ledger
+        tasks = chosen(self._dispatcher.curriculum, values[RELEASE]) if RELEASE in values else []
+        changes = self._settings.plan(settings) if settings or RELEASE not in values else []
         for each in changes:
             fact = journal_pb2.SettingChanged(principal=principal, key=each.key, old_value=each.old, new_value=each.new)
             self._journal.record(journal_pb2.Fact(setting_changed=fact))
             self._settings.apply(each)
             log.info("setting changed", key=each.key, old=each.old, new=each.new, principal=principal)
         changed = ledger.setting_changes[len(ledger.setting_changes) - len(changes) :]
+        for environment, task_id in tasks:
+            self._journal.record(released(environment, task_id, principal))
+            log.info("a task is drawn again", environment=environment, task=task_id, principal=principal)
+            changed.append(
+                orchestrator_pb2.ChangedSetting(
+                    key=RELEASE,
+                    old_value="in quarantine",
+                    new_value=f"{environment}/{task_id}",
+                    from_sequence_no=ledger.next_batch,
+                    principal=principal,
+                )
+            )
         self._dispatcher.apply_limits(self._settings.common.max_staleness)
         await self._journal.durable()
         return changed

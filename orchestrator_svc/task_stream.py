@@ -164,6 +164,14 @@ class TaskStream:
         if task_id in self._tasks:
             self.quarantined[task_id] = known
 
+    def release(self, task_id: str) -> None:
+        """Draw a task again that is in quarantine, and forget the groups of it that failed."""
+        known, was_out = self._known(task_id), self.quarantined.pop(task_id, None) is not None
+        known.failures, known.problem = 0, ""
+        if was_out:
+            self._sizes[self.pool(task_id)] += 1
+            self._move(task_id, known, self.pool(task_id))
+
     def restore(self, noted: journal_pb2.EnvironmentProgress) -> None:
         """Take over what a note of the journal says."""
         self.next_position = noted.next_position

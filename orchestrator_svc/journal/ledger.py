@@ -641,6 +641,9 @@ class Ledger:
     def _task_quarantined(self, fact: pb.TaskQuarantined) -> None:
         """Leave it to the curriculum."""
 
+    def _task_released(self, fact: pb.TaskReleased) -> None:
+        """Leave it to the curriculum."""
+
     def _weight_policy_noted(self, fact: pb.WeightPolicyNoted) -> None:
         if fact.mode == rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW:
             self.weight_policies.pop(fact.replica, None)

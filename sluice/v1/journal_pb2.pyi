@@ -71,6 +71,7 @@ class Fact(_message.Message):
     SESSION_GENERATION_DELIVERED_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_SET_ASIDE_FIELD_NUMBER: _builtins.int
     RUN_RESUMED_FIELD_NUMBER: _builtins.int
+    TASK_RELEASED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was recorded; for people to read. Order comes from `seq`."""
@@ -203,6 +204,10 @@ class Fact(_message.Message):
     def run_resumed(self) -> Global___RunResumed:
         """An operator let a run go on that had paused."""
 
+    @_builtins.property
+    def task_released(self) -> Global___TaskReleased:
+        """A task may be drawn again."""
+
     def __init__(
         self,
         *,
@@ -239,12 +244,13 @@ class Fact(_message.Message):
         session_generation_delivered: Global___SessionGenerationDelivered | None = ...,
         trajectories_set_aside: Global___TrajectoriesSetAside | None = ...,
         run_resumed: Global___RunResumed | None = ...,
+        task_released: Global___TaskReleased | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "run_resumed", b"run_resumed", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "trajectories_set_aside", b"trajectories_set_aside", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "run_resumed", b"run_resumed", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "task_released", b"task_released", "time", b"time", "trajectories_set_aside", b"trajectories_set_aside", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "run_resumed", b"run_resumed", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "time", b"time", "trajectories_set_aside", b"trajectories_set_aside", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_applied", b"batch_applied", "batch_made", b"batch_made", "batch_sent", b"batch_sent", "batch_unmade", b"batch_unmade", "checkpoint_covered", b"checkpoint_covered", "counts_noted", b"counts_noted", "curriculum_noted", b"curriculum_noted", "episode_given_up", b"episode_given_up", "episode_opened", b"episode_opened", "episode_submitted", b"episode_submitted", "episodes_ended", b"episodes_ended", "epoch_allotted", b"epoch_allotted", "epoch_begun", b"epoch_begun", "evaluation_recorded", b"evaluation_recorded", "generation_recorded", b"generation_recorded", "group_accepted", b"group_accepted", "group_dropped", b"group_dropped", "history_imported", b"history_imported", "kind", b"kind", "lease_ended", b"lease_ended", "lease_granted", b"lease_granted", "process_started", b"process_started", "redraw_dropped", b"redraw_dropped", "reward_recorded", b"reward_recorded", "run_resumed", b"run_resumed", "session_generation_delivered", b"session_generation_delivered", "session_generation_recorded", b"session_generation_recorded", "setting_changed", b"setting_changed", "task_drawn", b"task_drawn", "task_quarantined", b"task_quarantined", "task_released", b"task_released", "time", b"time", "trajectories_set_aside", b"trajectories_set_aside", "turn_ended", b"turn_ended", "weight_policy_noted", b"weight_policy_noted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped", "lease_granted", "lease_ended", "episode_opened", "session_generation_recorded", "reward_recorded", "episode_submitted", "episode_given_up", "session_generation_delivered", "trajectories_set_aside", "run_resumed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["process_started", "task_drawn", "generation_recorded", "turn_ended", "episodes_ended", "group_accepted", "group_dropped", "batch_made", "batch_sent", "batch_applied", "batch_unmade", "epoch_allotted", "epoch_begun", "checkpoint_covered", "evaluation_recorded", "curriculum_noted", "setting_changed", "task_quarantined", "weight_policy_noted", "counts_noted", "history_imported", "redraw_dropped", "lease_granted", "lease_ended", "episode_opened", "session_generation_recorded", "reward_recorded", "episode_submitted", "episode_given_up", "session_generation_delivered", "trajectories_set_aside", "run_resumed", "task_released"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1242,6 +1248,36 @@ class TaskQuarantined(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TaskQuarantined: _TypeAlias = TaskQuarantined  # noqa: Y015
+
+@_typing.final
+class TaskReleased(_message.Message):
+    """A task may be drawn again, and the groups of it that failed so far count no more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    environment: _builtins.str
+    """Name of the environment within the run."""
+    task_id: _builtins.str
+    """The task."""
+    principal: _builtins.str
+    """Name of the principal who released it; empty if the orchestrator did, by a setting or because something else was at fault."""
+    def __init__(
+        self,
+        *,
+        environment: _builtins.str = ...,
+        task_id: _builtins.str = ...,
+        principal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "principal", b"principal", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskReleased: _TypeAlias = TaskReleased  # noqa: Y015
 
 @_typing.final
 class WeightPolicyNoted(_message.Message):

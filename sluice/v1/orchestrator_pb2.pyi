@@ -1203,7 +1203,9 @@ class SetRunRequest(_message.Message):
     """`runs/{run}`."""
     @_builtins.property
     def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """New values by setting, such as "trainer.lr" and "max_staleness", each as TOML."""
+        """New values by setting, such as "trainer.lr" and "max_staleness", each as TOML. The key "quarantine.release" is no setting: its
+        value is a task in quarantine, as ENVIRONMENT/TASK or TASK, or "all", that may be drawn again from now on.
+        """
 
     def __init__(
         self,
@@ -1228,7 +1230,7 @@ class SetRunResponse(_message.Message):
     CHANGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def changed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChangedSetting]:
-        """One entry per setting that has another value now."""
+        """One entry per setting that has another value now, and one per task that was released."""
 
     def __init__(
         self,

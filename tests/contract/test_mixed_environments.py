@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -17,6 +18,7 @@ from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from sluice.config import FailedForGoodError
 from sluice.environments.base import Task
+from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import tokens_pb2
 
@@ -261,6 +263,47 @@ async def test_a_task_in_quarantine_that_had_to_be_drawn_again_is_counted_and_th
     assert "train-1" in tasks
     assert "train-0" not in tasks
     assert folded(read_facts(scene.run_dir)).redraws == []
+
+
+async def with_quarantine(scene, *tasks: str) -> None:
+    """Let an earlier process of the run have put tasks into quarantine."""
+    journal = Journal(scene.run_dir, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
+    for task in tasks:
+        noted = pb.TaskQuarantined(environment="Letters", task_id=task, failures=3, problem="the judge was down")
+        journal.record(pb.Fact(task_quarantined=noted))
+    await journal.close()
+
+
+def releases(scene) -> list[tuple[str, str]]:
+    facts = (fact.task_released for _, fact in read_facts(scene.run_dir) if fact.HasField("task_released"))
+    return [(each.task_id, each.principal) for each in facts]
+
+
+async def test_a_start_releases_what_is_in_quarantine_if_the_settings_say_so(scene) -> None:
+    await with_quarantine(scene, "train-0", "train-1")
+    only = {"environment_args": {"count": 2}}
+    with pytest.raises(FailedForGoodError, match=r"release_quarantine = true"):
+        await scene.run(**only)
+    report = await scene.run(**only, release_quarantine=True)
+    assert (report["state"], report["environments"][0]["quarantined_count"]) == ("succeeded", 0)
+    assert releases(scene) == [("train-0", ""), ("train-1", "")]
+
+
+async def test_an_operator_releases_tasks_while_the_run_lives(scene) -> None:
+    await with_quarantine(scene, "train-0", "train-1", "train-2")
+    scene.trainer.automatic = False
+    running = scene.start(environment_args={"count": 4})
+    async with scene.client() as client:
+        await scene.until(lambda: scene.trainer.waiting)
+        with pytest.raises(SluiceError, match="no task 'train-3' is in quarantine; 3 are: Letters/train-0"):
+            await client.set("test", {"quarantine.release": "train-3", "max_staleness": "1"})
+        (changed,) = await client.set("test", {"quarantine.release": "train-1"})
+        assert (changed.key, changed.new_value) == ("quarantine.release", "Letters/train-1")
+        assert len(await client.set("test", {"quarantine.release": "all", "max_staleness": "1"})) == 3
+        assert (await client.run("test")).environments[0].quarantined_count == 0
+        scene.trainer.run_freely()
+        await asyncio.wait_for(running, 60.0)
+    assert releases(scene) == [("train-1", "anyone"), ("train-0", "anyone"), ("train-2", "anyone")]
 
 
 async def test_unfinished_groups_of_tasks_that_are_gone_do_not_end_the_run(scene) -> None:

@@ -13,9 +13,11 @@ from pydantic import ValidationError
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum, Draw, StartRate, overlong_counter
 from orchestrator_svc.journal.ledger import Redraw
+from orchestrator_svc.quarantine import chosen
 from orchestrator_svc.shares import Shares
 from orchestrator_svc.task_stream import POOLS, TaskStream
 from sluice.environments.base import Task
+from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2 as pb
 
 
@@ -504,3 +506,31 @@ def test_a_task_is_drawn_as_long_as_one_is_left_whatever_the_pools_hold(seed, re
         world.quarantine(*left.pop(rng.randrange(len(left))))
     assert world.draw() is None
     assert world.curriculum.exhausted
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_a_task_that_is_released_is_drawn_again_and_its_failures_are_forgotten(pools) -> None:
+    world = World(environment("a", quarantine_after=2, pools={"enabled": pools}), count=2)
+    for task in ("a0", "a1"):
+        world.quarantine("a", task)
+    assert world.curriculum.quarantined == [("a", "a0"), ("a", "a1")]
+    assert world.curriculum.exhausted
+    world.record(task_released=pb.TaskReleased(environment="a", task_id="a1", principal="op"))
+    stream = world.curriculum.stream("a")
+    assert (list(stream.quarantined), sum(stream.sizes().values())) == (["a0"], 1)
+    group = world.draw()
+    assert group.draw.task_id == "a1"
+    world.drop(group, "ENVIRONMENT_DIED")
+    assert list(stream.quarantined) == ["a0"], "its earlier failures do not count"
+    world.drop(world.draw(), "ENVIRONMENT_DIED")
+    assert world.curriculum.exhausted
+
+
+def test_who_releases_tasks_names_one_or_all() -> None:
+    world = World(environment("a"), environment("b"), count=3)
+    for name, task in (("a", "a0"), ("a", "a1"), ("b", "b0")):
+        world.quarantine(name, task)
+    assert chosen(world.curriculum, "all") == [("a", "a0"), ("a", "a1"), ("b", "b0")]
+    assert chosen(world.curriculum, '"a1"') == chosen(world.curriculum, "a/a1") == [("a", "a1")]
+    with pytest.raises(SluiceError, match="3 are: a/a0, a/a1, b/b0"):
+        chosen(world.curriculum, "a2")
