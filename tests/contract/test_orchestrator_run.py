@@ -1211,13 +1211,20 @@ async def test_replicas_of_different_tokenizers_end_the_run_with_the_remedy(tmp_
             await scene.run()
 
 
-async def test_rewards_that_the_estimator_cannot_take_end_the_run_with_the_remedy(scene) -> None:
+async def test_a_run_none_of_whose_rewards_the_estimator_takes_pauses_and_says_why(scene) -> None:
     rewards = "    def score(self, task, completion):\n        return -float(len(completion))\n"
     (scene.directory / "negative.py").write_text(
         "from letters_env import Letters\nclass Negative(Letters):\n" + rewards
     )
-    with pytest.raises(FailedForGoodError, match="another estimator"):
-        await scene.run(environment=f"{scene.directory}/negative.py:Negative", advantage="maxrl")
+    running = scene.start(environment=f"{scene.directory}/negative.py:Negative", advantage="maxrl")
+    async with scene.client() as client:
+        with contextlib.suppress(SluiceError):
+            await scene.until_run(client, lambda run: run.state == orchestrator_pb2.RUN_STATE_PAUSED)
+        run = await scene.until_run(client, lambda run: run.state == orchestrator_pb2.RUN_STATE_PAUSED)
+    assert "another estimator" in run.set_aside[0].problem
+    await scene.terminate()
+    with pytest.raises(UnfinishedError):
+        await running
 
 
 async def test_a_trainer_that_never_reports_an_old_batch_has_lost_its_epoch() -> None:
