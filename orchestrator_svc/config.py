@@ -243,6 +243,11 @@ class DeadlinesConfig(Section):
         gt=0,
         description="Seconds for a group and its scoring; a later one is dropped and counted. Time in which all its requests wait for a replica does not count.",
     )
+    outage_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds that a run pauses because group after group fails (`max_failed_tasks`), before it fails with `max_failed_groups`.",
+    )
     set_aside_s: float = Field(
         3600.0,
         gt=0,
@@ -463,8 +468,15 @@ class OrchestratorConfig(EpisodeConfig):
         le=1,
         description="Share of a batch by which younger groups may pass an older one; 0: first in, first out.",
     )
+    max_failed_tasks: int = Field(
+        8,
+        ge=1,
+        description="Different tasks whose groups may fail one after the other; then something is down that they share, such as a judge, and the run pauses: it tries one group at a time until one succeeds, and these failures do not count towards quarantine.",
+    )
     max_failed_groups: int = Field(
-        64, ge=1, description="Groups that may fail or end without a reward, one after the other, before the run fails."
+        64,
+        ge=1,
+        description="Groups that may fail or end without a reward, one after the other; after as many the run pauses in any case, and it fails if the pause has lasted for `deadlines.outage_s`.",
     )
     release_quarantine: bool = Field(
         False,

@@ -38,6 +38,9 @@ FAULTS = frozenset(
 )
 """Why a group failed if its task may be at fault: these count towards quarantine."""
 
+SHARED = (FAULTS - {"REWARD_TOO_LARGE"}) | {"EPISODE_FAILED"}
+"""Why groups of many tasks fail if something is down that they share, such as a judge or the replicas."""
+
 ENDED = frozenset({NO_SIGNAL, "OVERLONG", "NO_TOKENS"})
 """Why a group was dropped whose episodes ran to their end, so that their rewards count in the solve rate."""
 
@@ -316,7 +319,7 @@ class Curriculum:
         source = self._sources[group.environment]
         source.running -= 1
         source.counts.failed += 1
-        if fact.reason in FAULTS:
+        if fact.reason in FAULTS and not fact.outage:
             source.stream.failed(group.task_id)
         else:
             source.stream.given_up(group.task_id)

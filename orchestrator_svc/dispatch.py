@@ -14,28 +14,34 @@ from dataclasses import replace
 import structlog
 
 from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
-from orchestrator_svc.curriculum import Curriculum, overlong_counter
+from orchestrator_svc.curriculum import SHARED, Curriculum, overlong_counter
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Group, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.outage import Outage
 from orchestrator_svc.pacing import Pace
+from orchestrator_svc.quarantine import released
 from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.sifting import ScoredGroup, sift
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.clock import CLOCK, Clock
 from sluice.environments.worker import EnvironmentFailedError
+from sluice.environments.worker import Reason as EnvironmentReason
 from sluice.rpc import SluiceError
 from sluice.sampling.served import ServedDeadline
 from sluice.tasks import Turn
-from sluice.v1 import journal_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2
 from sluice.versions import Version, versions_of
 
 log = structlog.get_logger(__name__)
 
 _LOOK_AGAIN_S = 0.5
 """Seconds between two looks at the replicas: the end of a cooldown notifies nobody."""
+
+_OUTAGE = "outage"
+"""Name of the cause in what the run waits for."""
 
 _PROBLEM_CHARACTERS = 1000
 """Characters that are kept of the reason why a task is in quarantine."""
@@ -71,7 +77,7 @@ class Dispatcher:
         self._engine = next(iter(runners.values())).engine
         self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
         self.paused = False
-        self._failed_in_a_row = 0
+        self._outage = Outage(config.max_failed_groups, config.max_failed_tasks, config.deadlines.outage_s)
         self._lost_since: float | None = None
         self._behind_since: float | None = None
         self._deadlines: dict[int, ServedDeadline] = {}
@@ -84,9 +90,15 @@ class Dispatcher:
         """Start no more groups; those under way end."""
         self.paused = True
 
+    @property
+    def outage(self) -> str:
+        """Why the run pauses by itself, because group after group fails; empty if it does not."""
+        return self._status.waits_for.get(_OUTAGE, "")
+
     def resume(self) -> None:
         """Start groups again."""
         self.paused = False
+        self._outage.try_now(self._clock())
         self._changed.set()
 
     def apply_limits(self, max_staleness: int) -> None:
@@ -108,7 +120,8 @@ class Dispatcher:
                 while True:
                     while self._start_next(groups):
                         await turn.give_way()
-                    none_may_start = self.paused or not (self._unfinished or self._scheduler.wanted_version())
+                    stands_still = self.paused or not self._outage.may_start(self._clock())
+                    none_may_start = stands_still or not (self._unfinished or self._scheduler.wanted_version())
                     if self._lockstep is not None and none_may_start:
                         self._lockstep.hand_over()
                     self._changed.clear()
@@ -122,7 +135,7 @@ class Dispatcher:
     def _start_next(self, groups: asyncio.TaskGroup) -> bool:
         """Start a group if one may start now: first those that an earlier process left unfinished."""
         unfinished, wanted = self._unfinished[0] if self._unfinished else None, None
-        if not self.paused:
+        if not self.paused and self._outage.may_start(self._clock()):
             scheduler = self._scheduler
             wanted = scheduler.wanted_version() if unfinished is None else scheduler.wanted_version_of(unfinished)
         if wanted is not None and not self._pool.has_room(self._ledger.count(Stage.RUNNING) - len(self._unfinished)):
@@ -141,6 +154,9 @@ class Dispatcher:
         else:
             self._unfinished.popleft()
             group = self._continue(unfinished, version)
+        settings = self.curriculum.environments.get(group.environment, self._config)
+        # The agents of an external group come when they like: it is not waited for.
+        self._outage.started(group.number, self._clock(), awaited=settings.workflow != EXTERNAL)
         running = groups.create_task(self._run_group(group), name=group.name)
         if self._lockstep is not None:
             self._lockstep.begin(running)
@@ -258,10 +274,11 @@ class Dispatcher:
         if task is None:
             problem = f"environment {group.environment} no longer lists task {group.task_id}"
             self._drop(group, Reason.TASK_CHANGED, problem)
+            self._outage.ended(group.number)
             self._changed.set()
             return
         settings = self.curriculum.environments[group.environment]
-        reason, problem = "", ""
+        reason, problem, heals = "", "", True
         scored = ScoredGroup()
         try:
             # External agents have times of their own, which begin with the first lease.
@@ -293,6 +310,7 @@ class Dispatcher:
         except EnvironmentFailedError as error:
             # A call whose process another one ended says nothing about its task.
             reason, problem = error.reason if error.culprit else Reason.EPISODE_FAILED, error.message
+            heals = error.reason != EnvironmentReason.GIVEN_UP
         except SluiceError as error:
             reason, problem = Reason.EPISODE_FAILED, str(error)
         except JournalError:
@@ -303,9 +321,10 @@ class Dispatcher:
         finally:
             self._deadlines.pop(group.number, None)
         if reason:
-            self._drop(group, reason, problem)
+            self._drop(group, reason, problem, heals=heals)
         else:
             self._end(group, scored)
+        self._outage.ended(group.number)
         self._note({overlong_counter(group.environment, settings.overlong.policy): scored.overlong})
         self._changed.set()
 
@@ -326,13 +345,14 @@ class Dispatcher:
         )
         self._journal.record(journal_pb2.Fact(episodes_ended=ended))
         if replaced:
+            self._succeeded()
             self._replace(group)
             return
         if not scored.records:
             reason = next(iter(scored.untrainable.values()), Reason.EPISODE_FAILED)
             self._drop(group, reason, f"{reason} of all episodes of task {group.task_id}; see the warnings above")
             return
-        self._failed_in_a_row = 0
+        self._succeeded()
         versions = {version for record in scored.records for version in versions_of(record.trajectory)}
         accepted = journal_pb2.GroupAccepted(
             group=group.number, policy_versions=[each.to_proto() for each in sorted(versions)]
@@ -355,11 +375,17 @@ class Dispatcher:
                 ' the filter, or set orchestrator.on_max_refills = "train"; then start the run again: it continues',
             )
 
-    def _drop(self, group: Group, reason: str, problem: str) -> None:
-        """Drop a group that failed, and put its task in quarantine if it fails again and again.
+    def _drop(self, group: Group, reason: str, problem: str, *, heals: bool = True) -> None:
+        """Drop a group that failed: put its task in quarantine if it fails again and again, pause if groups of many tasks do.
+
+        Args:
+            group: The group.
+            reason: Why it failed.
+            problem: The same for people.
+            heals: Whether waiting may help.
 
         Raises:
-            SluiceError: ABORTED if group after group fails, because the run would never end.
+            SluiceError: ABORTED if group after group fails for too long, because the run would never end.
         """
         log.warning(
             "a group brings nothing to train",
@@ -369,21 +395,58 @@ class Dispatcher:
             reason=reason,
             problem=problem,
         )
-        failures = self.curriculum.to_quarantine(group.number, reason)
-        self._journal.record(
-            journal_pb2.Fact(group_dropped=journal_pb2.GroupDropped(group=group.number, reason=reason))
-        )
+        begins, now, outage = False, self._clock(), self._outage
+        if (
+            reason != Reason.TASK_CHANGED
+        ):  # only groups that an earlier process drew end so: the run goes on with other tasks
+            task, shared = (group.environment, group.task_id), heals and reason in SHARED
+            begins = outage.failed(group.number, task, now, shared=shared, heals=heals)
+        failures = None if outage.active else self.curriculum.to_quarantine(group.number, reason)
+        dropped = journal_pb2.GroupDropped(group=group.number, reason=reason, outage=outage.active)
+        self._journal.record(journal_pb2.Fact(group_dropped=dropped))
         if failures is not None:
             self._quarantine(group, failures, f"{reason}: {problem}")
-        if reason == Reason.TASK_CHANGED:
-            return  # only groups that an earlier process drew end so: the run goes on with other tasks
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._config.max_failed_groups:
+        if begins:
+            self._begin_outage(f"{reason}: {problem}")
+        if outage.hopeless(now, heals=heals):
             raise SluiceError.aborted(
                 "GROUPS_FAIL",
-                f"{self._failed_in_a_row} groups in a row brought nothing to train (orchestrator.max_failed_groups), the last one"
-                f" because: {problem}. Correct the environment or the deadline at fault, then start the run again: it continues",
+                f"{outage.in_a_row} groups in a row brought nothing to train (orchestrator.max_failed_groups)"
+                + (
+                    f", also after a pause of {self._config.deadlines.outage_s:g} s (deadlines.outage_s)"
+                    if heals
+                    else ""
+                )
+                + f", the last one because: {problem}. Correct the environment, the judge or the deadline at fault, then start"
+                " the run again: it continues",
             )
+
+    def _begin_outage(self, problem: str) -> None:
+        """Pause, and take back what the groups that failed until now count against their tasks."""
+        groups, tasks = self._outage.in_a_row, list(self._outage.tasks)
+        for environment, task_id in tasks:
+            known = self.curriculum.stream(environment).progress.get(task_id)
+            if known is not None and known.failures:
+                self._journal.record(released(environment, task_id))
+        message = (
+            f"a group to succeed: {groups} failed one after the other, of {len(tasks)} tasks, the last one because of {problem}."
+            " Something that they share may be down, such as a judge. One group at a time is tried, the next one at once after"
+            f" `sluice resume`; the run ends in {self._config.deadlines.outage_s:g} s (orchestrator.deadlines.outage_s)"
+        )
+        self._status.waits_for[_OUTAGE] = message
+        if self._status.state == orchestrator_pb2.RUN_STATE_RUNNING:
+            self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, f"waits for {message}")
+        log.error("paused: group after group fails", groups=groups, tasks=len(tasks), problem=problem)
+
+    def _succeeded(self) -> None:
+        """Note that a group brought what it should: that ends a pause that failures began."""
+        failed = self._outage.in_a_row
+        if not self._outage.succeeded():
+            return
+        del self._status.waits_for[_OUTAGE]
+        if self._status.state == orchestrator_pb2.RUN_STATE_PAUSED and not self.paused:
+            self._status.enter(orchestrator_pb2.RUN_STATE_RUNNING, "a group succeeded again")
+        log.info("a group succeeded: the pause is over", failed_groups=failed)
 
     def _quarantine(self, group: Group, failures: int, problem: str) -> None:
         """Draw the task of a group no more."""

@@ -135,7 +135,9 @@ class Run:
             await self._journal.durable()
         self._give_up_at = None
         self._dispatcher.resume()
-        if self._status.state == orchestrator_pb2.RUN_STATE_PAUSED:
+        if outage := self._dispatcher.outage:
+            self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, outage)
+        elif self._status.state == orchestrator_pb2.RUN_STATE_PAUSED:
             self._status.enter(orchestrator_pb2.RUN_STATE_RUNNING, "resumed by an operator")
 
     def _mind_share(self) -> None:

@@ -48,6 +48,7 @@ class RunStatus:
 
     Attributes:
         history: The last trajectories whose outcome is known.
+        waits_for: What the run waits for that somebody may have to repair or start, by a name of the cause.
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, the pace, or a version that no replica serves yet stopped dispatch.
         rollout_idle: The part of it in which no group was running either.
@@ -71,6 +72,7 @@ class RunStatus:
         self.events, self.history = events, TrajectoryHistory()
         self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
         self.error = ""
+        self.waits_for: dict[str, str] = {}
         self.metrics: dict[str, float] = {}
         self.max_staleness_seen = 0
         now = self._clock()
@@ -189,6 +191,7 @@ class RunStatus:
                 for reason, each in ledger.set_aside.items()
             ],
             refused=self.refusals.describe(),
+            waits_for=list(self.waits_for.values()),
         )
 
     def scrape(self) -> Iterator[Metric]:

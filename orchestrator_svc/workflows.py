@@ -25,6 +25,7 @@ from sluice.environments.episode import OpenEpisode, ReplayDiffersError
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.environments.wire import chat_messages, plain_message, tool_messages
 from sluice.environments.worker import EnvironmentFailedError
+from sluice.environments.worker import Reason as EnvironmentReason
 from sluice.loading import load_attribute
 from sluice.rpc import SluiceError
 from sluice.sampling.generation import derived_seed
@@ -309,7 +310,7 @@ class MultiTurn:
         """Run all episodes; those that fail are left out.
 
         Raises:
-            EnvironmentFailedError: if all fail, and one of them by what the environment did for this task.
+            EnvironmentFailedError: if all fail, and one of them by what the environment did for this task, or because it was given up.
             SluiceError: if all fail for other reasons.
         """
         with engine.side_by_side(data.episodes) as ended:
@@ -331,8 +332,13 @@ class MultiTurn:
                 records.append(outcome)
         if not records:
             faults = [each for each in outcomes if isinstance(each, EnvironmentFailedError) and each.culprit]
-            if faults:
-                raise faults[0]
+            for_good = [
+                each
+                for each in outcomes
+                if isinstance(each, EnvironmentFailedError) and each.reason == EnvironmentReason.GIVEN_UP
+            ]
+            if faults or for_good:
+                raise (faults or for_good)[0]
             raise SluiceError.aborted("EPISODES_FAILED", f"every episode of group {data.group_id} failed; see the log")
         return records
 

@@ -118,6 +118,7 @@ def _lines(run: orchestrator_pb2.Run) -> list[tuple[str, str]]:
         ("staleness", f"at most {run.max_staleness_seen} so far, bound {run.max_staleness}"),
         ("trajectories", trained),
     ]
+    lines += [("waits for", each) for each in run.waits_for]
     if run.groups_failed:
         lines.append(("failed groups", _by_reason(run.groups_failed).removeprefix("; not trained: ")))
     lines += [("set aside", f"{each.trajectories} as {each.reason}: {each.problem}") for each in run.set_aside]

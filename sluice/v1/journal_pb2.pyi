@@ -640,6 +640,7 @@ class GroupDropped(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     REDRAW_FIELD_NUMBER: _builtins.int
+    OUTAGE_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """The group."""
     reason: _builtins.str
@@ -648,6 +649,8 @@ class GroupDropped(_message.Message):
     """Trajectories that had been accepted."""
     redraw: _builtins.bool
     """Whether its task is drawn again."""
+    outage: _builtins.bool
+    """Whether it failed while groups of many tasks did: its task is not at fault then, and it does not count towards quarantine."""
     def __init__(
         self,
         *,
@@ -655,10 +658,11 @@ class GroupDropped(_message.Message):
         reason: _builtins.str = ...,
         trajectories: _builtins.int = ...,
         redraw: _builtins.bool = ...,
+        outage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "reason", b"reason", "redraw", b"redraw", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "outage", b"outage", "reason", b"reason", "redraw", b"redraw", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,7 +36,7 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_RUNNING: _RunState.ValueType  # 2
     """Dispatching and training."""
     RUN_STATE_PAUSED: _RunState.ValueType  # 3
-    """Paused by an operator."""
+    """Paused by an operator, or by the run itself: the event and Run.waits_for say why."""
     RUN_STATE_STOPPING: _RunState.ValueType  # 4
     """Finishing: evaluation, checkpoint, report."""
     RUN_STATE_SUCCEEDED: _RunState.ValueType  # 5
@@ -54,7 +54,7 @@ RUN_STATE_STARTING: RunState.ValueType  # 1
 RUN_STATE_RUNNING: RunState.ValueType  # 2
 """Dispatching and training."""
 RUN_STATE_PAUSED: RunState.ValueType  # 3
-"""Paused by an operator."""
+"""Paused by an operator, or by the run itself: the event and Run.waits_for say why."""
 RUN_STATE_STOPPING: RunState.ValueType  # 4
 """Finishing: evaluation, checkpoint, report."""
 RUN_STATE_SUCCEEDED: RunState.ValueType  # 5
@@ -173,6 +173,7 @@ class Run(_message.Message):
     REDRAWS_DROPPED_FIELD_NUMBER: _builtins.int
     SET_ASIDE_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`runs/{run}`."""
     state: Global___RunState.ValueType
@@ -243,6 +244,10 @@ class Run(_message.Message):
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedInput]:
         """What was refused where it was given, such as rewards beyond the bound. The last 100 senders."""
 
+    @_builtins.property
+    def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the run waits for that somebody may have to repair or start, for people, such as a judge that is down."""
+
     def __init__(
         self,
         *,
@@ -270,10 +275,11 @@ class Run(_message.Message):
         redraws_dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         set_aside: _abc.Iterable[Global___SetAside] | None = ...,
         refused: _abc.Iterable[Global___RefusedInput] | None = ...,
+        waits_for: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "changed_settings", b"changed_settings", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "redraws_dropped", b"redraws_dropped", "refused", b"refused", "replicas", b"replicas", "running_episodes", b"running_episodes", "set_aside", b"set_aside", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "changed_settings", b"changed_settings", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "redraws_dropped", b"redraws_dropped", "refused", b"refused", "replicas", b"replicas", "running_episodes", b"running_episodes", "set_aside", b"set_aside", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

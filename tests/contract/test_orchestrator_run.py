@@ -729,10 +729,63 @@ async def test_a_run_of_another_seed_does_not_continue_this_one(scene) -> None:
         await scene.run(common={"seed": 1})
 
 
+PATIENT = {"call_s": 1e5, "score_s": 1e5}
+"""Limits of the environment that simulated time which passes fast does not reach."""
+
+
+async def failing(scene: Scene, **settings) -> None:
+    """Run while time passes fast."""
+    clock, limits = SimulatedClock(), {"outage_s": LIMIT_S, "start_s": 1e5, "lost_s": 1e5}
+    task = scene.start(**settings, deadlines=limits, environment_processes=PATIENT, clock=clock)
+    await clock.until(task.done, step_s=1000 * TICK_S)
+    assert clock.now >= SimulatedClock().now + LIMIT_S, "a judge or a fleet that is down may come back"
+    await task
+
+
+async def test_a_judge_that_is_down_pauses_the_run_and_puts_no_task_in_quarantine(scene) -> None:
+    judge_is_up = False
+    scene.replicas[0].text = lambda request, index: "a" * (index + 1) + ("b" if judge_is_up else "x")
+    clock, limits = SimulatedClock(), {"start_s": 1e5, "lost_s": 1e5}
+    events = scene.watch("state_changed")
+    task = scene.start(
+        environment_args={"fail": "x"},
+        environment_processes=PATIENT,
+        max_failed_tasks=3,
+        max_failed_groups=4,
+        quarantine_after=1,
+        deadlines=limits,
+        clock=clock,
+    )
+    async with scene.client() as client:
+
+        async def failed() -> int:
+            with contextlib.suppress(SluiceError):  # it may not be served yet
+                run = await client.run("test")
+                return sum(run.groups_failed.values()) if run.state == orchestrator_pb2.RUN_STATE_PAUSED else 0
+            return 0
+
+        async with asyncio.timeout(DEADLINE_S):
+            while (count := await failed()) < 12:
+                await clock.advance(100 * TICK_S)
+                await asyncio.sleep(0.001)
+        run = await client.run("test")
+        assert "MISSING_REWARD" in run.waits_for[0]
+        assert "sluice resume" in run.waits_for[0]
+        assert clock.now > SimulatedClock().now + 1.0 + 2.0 + 4.0, f"{count} groups failed, the last ones one at a time"
+        judge_is_up = True
+    await clock.until(task.done, step_s=10 * TICK_S)
+    await task
+    report = scene.report()
+    assert (report["state"], report["environments"][0]["quarantined_count"]) == ("succeeded", 0)
+    states = [each.state_changed.state for each in await events]
+    names = ["RUNNING", "PAUSED", "RUNNING", "STOPPING"]
+    assert states[-5:-1] == [orchestrator_pb2.RunState.Value(f"RUN_STATE_{name}") for name in names]
+
+
 async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
     scene.replicas[0].failures = [SluiceError.invalid_argument("prompt", "too long")]
-    with pytest.raises(FailedForGoodError, match="too long"):
-        await scene.run(max_failed_groups=3)
+    with pytest.raises(FailedForGoodError, match=r"outage_s.*too long"):
+        await failing(scene, max_failed_groups=3)
     report = scene.report()
     assert report["state"] == "failed"
     assert "too long" in report["error"]
@@ -758,7 +811,7 @@ async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late
 
 async def test_a_score_that_always_fails_ends_the_run_instead_of_drawing_tasks_for_ever(scene) -> None:
     with pytest.raises(FailedForGoodError, match="MISSING_REWARD"):
-        await scene.run(environment_args={"fail": "b"}, max_failed_groups=3)
+        await failing(scene, environment_args={"fail": "b"}, max_failed_groups=3)
     report = scene.report()
     assert (report["state"], report["steps"]) == ("failed", 0)
     assert report["trajectories_dropped"]["MISSING_REWARD"] >= 6

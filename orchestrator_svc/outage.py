@@ -1,0 +1,96 @@
+"""When groups fail because of something that they share, such as a judge or the replicas: the run pauses, and tries again.
+
+Groups of many different tasks that fail one after the other say nothing about these tasks. Then one group at a time is tried, after
+a pause that grows, until one succeeds. Pure: the caller passes the time in monotonic seconds.
+"""
+
+from __future__ import annotations
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+"""Seconds before a group is tried, doubled after each one that fails: a judge that restarts is noticed within a minute."""
+
+
+class Outage:
+    """Follows the ends of groups, and says whether the next one may start.
+
+    Args:
+        most_groups: Groups that may fail one after the other; more end the run, once it has paused for `give_up_s`.
+        most_tasks: Different tasks among them whose groups may fail for what they may share; with as many the run pauses.
+        give_up_s: Seconds from the begin of a pause after which the run may end.
+
+    Attributes:
+        active: Whether the run pauses.
+        in_a_row: Groups that failed one after the other.
+        tasks: Environment and id of their tasks, where something shared may be at fault, in order.
+    """
+
+    def __init__(self, most_groups: int, most_tasks: int, give_up_s: float) -> None:
+        self._most_groups, self._most_tasks, self._give_up_s = most_groups, most_tasks, give_up_s
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.active = False
+        self.in_a_row = 0
+        self.tasks: dict[tuple[str, str], None] = {}
+        self._began = self._next = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._tried: int | None = None  # the group that is tried, until it has ended
+
+    def may_start(self, now: float) -> bool:
+        """Return whether a group may start: during a pause one at a time."""
+        return not self.active or (self._tried is None and now >= self._next)
+
+    def started(self, group: int, now: float, *, awaited: bool) -> None:
+        """Note that a group starts. The next one waits for its end if it is `awaited`, else for the pause alone."""
+        if self.active and awaited:
+            self._tried = group
+        elif self.active:
+            self._wait_longer(now)
+
+    def ended(self, group: int) -> None:
+        """Note that a group has ended, however it did."""
+        if self._tried == group:
+            self._tried = None
+
+    def failed(self, group: int, task: tuple[str, str], now: float, *, shared: bool, heals: bool) -> bool:
+        """Note that a group failed; return whether the run pauses from now on.
+
+        Args:
+            group: Its number.
+            task: Its environment and task.
+            now: The time.
+            shared: Whether something may be at fault that groups share.
+            heals: Whether waiting may help.
+        """
+        self.in_a_row += 1
+        if shared:
+            self.tasks[task] = None
+        if self.active:
+            if self._tried == group:
+                self._wait_longer(now)
+            return False
+        if not heals or (len(self.tasks) < self._most_tasks and self.in_a_row < self._most_groups):
+            return False
+        self.active, self._began = True, now
+        self._next = now + self._pause_s
+        return True
+
+    def succeeded(self) -> bool:
+        """Note that a group brought what it should; return whether that ends a pause."""
+        was_active = self.active
+        self._begin_anew()
+        return was_active
+
+    def try_now(self, now: float) -> None:
+        """Let the next group be tried at once: an operator says that the fault is repaired."""
+        self._next, self._pause_s = now, FIRST_PAUSE_S
+
+    def hopeless(self, now: float, *, heals: bool) -> bool:
+        """Return whether the run should end: too many groups failed, and it has waited long enough, or waiting does not help."""
+        waited = self.active and now - self._began >= self._give_up_s
+        return self.in_a_row >= self._most_groups and (waited or not heals)
+
+    def _wait_longer(self, now: float) -> None:
+        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+        self._next = now + self._pause_s
