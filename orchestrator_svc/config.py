@@ -294,6 +294,11 @@ class ExternalConfig(Section):
         gt=0,
         description="Seconds from the first lease of a group until its episodes that are not submitted are given up, and the others are trained.",
     )
+    notice_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds in which no agent has an episode of an environment, although some are on offer, after which the log and GetRun say so. The run waits on.",
+    )
     attempts: int = Field(
         4,
         ge=1,

@@ -7,13 +7,15 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
+import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 from prometheus_client import Metric
 
-from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.scheduler import Scheduler
+from orchestrator_svc.sessions.absence import MissingAgents
 from orchestrator_svc.sessions.refusals import Refusals
 from sluice.clock import CLOCK, Clock
 from sluice.paging import page_start
@@ -23,10 +25,15 @@ from sluice.telemetry import LoopLag, counter, gauge
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
+log = structlog.get_logger(__name__)
+
 RunState: TypeAlias = orchestrator_pb2.RunState.ValueType
 
 KEPT = 10_000
 """Events kept, as the contract says."""
+
+_AGENTS = "agents/"
+"""Begins the name of the cause in what the run waits for, before the environment."""
 
 _NUMBERS_PER_START = 1 << 32
 """Sequence numbers of one process: more than it can emit, so that those of the next process are all greater."""
@@ -73,6 +80,8 @@ class RunStatus:
         self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
         self.error = ""
         self.waits_for: dict[str, str] = {}
+        external = {each.name for each in config.mix if each.workflow == EXTERNAL}
+        self._missing_agents = MissingAgents(external, config.external.notice_s)
         self.metrics: dict[str, float] = {}
         self.max_staleness_seen = 0
         now = self._clock()
@@ -137,8 +146,9 @@ class RunStatus:
         self.events.append(orchestrator_pb2.RunEvent(checkpoint_written=written))
 
     def report_load(self) -> None:
-        """Report the load since the last report."""
+        """Report the load since the last report, and who is missing."""
         now = self._clock()
+        self._look_for_agents(now)
         tokens = self._pool.generated_tokens()
         then, before = self._last_load
         self._last_load = (now, tokens)
@@ -159,6 +169,23 @@ class RunStatus:
             max_staleness=scheduler.bound.max_staleness,
         )
         self.events.append(orchestrator_pb2.RunEvent(load=load))
+
+    def _look_for_agents(self, now: float) -> None:
+        """Say which environments wait for agents that do not come, in the log once."""
+        missing = self._missing_agents
+        for environment in missing.look(self._ledger.groups.values(), now):
+            log.warning(
+                "waits for agents: episodes are on offer and no agent has one",
+                environment=environment,
+                groups=missing.groups[environment],
+                remedy="start an agent that leases episodes through a gateway; the run waits as long as it takes",
+            )
+        others = {key: text for key, text in self.waits_for.items() if not key.startswith(_AGENTS)}
+        self.waits_for = others | {
+            f"{_AGENTS}{name}": f"agents: {groups} groups of environment {name} are on offer and no agent has an episode of it:"
+            " start one that leases episodes through a gateway"
+            for name, groups in missing.groups.items()
+        }
 
     def describe(self) -> orchestrator_pb2.Run:
         """Describe the run as it stands."""
@@ -243,6 +270,13 @@ class RunStatus:
         for each in self.refusals.describe():
             refused[each.reason] += each.count
         yield counter("sluice_run_refused", "Rewards refused where they were given, by reason.", refused, "reason")
+        waiting = {name: float(groups) for name, groups in self._missing_agents.groups.items()}
+        yield gauge(
+            "sluice_run_groups_without_agents",
+            "Groups on offer of an environment that no agent has taken an episode of for `external.notice_s`.",
+            waiting,
+            "environment",
+        )
         yield counter("sluice_run_groups_failed", "Groups that failed, by reason.", failed, "reason")
         happened = {name: float(count) for name, count in self._pool.counts.items()}
         yield counter("sluice_run_sampling_events", "What happened to requests at replicas.", happened, "event")

@@ -116,6 +116,19 @@ async def test_agents_train_a_run_to_its_end_and_each_token_is_trained_once(scen
     assert scene.report()["state"] == "succeeded"
 
 
+async def test_a_run_whose_agents_do_not_come_says_that_it_waits_for_them(scene) -> None:
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
+        running = scene.start(**{**EXTERNAL, "max_steps": 1, "external": {"notice_s": 0.001}})
+        await until_serving(running, agent)
+        async with scene.client() as client:
+            run = await scene.until_run(client, lambda run: run.waits_for)
+            assert run.waits_for[0].startswith("agents: ")
+            for _ in range(4):
+                await play(agent, scene)
+        await running
+    assert scene.report()["state"] == "succeeded"
+
+
 async def test_an_episode_without_a_reward_is_scored_by_its_environment_branch_by_branch(scene) -> None:
     async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**{**EXTERNAL, "max_steps": 1})

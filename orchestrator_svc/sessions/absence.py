@@ -1,0 +1,37 @@
+"""Environments whose episodes wait for agents outside that do not come. Pure: the caller passes the time in monotonic seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from orchestrator_svc.journal.ledger import Group, Stage
+
+
+class MissingAgents:
+    """Looks at the groups of external environments, and says since when none of them has an agent.
+
+    Args:
+        environments: Names of the environments whose episodes agents outside run.
+        notice_s: Seconds without an agent after which somebody should know.
+
+    Attributes:
+        groups: Groups on offer of each environment that has had no agent for so long.
+    """
+
+    def __init__(self, environments: Collection[str], notice_s: float) -> None:
+        self._environments, self._notice_s = environments, notice_s
+        self._since: dict[str, float] = {}
+        self.groups: dict[str, int] = {}
+
+    def look(self, groups: Iterable[Group], now: float) -> list[str]:
+        """Look at the live groups; return the environments that are missed from now on."""
+        if not self._environments:
+            return []
+        running = [each for each in groups if each.stage is Stage.RUNNING and each.environment in self._environments]
+        served = {each.environment for each in running if each.external is not None}
+        waiting = Counter(each.environment for each in running if each.environment not in served)
+        self._since = {name: self._since.get(name, now) for name in waiting}
+        before = self.groups
+        self.groups = {name: waiting[name] for name, since in self._since.items() if now - since >= self._notice_s}
+        return [name for name in self.groups if name not in before]
