@@ -195,8 +195,9 @@ def read_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         parameter, message = describe_faults(error.errors(include_url=False, include_input=False))
-        code = grpc.StatusCode.INVALID_ARGUMENT
-        raise SluiceError(code, "INVALID_FIELD", message, violations={parameter or "body": message}) from error
+        raise SluiceError(
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", message, violations={parameter or "body": message}
+        ) from error
 
 
 def fault(parameter: str, message: str) -> SluiceError:

@@ -16,10 +16,13 @@ from gateway_svc.config import CaptureConfig
 from gateway_svc.http import paced
 from gateway_svc.recording import RecordedSessions
 from gateway_svc.sessions import RequestIdentity, SessionRef
-from sluice.rpc import MAX_SAMPLES, SluiceError
+from sluice.rpc import MAX_MESSAGE_BYTES, MAX_SAMPLES, SluiceError
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2
 
 DIALECT = "grpc"
+
+_WRAPPING_BYTES = 16
+"""Bytes of a result's field in a message of a stream."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -59,7 +62,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         """Sample and record."""
         async for part in self._sample(request, context, stream=False):
             if isinstance(part, Result):
-                return part
+                return _one_message(part)
         raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
 
     async def GenerateStream(
@@ -69,7 +72,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         async for part in self._sample(request.request, context, stream=True):
             answer = episode_pb2.EpisodeServiceGenerateStreamResponse()
             if isinstance(part, Result):
-                answer.result.CopyFrom(part)
+                answer.result.CopyFrom(_one_message(part))
             elif isinstance(part, Delta):
                 answer.deltas.add(index=part.index, text=part.reasoning + part.content)
             yield answer
@@ -111,6 +114,21 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         async with contextlib.aclosing(paced(source, self._capture.deadlines.keepalive_s, deadline_s)) as parts:
             async for part in parts:
                 yield part
+
+
+def _one_message(result: Result) -> Result:
+    """Return a result that fits a message.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION.
+    """
+    if (size := result.ByteSize() + _WRAPPING_BYTES) > MAX_MESSAGE_BYTES:
+        raise SluiceError.failed_precondition(
+            "MESSAGE_TOO_LARGE",
+            f"message_bytes: the reply is recorded, but has {size} bytes, and the contracts allow {MAX_MESSAGE_BYTES}: ask for fewer or"
+            " shorter samples, or over HTTP",
+        )
+    return result
 
 
 def _captured(request: episode_pb2.EpisodeServiceGenerateRequest) -> CapturedRequest:

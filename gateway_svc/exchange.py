@@ -1,26 +1,36 @@
-"""Calls of the orchestrator that every request makes, all on one stream: each costs less CPU time so than as a call of its own."""
+"""Calls of the orchestrator that every request makes, all on one stream: each costs less CPU time so than as a call of its own.
+
+What is larger than a message travels in parts, in both directions; other calls get through between them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import grpc
 from google.rpc.status_pb2 import Status
 
 from sluice.clock import CLOCK, Clock
+from sluice.limits import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES
 from sluice.rpc import SluiceError
 from sluice.rpc.channel import REQUEST_ID
+from sluice.rpc.parts import PartialMessages, split
 from sluice.tasks import settle
 from sluice.v1 import session_pb2, session_pb2_grpc
 
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[session_pb2.ExchangeRequest, session_pb2.ExchangeResponse]"
 
 
+_BYTES_PER_S = 4 << 20
+"""A large call gets a second more for each so many bytes of it."""
+
+
 class Exchange:
-    """BeginGeneration and RecordGeneration on one stream, which is begun when it is needed.
+    """BeginGeneration, RecordGeneration and GetGeneration on one stream, which is begun when it is needed.
 
     Calls without an answer fail as UNAVAILABLE when the stream ends, and may be made again at once.
 
@@ -32,7 +42,8 @@ class Exchange:
     def __init__(self, sessions: session_pb2_grpc.SessionServiceStub, clock: Clock = CLOCK) -> None:
         self._sessions, self._clock = sessions, clock
         self._answers: dict[int, asyncio.Future[session_pb2.ExchangeResponse]] = {}
-        self._unsent: deque[session_pb2.ExchangeRequest] = deque()
+        self._unsent: deque[tuple[int, Iterator[session_pb2.ExchangeRequest]]] = deque()
+        self._parts = PartialMessages(MAX_BATCH_BYTES)
         self._more = asyncio.Event()
         self._stream: asyncio.Task[None] | None = None
         self._last = 0
@@ -50,8 +61,15 @@ class Exchange:
     async def record(
         self, request: session_pb2.RecordGenerationRequest, principal: str, timeout_s: float
     ) -> session_pb2.RecordGenerationResponse:
-        """Call RecordGeneration for a principal, with the errors of `begin`."""
+        """Call RecordGeneration for a principal, with the errors of `begin`. A large recording gets more time."""
+        timeout_s += request.ByteSize() / _BYTES_PER_S
         return (await self._call(session_pb2.ExchangeRequest(record=request), principal, timeout_s)).recorded
+
+    async def get(
+        self, request: session_pb2.GetGenerationRequest, principal: str, timeout_s: float
+    ) -> session_pb2.GetGenerationResponse:
+        """Call GetGeneration for a principal, with the errors of `begin`."""
+        return (await self._call(session_pb2.ExchangeRequest(get=request), principal, timeout_s)).got
 
     async def close(self) -> None:
         """End the stream."""
@@ -65,16 +83,15 @@ class Exchange:
         self._last += 1
         request.call, request.on_behalf_of = self._last, principal
         request.timeout.FromNanoseconds(int(timeout_s * 1e9))
-        request.log_id = REQUEST_ID.get()
+        request.log_id, request.takes_parts = REQUEST_ID.get(), True
         answer: asyncio.Future[session_pb2.ExchangeResponse] = asyncio.get_running_loop().create_future()
         self._answers[request.call] = answer
-        self._unsent.append(request)
+        self._unsent.append((request.call, _messages(request)))
         self._more.set()
         if self._stream is None or self._stream.done():
             self._stream = asyncio.create_task(self._run(), name="exchange")
         try:
-            async with self._clock.timeout(timeout_s):
-                answered = await answer
+            answered = await self._answered(request.call, answer, timeout_s)
         except TimeoutError:
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -83,9 +100,37 @@ class Exchange:
             ) from None
         finally:
             del self._answers[request.call]
+            self._parts.forget(request.call)
         if answered.error:
             raise SluiceError.from_status(Status.FromString(answered.error))
         return answered
+
+    async def _answered(
+        self, call: int, answer: asyncio.Future[session_pb2.ExchangeResponse], timeout_s: float
+    ) -> session_pb2.ExchangeResponse:
+        """Return the answer to a call. One that comes in parts may take as long again, as long as parts arrive.
+
+        Raises:
+            TimeoutError: if none came in time.
+        """
+        while True:
+            arrived = self._parts.arrived(call)
+            try:
+                async with self._clock.timeout(timeout_s):
+                    return await asyncio.shield(answer)
+            except TimeoutError:
+                if self._parts.arrived(call) <= arrived:
+                    raise
+
+    def _joined(self, answered: session_pb2.ExchangeResponse) -> session_pb2.ExchangeResponse | None:
+        """Return an answer that has come as a whole; None if parts of it are missing."""
+        if answered.WhichOneof("answer") != "part":
+            return answered
+        try:
+            whole = self._parts.add(answered.call, answered.part)
+            return None if whole is None else session_pb2.ExchangeResponse.FromString(whole)
+        except SluiceError as error:
+            return session_pb2.ExchangeResponse(call=answered.call, error=error.to_status().SerializeToString())
 
     async def _run(self) -> None:
         """Send calls and take answers until the stream ends; then fail the calls that have none."""
@@ -94,9 +139,11 @@ class Exchange:
         why = SluiceError.unavailable("STREAM_ENDED", "the orchestrator ended the stream of calls; make the call again")
         try:
             while isinstance(answered := await stream.read(), session_pb2.ExchangeResponse):
-                answer = self._answers.get(answered.call)  # its caller may have left
-                if answer is not None and not answer.done():
-                    answer.set_result(answered)
+                answer = self._answers.get(answered.call)
+                if answer is None or answer.done():  # its caller has left
+                    continue
+                if (whole := self._joined(answered)) is not None:
+                    answer.set_result(whole)
         except grpc.aio.AioRpcError as error:
             why = _of_stream(error)
         finally:
@@ -104,29 +151,46 @@ class Exchange:
             stream.cancel()
             await settle(sending)
             self._unsent.clear()
+            self._parts = PartialMessages(MAX_BATCH_BYTES)
             for each in self._answers.values():
                 if not each.done():
                     each.set_exception(why)
 
+    def _is_awaited(self, call: int) -> bool:
+        """Return whether somebody waits for the answer to a call that has none."""
+        answer = self._answers.get(call)
+        return answer is not None and not answer.done()
+
     async def _send(self, stream: Stream) -> None:
-        """Send calls as they come. An error is the stream's, which its reader sees, too."""
+        """Send calls as they come, large ones by turns. An error is the stream's, which its reader sees, too."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 while self._unsent:
-                    request = self._unsent.popleft()
-                    if request.call in self._answers:
-                        await stream.write(request)
+                    call, messages = self._unsent.popleft()
+                    message = next(messages, None) if self._is_awaited(call) else None
+                    if message is not None:
+                        await stream.write(message)
+                        self._unsent.append((call, messages))
                 self._more.clear()
                 await self._more.wait()
+
+
+def _messages(request: session_pb2.ExchangeRequest) -> Iterator[session_pb2.ExchangeRequest]:
+    """Yield what is sent of a call: the call, or its parts."""
+    if request.ByteSize() <= MAX_MESSAGE_BYTES:
+        yield request
+        return
+    for index, part in enumerate(split(request.SerializeToString())):
+        timeout = None if index else request.timeout
+        yield session_pb2.ExchangeRequest(call=request.call, part=part, timeout=timeout)
 
 
 def _of_stream(error: grpc.aio.AioRpcError) -> SluiceError:
     """Return why a stream ended. A connection that breaks may show as any code of gRPC's own: then the calls may be made again."""
     found = SluiceError.from_rpc(error)
     if found.code is grpc.StatusCode.UNIMPLEMENTED:
-        return SluiceError(
-            found.code, "OLD_ORCHESTRATOR", "the orchestrator is older than this gateway: upgrade it first"
-        )
+        message = "the orchestrator is older than this gateway: upgrade it first"
+        return SluiceError(grpc.StatusCode.UNIMPLEMENTED, "OLD_ORCHESTRATOR", message)
     if found.reason == found.code.name:
         return SluiceError.unavailable("STREAM_BROKE", f"the stream of calls broke: {found.message}")
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -57,6 +58,12 @@ TEXT_COALESCE_S = 0.05
 _LEAST_S = 0.1
 """Least seconds for one try."""
 
+_AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+"""Codes of a call that did not reach the orchestrator, or got no answer."""
+
+_TOO_MANY_CALLS = frozenset({"TOO_MANY_RPCS", "QUOTA_RATE", "QUOTA_IN_FLIGHT"})
+"""Reasons of a server that has not looked at a call. Others, such as NOTHING_ON_OFFER, are answers to it, and for the agent."""
+
 MOST_SESSIONS = 65_536
 """Sessions that are remembered; beyond them the least recently used one is looked up again."""
 
@@ -64,6 +71,16 @@ _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
 log = structlog.get_logger(__name__)
+
+
+def _has_too_many_calls(error: SluiceError) -> bool:
+    """Return whether the orchestrator takes no call at the moment."""
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason in _TOO_MANY_CALLS
+
+
+def _has_no_room(error: SluiceError) -> bool:
+    """Return whether the orchestrator has no room at the moment for a request, or for its recording."""
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class RecordedSessions:
@@ -161,7 +178,9 @@ class RecordedSessions:
     async def lease_tasks(self, request: episode_pb2.LeaseTasksRequest) -> episode_pb2.LeaseTasksResponse:
         """Lease episodes for the caller, waiting as long as the request says."""
         wait_s = request.wait.ToNanoseconds() / 1e9
-        return await self._call(self._episodes.LeaseTasks, request, caller().name, answer_s=wait_s + CALL_S)
+        return await self._call(
+            self._episodes.LeaseTasks, request, caller().name, answer_s=wait_s + CALL_S, full_s=wait_s
+        )
 
     async def renew_lease(self, request: episode_pb2.RenewLeaseRequest) -> episode_pb2.RenewLeaseResponse:
         """Prolong a lease of the caller."""
@@ -238,7 +257,10 @@ class RecordedSessions:
     ) -> tokens_pb2.Conversation:
         """Return the messages up to the end of a generation, the sampled one included."""
         request = session_pb2.GetGenerationRequest(episode_id=session.episode_id, generation_id=generation_id)
-        found = await self._call(self._sessions.GetGeneration, request, session.principal)
+        found = await self._patiently(
+            lambda timeout_s: self._exchange.get(request, session.principal, timeout_s),
+            self._config.deadlines.orchestrator_s,
+        )
         conversation = tokens_pb2.Conversation()
         conversation.CopyFrom(found.generation.conversation)
         sample = found.generation.response.samples[int(generation_id.rpartition("/")[2])]
@@ -307,6 +329,7 @@ class RecordedSessions:
             prefix_keys=[each.key for each in keys.prefixes],
             claim=_duration(CLAIM_S),
             samples=request.generate.n,
+            least_bytes=request.generate.conversation.ByteSize() + request.generate.token_ids.ByteSize(),
         )
         if request.generate.WhichOneof("prompt") == "token_ids":
             begin.token_ids.CopyFrom(request.generate.token_ids)
@@ -368,7 +391,9 @@ class RecordedSessions:
         """Claim a request, or get what was recorded for it; wait while it is sampled elsewhere."""
         while True:
             begun = await self._patiently(
-                lambda timeout_s: self._exchange.begin(request, who, timeout_s), until - self._clock()
+                lambda timeout_s: self._exchange.begin(request, who, timeout_s),
+                until - self._clock(),
+                full=_has_no_room,
             )
             if not begun.running:
                 request.ClearField("joins")
@@ -383,12 +408,14 @@ class RecordedSessions:
         *,
         undelivered: bool,
     ) -> str:
-        """Record what was sampled; return what it continues. It is tried again while the orchestrator is away."""
+        """Record what was sampled; return what it continues. It is tried again while the orchestrator is away or full."""
         request = session_pb2.RecordGenerationRequest(
             episode_id=session.episode_id, gateway=self._name, generation=generation, undelivered=undelivered
         )
         answer = await self._patiently(
-            lambda timeout_s: self._exchange.record(request, session.principal, timeout_s), until - self._clock()
+            lambda timeout_s: self._exchange.record(request, session.principal, timeout_s),
+            until - self._clock(),
+            full=_has_no_room,
         )
         return answer.parent
 
@@ -448,14 +475,16 @@ class RecordedSessions:
         principal: str,
         *,
         answer_s: float = CALL_S,
+        full_s: float | None = None,
     ) -> _Answer:
-        """Call the orchestrator for a principal, again and again while it is away, for `capture.deadlines.orchestrator_s`.
+        """Call the orchestrator for a principal, again and again while it is away or full, for `capture.deadlines.orchestrator_s`.
 
         Args:
             method: What to call; it is idempotent.
             request: With what.
             principal: Whose call it is.
             answer_s: Seconds for one answer.
+            full_s: Seconds to repeat it for while the orchestrator is full, where these are fewer.
 
         Raises:
             SluiceError: what the orchestrator raised, or the last failure to reach it.
@@ -467,30 +496,39 @@ class RecordedSessions:
             except grpc.aio.AioRpcError as error:
                 raise SluiceError.from_rpc(error) from error
 
-        return await self._patiently(attempt, self._config.deadlines.orchestrator_s, answer_s)
+        return await self._patiently(attempt, self._config.deadlines.orchestrator_s, answer_s, full_s)
 
     async def _patiently(
-        self, attempt: Callable[[float], Awaitable[_Answer]], patience_s: float, answer_s: float = CALL_S
+        self,
+        attempt: Callable[[float], Awaitable[_Answer]],
+        patience_s: float,
+        answer_s: float = CALL_S,
+        full_s: float | None = None,
+        *,
+        full: Callable[[SluiceError], bool] = _has_too_many_calls,
     ) -> _Answer:
-        """Make a call again and again for so many seconds while the orchestrator is away.
+        """Make a call again and again for so many seconds while the orchestrator is away, or full.
 
         Args:
             attempt: Makes it once, with its deadline in seconds.
             patience_s: Seconds to try for.
             answer_s: Seconds for one answer.
+            full_s: Seconds to try for while the orchestrator is full, where these are fewer.
+            full: Says whether an error means that it is full, and that the call may wait for it.
 
         Raises:
             SluiceError: of the last attempt.
         """
         until, backoff = self._clock() + patience_s, Backoff(first_s=0.1, longest_s=2.0)
+        until_full = until if full_s is None else min(until, self._clock() + full_s)
         while True:
             left = until - self._clock()
             try:
                 return await attempt(max(_LEAST_S, min(answer_s, left)))
             except SluiceError as error:
-                again = error.code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-                pause_s = backoff.fail()
-                if not again or left <= pause_s:
+                pause_s = max(backoff.fail(), error.retry_after_s or 0.0)
+                ends = until if error.code in _AWAY else until_full if full(error) else -math.inf
+                if ends - self._clock() <= pause_s:
                     raise
                 await self._clock.sleep(pause_s)
 

@@ -314,7 +314,12 @@ class ExternalConfig(Section):
         description="Most samples of one session: each may end a branch, and each branch is a trajectory.",
     )
     most_requests: int = Field(64, ge=1, description="Most requests of one session that are under way at a time.")
-    session_mb: int = Field(64, ge=1, description="Most MiB that are recorded in one session; then it samples no more.")
+    session_mb: int = Field(
+        64,
+        ge=1,
+        le=1024,
+        description="Most MiB that are recorded in one session, and most of one request; then it samples no more. Requests that are under way by then may add as much again.",
+    )
     cache_mb: int = Field(
         256,
         ge=0,
@@ -572,6 +577,12 @@ class OrchestratorConfig(EpisodeConfig):
             raise ValueError(
                 f"{foreign} holds for all environments of a run or for none, because the trainer is told once: give each"
                 f" environment the same advantage, or one of {', '.join(ESTIMATORS)}"
+            )
+        is_external = any(each.workflow == "external" for each in self._mix)
+        if is_external and 2 * self.external.session_mb > self.journal.queue_mb:
+            raise ValueError(
+                f"external.session_mb ({self.external.session_mb}) is more than half of journal.queue_mb ({self.journal.queue_mb}):"
+                " a recording of that size would not fit the journal's queue beside what the run itself writes"
             )
         if self.max_concurrent < self.batch_size:
             raise ValueError(

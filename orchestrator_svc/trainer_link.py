@@ -238,6 +238,9 @@ class TrainerLink:
                     raise
                 if self._clock() >= give_up:
                     raise SluiceError(
-                        error.code, error.reason, f"{what} within {deadline_s:g} s: {error.message}"
+                        error.code,
+                        error.reason,
+                        f"{what} within {deadline_s:g} s: {error.message}",
+                        retry_after_s=error.retry_after_s,
                     ) from error
                 await self._clock.sleep(error.retry_after_s or RETRY_S)

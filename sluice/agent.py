@@ -369,4 +369,5 @@ def _with_remedy(error: SluiceError, timeout_s: float) -> SluiceError:
         error.reason,
         f"no gateway answered for {timeout_s:g} s ({error.message}): check that the run is alive, and that the address is the gRPC"
         " one of its gateway (gateway.server.port, not http_port)",
+        retry_after_s=error.retry_after_s,
     )

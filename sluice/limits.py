@@ -64,7 +64,7 @@ LIMITS = (
         "message_bytes",
         MAX_MESSAGE_BYTES,
         "bytes",
-        "One message of any RPC, and one body over HTTP. Trajectories that are larger travel in parts; anything else is refused: MESSAGE_TOO_LARGE.",
+        "One message of any RPC, and one body over HTTP. Trajectories and recordings that are larger travel in parts; anything else is refused: MESSAGE_TOO_LARGE.",
     ),
     Limit("request_samples", MAX_SAMPLES, "samples", "`n` of one request. A larger one is refused."),
     Limit(

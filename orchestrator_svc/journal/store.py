@@ -277,6 +277,15 @@ class Journal:
         if group is not None and records is not None:
             self._in_memory[fact.group] = [each for each in records if each.trajectory.trajectory_id not in gone]
 
+    async def room_for(self, size: int) -> None:
+        """Return when a payload of so many bytes from outside may be kept: half of the queue is left to the run itself.
+
+        Raises:
+            JournalError: if what waits cannot be written.
+        """
+        while self._waiting.payload_bytes and self._waiting.payload_bytes + size > self._limits.queue_bytes // 2:
+            await self.durable()
+
     def keep(self, payload: Message) -> journal_pb2.PayloadPlace:
         """Write a payload, and return its place for the fact that names it, which has to be recorded before any waiting.
 

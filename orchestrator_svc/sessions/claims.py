@@ -68,6 +68,7 @@ class _Claim:
     body_digest: bytes
     until: float
     samples: int
+    least_bytes: int
 
 
 class Claims:
@@ -121,9 +122,9 @@ class Claims:
             found = next(same, None)
             if found is not None and (request.is_retry or found.request_id in session.undelivered):
                 return self._given(session, found)
-            self._check_room(session, list(claims.values()), max(1, request.samples))
+            self._check_room(session, list(claims.values()), max(1, request.samples), request.least_bytes)
         claims[request.request_id] = _Claim(
-            request.gateway, request.body_digest, now + seconds, max(1, request.samples)
+            request.gateway, request.body_digest, now + seconds, max(1, request.samples), request.least_bytes
         )
         self._claims[session.name] = claims
         self._lending.touch(session, now, max(each.until for each in claims.values()))
@@ -143,7 +144,7 @@ class Claims:
 
         Raises:
             SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the session ended), ALREADY_EXISTS (other tokens were
-                recorded under this name), RESOURCE_EXHAUSTED (more was recorded than any claim allowed).
+                recorded under this name); FAILED_PRECONDITION (SESSION_FULL) if more was recorded than any claim allowed.
         """
         made = request.generation
         _check_generation(made)
@@ -155,6 +156,7 @@ class Claims:
         if known is None:
             if len(session.requests) >= self._limits.most_generations + self._limits.most_requests:
                 raise _full(f"{len(session.requests)} requests are recorded in session {session.name}")
+            self._check_size(session, made)
             made.parent = _parent(session, prompt, made.parent)
             fact = pb.SessionGenerationRecorded(
                 group=session.group,
@@ -229,8 +231,27 @@ class Claims:
             self._claims.pop(session.name, None)
         self._lending.touch(session, now, max((each.until for each in claims.values()), default=0.0))
 
-    def _check_room(self, session: Session, claims: Sequence[_Claim], samples: int) -> None:
-        """Refuse one more request, of so many samples, of a session that has as many as it may have.
+    def _check_size(self, session: Session, made: session_pb2.RecordedGeneration) -> None:
+        """Refuse a recording that is larger than a session, or than what requests under way may add to a full one.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION (SESSION_FULL).
+        """
+        size, most = made.ByteSize(), self._limits.session_mb << 20
+        if size > most:
+            raise SluiceError.failed_precondition(
+                "SESSION_FULL",
+                f"the recording of request {made.request_id!r} has {size} bytes, more than the {most} that"
+                " orchestrator.external.session_mb allows a session: raise it, or sample fewer or shorter replies at a time",
+            )
+        if session.payload_bytes + size > 2 * most:
+            raise _full(
+                f"session {session.name} has {session.payload_bytes} bytes, and {size} more are beyond what requests under way may add"
+                f" to the {most} of orchestrator.external.session_mb"
+            )
+
+    def _check_room(self, session: Session, claims: Sequence[_Claim], samples: int, least_bytes: int) -> None:
+        """Refuse one more request, of so many samples and bytes, of a session that has as many as it may have.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED if waiting helps, FAILED_PRECONDITION (SESSION_FULL) if not.
@@ -254,10 +275,11 @@ class Claims:
                 f"session {session.name} has {had} samples, and {samples} more are beyond the {limits.most_branches} that"
                 " orchestrator.external.most_branches allows"
             )
-        if session.payload_bytes >= limits.session_mb << 20:
+        most, size = limits.session_mb << 20, session.payload_bytes + sum(each.least_bytes for each in claims)
+        if size >= most or size + least_bytes > most:
             raise _full(
-                f"{session.payload_bytes >> 20} MiB are recorded in session {session.name}, the most that"
-                " orchestrator.external.session_mb allows"
+                f"session {session.name} has {size} bytes recorded or under way, and {least_bytes} more or further ones are beyond"
+                f" the {most} that orchestrator.external.session_mb allows"
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -18,7 +18,8 @@ from orchestrator_svc.announcements import watch_replicas
 from orchestrator_svc.journal.external import EndedSession, Lease, Session, parse_session_name
 from orchestrator_svc.sessions.claims import Claimed, Recorded, Running
 from orchestrator_svc.sessions.desk import OFFERS, Desk
-from orchestrator_svc.sessions.exchange import answer_exchange
+from orchestrator_svc.sessions.exchange import answer_exchange, too_large
+from sluice.limits import MAX_MESSAGE_BYTES
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller, is_local_peer, require_role
 from sluice.sampling.pool import ReplicaPool
@@ -34,6 +35,8 @@ _LONGEST_JOIN_S = 30.0
 """Seconds that BeginGeneration waits for the same request elsewhere, if its caller has no deadline."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+_Answer = TypeVar("_Answer", session_pb2.BeginGenerationResponse, session_pb2.GetGenerationResponse)
 
 
 def principal_of(context: Context) -> str:
@@ -98,7 +101,8 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     ) -> session_pb2.BeginGenerationResponse:
         """Say what a request continues, and claim it, or return what was recorded for it."""
         left = context.time_remaining()
-        return await self._begin(principal_of(context), request, _LONGEST_JOIN_S if left is None else left / 2)
+        response = await self._begin(principal_of(context), request, _LONGEST_JOIN_S if left is None else left / 2)
+        return _one_message(response)
 
     async def _begin(
         self, principal: str, request: session_pb2.BeginGenerationRequest, most_s: float
@@ -148,6 +152,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         self, principal: str, request: session_pb2.RecordGenerationRequest
     ) -> session_pb2.RecordGenerationResponse:
         desk = self._desk
+        await desk.journal.room_for(request.generation.ByteSize())
         generation_ids, parent = desk.claims.record(principal, request, desk.clock())
         session = desk.lending.find(request.episode_id)
         await desk.journal.durable()
@@ -156,15 +161,21 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         return session_pb2.RecordGenerationResponse(generation_ids=generation_ids, parent=parent)
 
     async def Exchange(self, requests: AsyncIterator[session_pb2.ExchangeRequest], context: Context) -> None:  # type: ignore[override]  # writes to the context itself
-        """Answer calls of `BeginGeneration` and `RecordGeneration` that come on one stream."""
+        """Answer calls of `BeginGeneration`, `RecordGeneration` and `GetGeneration` that come on one stream."""
         require_role("gateway")
-        await answer_exchange(requests, context.write, self._begin, self._record)
+        most_bytes = self._desk.limits.session_mb << 20
+        await answer_exchange(requests, context.write, self._begin, self._record, self._get, most_bytes=most_bytes)
 
     async def GetGeneration(
         self, request: session_pb2.GetGenerationRequest, context: Context
     ) -> session_pb2.GetGenerationResponse:
         """Return one generation of a session."""
-        session = self._desk.lending.known(principal_of(context), request.episode_id)
+        return _one_message(await self._get(principal_of(context), request))
+
+    async def _get(
+        self, principal: str, request: session_pb2.GetGenerationRequest
+    ) -> session_pb2.GetGenerationResponse:
+        session = self._desk.lending.known(principal, request.episode_id)
         request_id = request.generation_id.rpartition("/")[0]
         if isinstance(session, EndedSession) or request.generation_id not in session.samples:
             raise SluiceError.not_found(
@@ -300,6 +311,17 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self._desk.lending.abandon(principal_of(context), request)
         await self._desk.journal.durable()
         return episode_pb2.AbandonEpisodeResponse()
+
+
+def _one_message(answer: _Answer) -> _Answer:
+    """Return an answer that fits a message.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION.
+    """
+    if (size := answer.ByteSize()) > MAX_MESSAGE_BYTES:
+        raise too_large(size, "call Exchange, which sends it in parts")
+    return answer
 
 
 def _duration(seconds: float) -> Duration:

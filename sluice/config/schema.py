@@ -400,7 +400,12 @@ class ServerConfig(Section):
     max_concurrent_rpcs: int = Field(
         1024,
         ge=1,
-        description="Calls in progress at once; more are answered RESOURCE_EXHAUSTED with a delay to retry after.",
+        description="Calls in progress at once; more are answered RESOURCE_EXHAUSTED with a delay to retry after. Calls that wait for others do not count.",
+    )
+    max_waiting_rpcs: int = Field(
+        8192,
+        ge=1,
+        description="Calls of one method in progress at once that wait for others: of each kind of watch, of LeaseTasks, with which agents wait for a task, of the streams of gateways. More are answered RESOURCE_EXHAUSTED with a delay to retry after.",
     )
     drain_s: float = Field(
         5.0,

@@ -85,6 +85,9 @@ WAITING_CALLS = frozenset(
 """Calls, idempotent ones, that wait for somebody else most of the time. A server ends them where it ends watches: when it drains, and
 when they are as old as a connection may become."""
 
+_WAITS_TO_THE_END = "sluice.v1.TrainingService/WaitOperation"
+"""A call that waits, too, but for work of this server, which a drain lets end."""
+
 _MOST_PROBES = 64
 """Health checks in progress at the port of probes, watches included: everybody may call it."""
 
@@ -270,7 +273,12 @@ class RpcServer:
         oldest_s = self._oldest_s()
         unimplemented = {*self._unimplemented, *_missing_methods(health.SERVICE_NAME, self._health)}
         self._calls = CallInterceptor(
-            self.access, self._config.max_concurrent_rpcs, frozenset(unimplemented), self.call_log, watch_s=oldest_s
+            self.access,
+            self._config.max_concurrent_rpcs,
+            self._config.max_waiting_rpcs,
+            frozenset(unimplemented),
+            self.call_log,
+            watch_s=oldest_s,
         )
         options = [*SERVER_OPTIONS, *(() if oldest_s is None else _age_options(oldest_s))]
         self._server = grpc.aio.server(interceptors=[self._calls], options=options)
@@ -287,6 +295,7 @@ class RpcServer:
                 unimplemented_rpcs=sorted(self._unimplemented),
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 max_concurrent_rpcs=self._config.max_concurrent_rpcs,
+                max_waiting_rpcs=self._config.max_waiting_rpcs,
                 run=f"runs/{self._run}" if self._run else "",
                 limits=[common_pb2.Limit(name=each.name, value=each.value, unit=each.unit) for each in LIMITS],
             )
@@ -525,12 +534,46 @@ def _missing_methods(service_name: str, servicer: object) -> Iterator[str]:
             yield f"{service_name}/{method.name}"
 
 
+class _Places:
+    """The calls of one kind that are in progress, and how many may be.
+
+    Args:
+        most: How many may be in progress.
+        what: The calls, for people.
+        setting: The setting that says how many.
+
+    Attributes:
+        taken: Calls in progress, those that are about to be refused included.
+    """
+
+    def __init__(self, most: int, what: str, setting: str) -> None:
+        self._most, self._what, self._setting = most, what, setting
+        self.taken = 0
+
+    def check(self) -> None:
+        """Refuse the call that took its place last if it is one too many.
+
+        Raises:
+            SluiceError: RESOURCE_EXHAUSTED with the time after which a repeat may succeed.
+        """
+        if self.taken > self._most:
+            raise SluiceError.resource_exhausted(
+                "TOO_MANY_RPCS",
+                f"{self._most} {self._what} are in progress, the most that this server takes ({self._setting}); retry after the"
+                " delay",
+                _RETRY_AFTER_S,
+            )
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of one server.
 
+    Calls that wait for others have places of their own, method by method: however many clients wait, those that work get through.
+
     Args:
         access: Who may call.
-        max_concurrent_rpcs: Calls in progress at once; as many again of those that need no principal, such as health checks.
+        max_concurrent_rpcs: Working calls in progress at once; as many again of those that need no principal, such as health checks.
+        max_waiting_rpcs: Calls of one method that wait for others, such as a watch, in progress at once.
         unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
         call_log: Takes the calls that change something.
         watch_s: Seconds after which a watch is ended, so that its client is looked at again; None for never.
@@ -540,6 +583,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self,
         access: Access,
         max_concurrent_rpcs: int,
+        max_waiting_rpcs: int,
         unimplemented: frozenset[str],
         call_log: CallLog | None,
         *,
@@ -547,12 +591,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self.access, self.call_log = access, call_log
         self._watch_s = watch_s
-        self.max_concurrent_rpcs = max_concurrent_rpcs
-        self.in_flight = self.open_in_flight = self.drains = 0
+        self.working = _Places(max_concurrent_rpcs, "calls", "server.max_concurrent_rpcs")
+        self._max_waiting_rpcs = max_waiting_rpcs
+        self._waiting: dict[str, _Places] = {}
+        self.open = _Places(max_concurrent_rpcs, "calls without a principal", "server.max_concurrent_rpcs")
+        self.drains = 0
         self._unimplemented = unimplemented
         self._watches: set[asyncio.Task[Any]] = set()
         self._ended: dict[asyncio.Task[Any], SluiceError] = {}
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Return the calls of principals in progress."""
+        return self.working.taken + sum(each.taken for each in self._waiting.values())
+
+    def waiting(self, rpc: str) -> _Places:
+        """Return the places of a method whose calls wait for others."""
+        if rpc not in self._waiting:
+            self._waiting[rpc] = _Places(self._max_waiting_rpcs, f"calls of {rpc}", "server.max_waiting_rpcs")
+        return self._waiting[rpc]
 
     async def intercept_service(
         self,
@@ -604,8 +662,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         body = _streaming(inner) if handler.response_streaming else _unary(inner)
         if method in self._unimplemented:
             body = _unimplemented(method)
-        observed = _ObservedMethod(self, service, name, body, takes_one=not handler.request_streaming)
-        observed.is_watch = method in WAITING_CALLS or (handler.response_streaming and name.startswith("Watch"))
+        is_watch = method in WAITING_CALLS or (handler.response_streaming and name.startswith("Watch"))
+        observed = _ObservedMethod(
+            self, service, name, body, takes_one=not handler.request_streaming, is_watch=is_watch
+        )
         # gRPC reads the one message of a method without a stream before it calls the handler: an unknown caller could make it wait,
         # and parse. So the server has streams only, and reads that message itself, once the caller is known.
         make: Any = (
@@ -660,16 +720,23 @@ def unexpected_failure(error: Exception, request_id: str) -> SluiceError:
 class _ObservedMethod:
     """One method of one server, with its metrics at hand.
 
-    Attributes:
+    Args:
+        calls: Those of the server.
+        service: Its service.
+        name: Its name.
+        body: Serves one call.
+        takes_one: Whether the client sends one message.
         is_watch: Whether it is a stream that lasts until the client or the server leaves, or one of `WAITING_CALLS`.
     """
 
-    is_watch = False
-
-    def __init__(self, calls: CallInterceptor, service: str, name: str, body: Body, *, takes_one: bool) -> None:
+    def __init__(
+        self, calls: CallInterceptor, service: str, name: str, body: Body, *, takes_one: bool, is_watch: bool
+    ) -> None:
         self._calls = calls
         self._rpc, self._body, self._takes_one = f"{service}/{name}", body, takes_one
-        self._roles = roles_for(service, name)
+        self._roles, self._is_watch = roles_for(service, name), is_watch
+        waits = is_watch or self._rpc == _WAITS_TO_THE_END
+        self._places = calls.open if self._roles is None else calls.waiting(self._rpc) if waits else calls.working
         self._call_log = calls.call_log if self._rpc in LOGGED else None
         self._metrics = MethodMetrics(service, name)
 
@@ -682,15 +749,14 @@ class _ObservedMethod:
         """
         started = time.perf_counter()
         task = asyncio.current_task()
-        if self.is_watch and task is not None:
+        if self._is_watch and task is not None:
             self._calls.begin_watch(task)
         request_id, authorization = _identify(context)
         name_request(request_id)
         code = grpc.StatusCode.OK
         usage, known = None, self._roles is None
         message: Message = None if self._takes_one else requests
-        self._calls.in_flight += self._roles is not None
-        self._calls.open_in_flight += self._roles is None
+        self._places.taken += 1
         self._metrics.begin()
         try:
             usage, known = self._admit(authorization, context), True
@@ -721,8 +787,7 @@ class _ObservedMethod:
         finally:
             if usage is not None:
                 usage.end()
-            self._calls.in_flight -= self._roles is not None
-            self._calls.open_in_flight -= self._roles is None
+            self._places.taken -= 1
             # A call that was refused before anyone knew whose it was must not push others out of the log.
             if self._call_log is not None and (known or code is grpc.StatusCode.PERMISSION_DENIED):
                 self._call_log.record(self._rpc, message, context.peer(), code.name)
@@ -730,16 +795,7 @@ class _ObservedMethod:
         return response
 
     def _admit(self, authorization: str | bytes | None, context: Context) -> Usage | None:
-        # Calls that need no principal have a limit of their own, so that they push out no others.
-        in_flight = self._calls.open_in_flight if self._roles is None else self._calls.in_flight
-        if in_flight > self._calls.max_concurrent_rpcs:
-            raise SluiceError.resource_exhausted(
-                "TOO_MANY_RPCS",
-                f"{self._calls.max_concurrent_rpcs} calls are in progress, the most that this server takes"
-                " (server.max_concurrent_rpcs); retry after the delay",
-                _RETRY_AFTER_S,
-            )
-
+        self._places.check()
         if self._roles is None:
             return None
         access = self._calls.access

@@ -417,6 +417,7 @@ class PolicyEngine:
                 problem.reason,
                 f"the request failed {len(failures)} times in a row: {said}. The request is the likely cause: look for it in the"
                 " logs of these replicas, and change it or leave it out",
+                retry_after_s=problem.retry_after_s,
                 metadata=problem.metadata,
             )
         if tries >= _FRUITLESS:

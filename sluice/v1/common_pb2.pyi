@@ -121,6 +121,7 @@ class GetServerInfoResponse(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_RPCS_FIELD_NUMBER: _builtins.int
     service: _builtins.str
     """Program that answers: "rollout", "trainer", "orchestrator" or "weightsync"."""
     software_version: _builtins.str
@@ -130,9 +131,11 @@ class GetServerInfoResponse(_message.Message):
     max_message_bytes: _builtins.int
     """Largest message that the server accepts or sends, in bytes."""
     max_concurrent_rpcs: _builtins.int
-    """Most RPCs served at a time; further ones answer RESOURCE_EXHAUSTED."""
+    """Most RPCs served at a time, those that wait for others left out; further ones answer RESOURCE_EXHAUSTED."""
     run: _builtins.str
     """Run that the server belongs to, as `runs/{run}`; empty where it serves several."""
+    max_waiting_rpcs: _builtins.int
+    """Most RPCs at a time of one method that waits for others, such as LeaseTasks or a watch; further ones answer RESOURCE_EXHAUSTED."""
     @_builtins.property
     def services(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fully qualified names of the served services, such as "sluice.v1.RolloutService"."""
@@ -167,10 +170,11 @@ class GetServerInfoResponse(_message.Message):
         run: _builtins.str = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
         limits: _abc.Iterable[Global___Limit] | None = ...,
+        max_waiting_rpcs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "features", b"features", "limits", b"limits", "max_concurrent_rpcs", b"max_concurrent_rpcs", "max_message_bytes", b"max_message_bytes", "run", b"run", "service", b"service", "services", b"services", "software_version", b"software_version", "time", b"time", "unimplemented_rpcs", b"unimplemented_rpcs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "features", b"features", "limits", b"limits", "max_concurrent_rpcs", b"max_concurrent_rpcs", "max_message_bytes", b"max_message_bytes", "max_waiting_rpcs", b"max_waiting_rpcs", "run", b"run", "service", b"service", "services", b"services", "software_version", b"software_version", "time", b"time", "unimplemented_rpcs", b"unimplemented_rpcs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

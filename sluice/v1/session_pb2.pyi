@@ -127,6 +127,7 @@ class BeginGenerationRequest(_message.Message):
     CLAIM_FIELD_NUMBER: _builtins.int
     JOINS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    LEAST_BYTES_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     request_id: _builtins.str
@@ -143,6 +144,8 @@ class BeginGenerationRequest(_message.Message):
     """Request that an earlier answer named as running: if it is recorded by now, that is returned."""
     samples: _builtins.int
     """Samples that it will ask for, so that a session that has no room for them is refused before they are sampled. 0: one."""
+    least_bytes: _builtins.int
+    """Bytes that its recording will have at least, so that a session that has no room for them is refused before they are sampled."""
     @_builtins.property
     def prefix_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of the prefixes of the conversation that end with a message of the assistant, longest first; 16 bytes each."""
@@ -168,10 +171,11 @@ class BeginGenerationRequest(_message.Message):
         claim: _duration_pb2.Duration | None = ...,
         joins: _builtins.str = ...,
         samples: _builtins.int = ...,
+        least_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "claim", b"claim", "episode_id", b"episode_id", "gateway", b"gateway", "is_retry", b"is_retry", "joins", b"joins", "prefix_keys", b"prefix_keys", "request_id", b"request_id", "samples", b"samples", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "claim", b"claim", "episode_id", b"episode_id", "gateway", b"gateway", "is_retry", b"is_retry", "joins", b"joins", "least_bytes", b"least_bytes", "prefix_keys", b"prefix_keys", "request_id", b"request_id", "samples", b"samples", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,12 +377,17 @@ class ExchangeRequest(_message.Message):
     LOG_ID_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    GET_FIELD_NUMBER: _builtins.int
+    TAKES_PARTS_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     """Number of the call, chosen by the gateway; unique on its stream."""
     on_behalf_of: _builtins.str
     """Principal whose call it is."""
     log_id: _builtins.str
     """Id of the request that it belongs to, for the log; 128 characters of it count."""
+    takes_parts: _builtins.bool
+    """The answer may come in parts. Without this, one that is larger than a message fails (reason MESSAGE_TOO_LARGE)."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """The gateway waits no longer for the answer. Required."""
@@ -391,6 +400,16 @@ class ExchangeRequest(_message.Message):
     def record(self) -> Global___RecordGenerationRequest:
         """As a call of RecordGeneration."""
 
+    @_builtins.property
+    def part(self) -> Global___MessagePart:
+        """The next part of a call that is larger than a message: the whole is a serialised ExchangeRequest. Beside its first part only `call`
+        and `timeout` are set, beside further ones only `call`.
+        """
+
+    @_builtins.property
+    def get(self) -> Global___GetGenerationRequest:
+        """As a call of GetGeneration."""
+
     def __init__(
         self,
         *,
@@ -400,16 +419,52 @@ class ExchangeRequest(_message.Message):
         log_id: _builtins.str = ...,
         begin: Global___BeginGenerationRequest | None = ...,
         record: Global___RecordGenerationRequest | None = ...,
+        part: Global___MessagePart | None = ...,
+        get: Global___GetGenerationRequest | None = ...,
+        takes_parts: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "record", b"record", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "get", b"get", "part", b"part", "record", b"record", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "call", b"call", "log_id", b"log_id", "on_behalf_of", b"on_behalf_of", "record", b"record", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "call", b"call", "get", b"get", "log_id", b"log_id", "on_behalf_of", b"on_behalf_of", "part", b"part", "record", b"record", "request", b"request", "takes_parts", b"takes_parts", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["begin", "record"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["begin", "record", "part", "get"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
 Global___ExchangeRequest: _TypeAlias = ExchangeRequest  # noqa: Y015
+
+@_typing.final
+class MessagePart(_message.Message):
+    """A part of a message that is larger than one may be. The parts of a call come in order; those of several calls may alternate. Errors, as
+    the answer to the call: INVALID_ARGUMENT (malformed), DATA_LOSS (the digest differs), FAILED_PRECONDITION (the whole is larger than a
+    session may be; reason SESSION_FULL), RESOURCE_EXHAUSTED (too many bytes of other calls are arriving; RetryInfo).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    content: _builtins.bytes
+    """The next bytes of the whole; at most 1 MiB."""
+    total_bytes: _builtins.int
+    """Bytes of the whole: more than 1 MiB. In the first part only."""
+    digest: _builtins.bytes
+    """Digest of the whole; xxh3-128, 16 bytes. In the first part only."""
+    def __init__(
+        self,
+        *,
+        content: _builtins.bytes = ...,
+        total_bytes: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "digest", b"digest", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MessagePart: _TypeAlias = MessagePart  # noqa: Y015
 
 @_typing.final
 class ExchangeResponse(_message.Message):
@@ -421,6 +476,8 @@ class ExchangeResponse(_message.Message):
     BEGUN_FIELD_NUMBER: _builtins.int
     RECORDED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    GOT_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     """Number of the call."""
     error: _builtins.bytes
@@ -433,6 +490,14 @@ class ExchangeResponse(_message.Message):
     def recorded(self) -> Global___RecordGenerationResponse:
         """As RecordGeneration answers."""
 
+    @_builtins.property
+    def part(self) -> Global___MessagePart:
+        """The next part of an answer that is larger than a message: the whole is a serialised ExchangeResponse."""
+
+    @_builtins.property
+    def got(self) -> Global___GetGenerationResponse:
+        """As GetGeneration answers."""
+
     def __init__(
         self,
         *,
@@ -440,12 +505,14 @@ class ExchangeResponse(_message.Message):
         begun: Global___BeginGenerationResponse | None = ...,
         recorded: Global___RecordGenerationResponse | None = ...,
         error: _builtins.bytes = ...,
+        part: Global___MessagePart | None = ...,
+        got: Global___GetGenerationResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "begun", b"begun", "error", b"error", "recorded", b"recorded"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "begun", b"begun", "error", b"error", "got", b"got", "part", b"part", "recorded", b"recorded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "begun", b"begun", "call", b"call", "error", b"error", "recorded", b"recorded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "begun", b"begun", "call", b"call", "error", b"error", "got", b"got", "part", b"part", "recorded", b"recorded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["begun", "recorded", "error"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["begun", "recorded", "error", "part", "got"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 

@@ -95,7 +95,8 @@ class SessionServiceServicer:
     def BeginGeneration(self, request, context):
         """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
         elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
-        Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way or generations).
+        Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way; RetryInfo), FAILED_PRECONDITION (it has
+        no room for the request; reason SESSION_FULL).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,15 +105,17 @@ class SessionServiceServicer:
     def RecordGeneration(self, request, context):
         """Records what was sampled for a claimed request, and ends the claim. Idempotent by request_id.
         Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
-        log-probabilities or versions).
+        log-probabilities or versions); FAILED_PRECONDITION (the generation is larger than a session may be; reason SESSION_FULL). One that is
+        larger than a message goes through Exchange.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Exchange(self, request_iterator, context):
-        """Takes calls of BeginGeneration and RecordGeneration, many at a time, and answers each when it is done, in any order: a call
-        costs less CPU time so. The metadata names no principal: each call does. The server ends the stream within ten
+        """Takes calls of BeginGeneration, RecordGeneration and GetGeneration, many at a time, and answers each when it is done, in any order: a
+        call costs less CPU time so, and calls and answers that are larger than a message travel in parts. The parts that have come of calls
+        without an end are forgotten when their time is over, and when the stream ends. The metadata names no principal: each call does. The server ends the stream within ten
         minutes, so that who may call is looked at again; calls without an answer are made again on the next stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -120,7 +123,8 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetGeneration(self, request, context):
-        """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND.
+        """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND; FAILED_PRECONDITION (it is larger than
+        a message: use Exchange; reason MESSAGE_TOO_LARGE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,20 +45,25 @@ class SessionServiceStub:
     BeginGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.BeginGenerationRequest, _session_pb2.BeginGenerationResponse]
     """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
     elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
-    Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way or generations).
+    Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way; RetryInfo), FAILED_PRECONDITION (it has
+    no room for the request; reason SESSION_FULL).
     """
     RecordGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.RecordGenerationRequest, _session_pb2.RecordGenerationResponse]
     """Records what was sampled for a claimed request, and ends the claim. Idempotent by request_id.
     Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
-    log-probabilities or versions).
+    log-probabilities or versions); FAILED_PRECONDITION (the generation is larger than a session may be; reason SESSION_FULL). One that is
+    larger than a message goes through Exchange.
     """
     Exchange: _grpc.StreamStreamMultiCallable[_session_pb2.ExchangeRequest, _session_pb2.ExchangeResponse]
-    """Takes calls of BeginGeneration and RecordGeneration, many at a time, and answers each when it is done, in any order: a call
-    costs less CPU time so. The metadata names no principal: each call does. The server ends the stream within ten
+    """Takes calls of BeginGeneration, RecordGeneration and GetGeneration, many at a time, and answers each when it is done, in any order: a
+    call costs less CPU time so, and calls and answers that are larger than a message travel in parts. The parts that have come of calls
+    without an end are forgotten when their time is over, and when the stream ends. The metadata names no principal: each call does. The server ends the stream within ten
     minutes, so that who may call is looked at again; calls without an answer are made again on the next stream.
     """
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.GetGenerationRequest, _session_pb2.GetGenerationResponse]
-    """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
+    """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND; FAILED_PRECONDITION (it is larger than
+    a message: use Exchange; reason MESSAGE_TOO_LARGE).
+    """
     ReleaseGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]
     """Ends a claim without a recording, since the request failed. Idempotent."""
     WatchReplicas: _grpc.UnaryStreamMultiCallable[_session_pb2.WatchReplicasRequest, _session_pb2.WatchReplicasResponse]
@@ -83,20 +88,25 @@ class SessionServiceAsyncStub(SessionServiceStub):
     BeginGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.BeginGenerationRequest, _session_pb2.BeginGenerationResponse]  # type: ignore[assignment]
     """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
     elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
-    Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way or generations).
+    Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way; RetryInfo), FAILED_PRECONDITION (it has
+    no room for the request; reason SESSION_FULL).
     """
     RecordGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.RecordGenerationRequest, _session_pb2.RecordGenerationResponse]  # type: ignore[assignment]
     """Records what was sampled for a claimed request, and ends the claim. Idempotent by request_id.
     Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
-    log-probabilities or versions).
+    log-probabilities or versions); FAILED_PRECONDITION (the generation is larger than a session may be; reason SESSION_FULL). One that is
+    larger than a message goes through Exchange.
     """
     Exchange: _aio.StreamStreamMultiCallable[_session_pb2.ExchangeRequest, _session_pb2.ExchangeResponse]  # type: ignore[assignment]
-    """Takes calls of BeginGeneration and RecordGeneration, many at a time, and answers each when it is done, in any order: a call
-    costs less CPU time so. The metadata names no principal: each call does. The server ends the stream within ten
+    """Takes calls of BeginGeneration, RecordGeneration and GetGeneration, many at a time, and answers each when it is done, in any order: a
+    call costs less CPU time so, and calls and answers that are larger than a message travel in parts. The parts that have come of calls
+    without an end are forgotten when their time is over, and when the stream ends. The metadata names no principal: each call does. The server ends the stream within ten
     minutes, so that who may call is looked at again; calls without an answer are made again on the next stream.
     """
     GetGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.GetGenerationRequest, _session_pb2.GetGenerationResponse]  # type: ignore[assignment]
-    """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
+    """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND; FAILED_PRECONDITION (it is larger than
+    a message: use Exchange; reason MESSAGE_TOO_LARGE).
+    """
     ReleaseGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.ReleaseGenerationRequest, _session_pb2.ReleaseGenerationResponse]  # type: ignore[assignment]
     """Ends a claim without a recording, since the request failed. Idempotent."""
     WatchReplicas: _aio.UnaryStreamMultiCallable[_session_pb2.WatchReplicasRequest, _session_pb2.WatchReplicasResponse]  # type: ignore[assignment]
@@ -130,7 +140,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_session_pb2.BeginGenerationResponse, _abc.Awaitable[_session_pb2.BeginGenerationResponse]]:
         """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
         elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
-        Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way or generations).
+        Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way; RetryInfo), FAILED_PRECONDITION (it has
+        no room for the request; reason SESSION_FULL).
         """
 
     @_abc_1.abstractmethod
@@ -141,7 +152,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_session_pb2.RecordGenerationResponse, _abc.Awaitable[_session_pb2.RecordGenerationResponse]]:
         """Records what was sampled for a claimed request, and ends the claim. Idempotent by request_id.
         Errors: as FindSession; ALREADY_EXISTS (other tokens were recorded under this request_id); INVALID_ARGUMENT (tokens without
-        log-probabilities or versions).
+        log-probabilities or versions); FAILED_PRECONDITION (the generation is larger than a session may be; reason SESSION_FULL). One that is
+        larger than a message goes through Exchange.
         """
 
     @_abc_1.abstractmethod
@@ -150,8 +162,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_session_pb2.ExchangeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_pb2.ExchangeResponse], _abc.AsyncIterator[_session_pb2.ExchangeResponse]]:
-        """Takes calls of BeginGeneration and RecordGeneration, many at a time, and answers each when it is done, in any order: a call
-        costs less CPU time so. The metadata names no principal: each call does. The server ends the stream within ten
+        """Takes calls of BeginGeneration, RecordGeneration and GetGeneration, many at a time, and answers each when it is done, in any order: a
+        call costs less CPU time so, and calls and answers that are larger than a message travel in parts. The parts that have come of calls
+        without an end are forgotten when their time is over, and when the stream ends. The metadata names no principal: each call does. The server ends the stream within ten
         minutes, so that who may call is looked at again; calls without an answer are made again on the next stream.
         """
 
@@ -161,7 +174,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.GetGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.GetGenerationResponse, _abc.Awaitable[_session_pb2.GetGenerationResponse]]:
-        """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND."""
+        """Returns one generation of a session, also of one that ended. No side effects. Errors: NOT_FOUND; FAILED_PRECONDITION (it is larger than
+        a message: use Exchange; reason MESSAGE_TOO_LARGE).
+        """
 
     @_abc_1.abstractmethod
     def ReleaseGeneration(

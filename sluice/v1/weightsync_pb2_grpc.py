@@ -76,7 +76,7 @@ class WeightSyncServiceServicer:
         Idempotent: a shard that is complete with the same digest is accepted again.
         Errors: INVALID_ARGUMENT (bad name, chunk larger than 1 MiB, overlap), DATA_LOSS (crc32c or digest differs;
         the shard is discarded), ALREADY_EXISTS (the version is committed with another digest), RESOURCE_EXHAUSTED (disk),
-        DEADLINE_EXCEEDED (no chunk within the idle limit).
+        FAILED_PRECONDITION (too many runs, or a file that never fits), DEADLINE_EXCEEDED (no chunk within the idle limit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

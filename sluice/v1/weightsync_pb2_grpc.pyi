@@ -45,7 +45,7 @@ class WeightSyncServiceStub:
     Idempotent: a shard that is complete with the same digest is accepted again.
     Errors: INVALID_ARGUMENT (bad name, chunk larger than 1 MiB, overlap), DATA_LOSS (crc32c or digest differs;
     the shard is discarded), ALREADY_EXISTS (the version is committed with another digest), RESOURCE_EXHAUSTED (disk),
-    DEADLINE_EXCEEDED (no chunk within the idle limit).
+    FAILED_PRECONDITION (too many runs, or a file that never fits), DEADLINE_EXCEEDED (no chunk within the idle limit).
     """
     CommitVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.CommitVersionRequest, _weightsync_pb2.CommitVersionResponse]
     """Makes a version visible, at once and as a whole: checks that all shards are there, that their slices cover every
@@ -78,7 +78,7 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     Idempotent: a shard that is complete with the same digest is accepted again.
     Errors: INVALID_ARGUMENT (bad name, chunk larger than 1 MiB, overlap), DATA_LOSS (crc32c or digest differs;
     the shard is discarded), ALREADY_EXISTS (the version is committed with another digest), RESOURCE_EXHAUSTED (disk),
-    DEADLINE_EXCEEDED (no chunk within the idle limit).
+    FAILED_PRECONDITION (too many runs, or a file that never fits), DEADLINE_EXCEEDED (no chunk within the idle limit).
     """
     CommitVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.CommitVersionRequest, _weightsync_pb2.CommitVersionResponse]  # type: ignore[assignment]
     """Makes a version visible, at once and as a whole: checks that all shards are there, that their slices cover every
@@ -114,7 +114,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent: a shard that is complete with the same digest is accepted again.
         Errors: INVALID_ARGUMENT (bad name, chunk larger than 1 MiB, overlap), DATA_LOSS (crc32c or digest differs;
         the shard is discarded), ALREADY_EXISTS (the version is committed with another digest), RESOURCE_EXHAUSTED (disk),
-        DEADLINE_EXCEEDED (no chunk within the idle limit).
+        FAILED_PRECONDITION (too many runs, or a file that never fits), DEADLINE_EXCEEDED (no chunk within the idle limit).
         """
 
     @_abc_1.abstractmethod

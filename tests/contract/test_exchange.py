@@ -17,6 +17,7 @@ from orchestrator_svc.sessions import exchange as served
 from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
+from sluice.rpc.parts import split
 from sluice.v1 import session_pb2, session_pb2_grpc
 
 DEADLINE_S = 60.0
@@ -29,15 +30,21 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         self.clock = clock
         self.let, self.began, self.streams = asyncio.Event(), asyncio.Event(), 0
         self.callers: list[str] = []
+        self.most_bytes = 64 << 20
+        self.recorded: dict[str, session_pb2.RecordedGeneration] = {}
 
     async def Exchange(self, requests, context):
         self.streams += 1
-        await served.answer_exchange(requests, context.write, self._begin, self._record, clock=self.clock)
+        await served.answer_exchange(
+            requests, context.write, self._begin, self._record, self._get, most_bytes=self.most_bytes, clock=self.clock
+        )
 
     async def _begin(self, principal, request, most_s):
         self.callers.append(principal)
         self.began.set()
         await self.let.wait()
+        if request.request_id in self.recorded:
+            return session_pb2.BeginGenerationResponse(recorded=self.recorded[request.request_id])
         return session_pb2.BeginGenerationResponse(running=f"{request.request_id} {most_s:g}")
 
     async def _record(self, principal, request):
@@ -46,7 +53,11 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
             raise SluiceError.resource_exhausted("SESSION_FULL", "no room", 1.5)
         if request.episode_id == "broken":
             raise ValueError("nobody foresaw it")
+        self.recorded[request.generation.request_id] = request.generation
         return session_pb2.RecordGenerationResponse(parent=request.episode_id)
+
+    async def _get(self, principal, request):
+        return session_pb2.GetGenerationResponse(generation=self.recorded[request.generation_id])
 
 
 @contextlib.asynccontextmanager
@@ -196,6 +207,119 @@ async def test_a_caller_that_leaves_does_not_end_the_stream(exchange, orchestrat
     assert orchestrator.streams == 1
 
 
+MIB = 1 << 20
+
+
+def large(name: str, mebibytes: int = 6) -> session_pb2.RecordGenerationRequest:
+    """A recording of so many MiB, and a bit."""
+    made = session_pb2.RecordedGeneration(request_id=name, dialect="x" * (mebibytes * MIB))
+    return session_pb2.RecordGenerationRequest(episode_id=f"e{name}", generation=made)
+
+
+async def test_what_is_larger_than_a_message_travels_in_parts_in_both_directions(exchange, orchestrator) -> None:
+    orchestrator.let.set()
+    recording = [asyncio.create_task(exchange.record(large(name), "ann", DEADLINE_S)) for name in "ab"]
+    small = await exchange.record(record("e"), "bob", DEADLINE_S)
+    assert small.parent == "e"
+    assert [each.parent for each in await asyncio.gather(*recording)] == ["ea", "eb"]
+    begin = session_pb2.BeginGenerationRequest(request_id="a")
+    assert (await exchange.begin(begin, "ann", DEADLINE_S)).recorded == large("a").generation
+    get = session_pb2.GetGenerationRequest(generation_id="b")
+    assert (await exchange.get(get, "ann", DEADLINE_S)).generation == large("b").generation
+    assert orchestrator.streams == 1
+
+
+async def test_a_call_that_is_larger_than_a_session_may_be_is_refused_at_its_first_part(exchange, orchestrator) -> None:
+    orchestrator.most_bytes = 6 * MIB
+    with pytest.raises(SluiceError, match=r"orchestrator\.external\.session_mb") as full:
+        await exchange.record(large("a", 40), "ann", DEADLINE_S)
+    assert (full.value.code, full.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SESSION_FULL")
+    assert (await exchange.record(large("b", 6), "ann", DEADLINE_S)).parent == "eb"
+    assert orchestrator.streams == 1
+
+
+@contextlib.asynccontextmanager
+async def raw_stream(orchestrator):
+    """A stream of calls as a program in any language may write it."""
+    async with serving(orchestrator) as (_, port), connect(f"127.0.0.1:{port}", SecurityConfig()) as channel:
+        yield session_pb2_grpc.SessionServiceStub(channel).Exchange(timeout=DEADLINE_S)
+
+
+def in_parts(call: int, request: session_pb2.RecordGenerationRequest, seconds: int = 9):
+    """The messages of one call."""
+    whole = session_pb2.ExchangeRequest(call=call, record=request, on_behalf_of="ann", timeout={"seconds": seconds})
+    return [
+        session_pb2.ExchangeRequest(call=call, part=part, timeout={"seconds": seconds})
+        for part in split(whole.SerializeToString())
+    ]
+
+
+async def refusal(stream, call: int) -> SluiceError:
+    answer = await stream.read()
+    assert answer.call == call
+    return SluiceError.from_status(Status.FromString(answer.error))
+
+
+async def test_parts_of_a_call_without_an_end_are_held_until_its_time_is_over_and_no_longer(orchestrator) -> None:
+    orchestrator.clock, orchestrator.most_bytes = SimulatedClock(), 8 * MIB
+    async with raw_stream(orchestrator) as stream:
+        first, *_ = in_parts(1, large("a"))
+        await stream.write(first)
+        await stream.write(in_parts(2, large("b"))[0])
+        full = await refusal(stream, 2)
+        assert (full.code, full.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RPCS")
+        assert full.retry_after_s > 0
+        await orchestrator.clock.advance(9.0)
+        for message in in_parts(3, large("c")):
+            await stream.write(message)
+        assert (await stream.read()).recorded.parent == "ec"
+        for message in in_parts(4, large("d")):
+            await stream.write(message)
+        assert (await stream.read()).recorded.parent == "ed", "a call that was answered takes no room"
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+    assert orchestrator.clock.waits == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"digest": bytes(16)}, "DATA_LOSS"),
+        ({"digest": b"short"}, "INVALID_ARGUMENT"),
+        ({"total_bytes": 7}, "INVALID_ARGUMENT"),
+        ({"total_bytes": MIB + 1}, "INVALID_ARGUMENT"),
+        ({"content": b""}, "INVALID_ARGUMENT"),
+        ({"content": bytes(MIB + 1)}, "INVALID_ARGUMENT"),
+        ({"timeout": {"seconds": -1}}, "INVALID_ARGUMENT"),
+    ],
+)
+async def test_malformed_parts_are_refused_and_the_stream_goes_on(orchestrator, change, code) -> None:
+    async with raw_stream(orchestrator) as stream:
+        first, *others = in_parts(1, large("a", 2))
+        changed = {name: value for name, value in change.items() if name != "timeout"}
+        for name in changed:
+            first.part.ClearField(name)
+        first.part.MergeFrom(session_pb2.MessagePart(**changed))
+        if "timeout" in change:
+            first.timeout.seconds = -1
+        for message in (first, *others):
+            await stream.write(message)
+        assert (await refusal(stream, 1)).code.name == code
+        for message in in_parts(2, large("b", 2)):
+            await stream.write(message)
+        assert (await stream.read()).recorded.parent == "eb"
+
+
+async def test_a_gateway_that_does_not_take_parts_is_told_that_the_answer_is_too_large(orchestrator) -> None:
+    orchestrator.recorded["a"] = large("a").generation
+    async with raw_stream(orchestrator) as stream:
+        get = session_pb2.GetGenerationRequest(generation_id="a")
+        asked = session_pb2.ExchangeRequest(call=1, get=get, on_behalf_of="ann", timeout={"seconds": 9})
+        await stream.write(asked)
+        error = await refusal(stream, 1)
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "MESSAGE_TOO_LARGE")
+
+
 async def again(call):
     """Make a call until a server is there."""
     answers = []
@@ -265,7 +389,9 @@ async def test_a_stream_that_breaks_does_not_cancel_an_answer_that_is_being_writ
     async with asyncio.timeout(DEADLINE_S):
         orchestrator = Orchestrator()
         ended = asyncio.create_task(
-            served.answer_exchange(requests(), write, orchestrator._begin, orchestrator._record)
+            served.answer_exchange(
+                requests(), write, orchestrator._begin, orchestrator._record, orchestrator._get, most_bytes=0
+            )
         )
         await broke.wait()
         read.set()

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from orchestrator_doubles import RolloutDouble, Sampled
+from prometheus_client import REGISTRY
 from test_external_episodes import EXTERNAL, trained_ids
 from test_orchestrator_run import DEADLINE_S, Scene, make_scene, trained
 
@@ -64,6 +65,37 @@ class ToolReplica(RolloutDouble):
         if conversation.messages[-1].role == "tool":
             return tokens_pb2.ChatMessage(content="It said a cat.")
         return tokens_pb2.ChatMessage(reasoning="Look.", tool_calls=[{"name": "look", "arguments": '{"place":"a"}'}])
+
+
+LARGE = 440 << 10
+"""Characters of a reply of which eight make a recording of more than 6 MiB: each is there as text and as a message."""
+
+
+@dataclass
+class VerboseReplica(ToolReplica):
+    """Says the same long text in each sample, in a message of the stream of its own, and answers nothing twice from memory."""
+
+    asked: int = 0
+
+    async def _messages(self, request):
+        self.asked += 1
+        answer = await self._sample(request)
+        yield rollout_pb2.GenerateStreamResponse(
+            opening={"prompt_token_ids": answer.prompt_token_ids, "tokenizer_digest": answer.tokenizer_digest}
+        )
+        for index in range(request.n):
+            sample = rollout_pb2.GeneratedSample()
+            sample.CopyFrom(answer.samples[0])
+            sample.index, sample.token_ids[0] = index, 7 + index
+            chunk = {
+                "deltas": [{"tokens": sample}],
+                "stage": rollout_pb2.REQUEST_STAGE_RUNNING,
+                "engine_steps": 1 + index,
+            }
+            yield rollout_pb2.GenerateStreamResponse(chunk=chunk)
+
+    def says(self, conversation: tokens_pb2.Conversation) -> tokens_pb2.ChatMessage:
+        return tokens_pb2.ChatMessage(content="x" * LARGE)
 
 
 async def play_chat(session: dict[str, Any]) -> str:
@@ -177,6 +209,89 @@ def traced(run_dir: Path, capsys: pytest.CaptureFixture[str], *words: str) -> li
     """Return what `sluice trace` prints."""
     assert main(["trace", str(run_dir), *words]) == 0
     return capsys.readouterr().out.splitlines()
+
+
+async def test_agents_that_wait_for_a_task_take_no_place_of_one_that_works(tmp_path) -> None:
+    limit = 4
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [ToolReplica()])
+        server = {"host": scene.target, "max_concurrent_rpcs": limit}
+        running = scene.start(**EXTERNAL, batch_size=1, group_size=2, max_concurrent=1, server=server)
+        url = await stack.enter_async_context(running_gateway(scene))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=DEADLINE_S))
+        session, _ = await opened(http), await opened(http)  # both episodes that are on offer
+        scene.replicas[0].gate.clear()
+        headers = {"authorization": f"Bearer {session['key']}"}
+        body = {"model": "m", "messages": [QUESTION]}
+        working = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))
+        await scene.until(lambda: len(scene.replicas[0].calls) == 1)
+        idle = [asyncio.create_task(http.post("/rl/sessions", json={"wait_s": 60})) for _ in range(2 * limit)]
+        await scene.until(lambda: leases_under_way() >= limit or any(each.done() for each in idle))
+        scene.replicas[0].gate.set()
+        reply = await working
+        assert reply.status_code == 200, reply.text
+        reward = await http.post(f"/rl/sessions/{session['id']}/reward", json={"reward": 1}, headers=headers)
+        assert reward.status_code == 200, reward.text
+        for each in (*idle, running):
+            each.cancel()
+        await asyncio.wait({*idle, running})
+    recorded = [fact for _, fact in read_facts(scene.run_dir) if fact.HasField("session_generation_recorded")]
+    assert len(recorded) == len(scene.replicas[0].calls) == 1
+
+
+async def test_a_recording_that_is_larger_than_a_message_is_kept_and_given_again(tmp_path) -> None:
+    replica = VerboseReplica()
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [replica])
+        running = scene.start(**EXTERNAL)
+        url = await stack.enter_async_context(running_gateway(scene))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=DEADLINE_S))
+        session = await opened(http)
+        http.headers["authorization"] = f"Bearer {session['key']}"
+        body: dict[str, Any] = {"model": "m", "messages": [QUESTION], "n": 8}
+        first = await http.post("/v1/chat/completions", json=body)
+        assert first.status_code == 200, first.text[:500]
+        again = await http.post("/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"})
+        assert again.json() | {"created": 0} == first.json() | {"created": 0}
+        assert replica.asked == 1
+        # The conversation up to its end is read back, too.
+        name = first.json()["id"]
+        following = {"model": "m", "previous_response_id": name, "input": "and?", "max_output_tokens": 9}
+        reply = await http.post("/v1/responses", json=following)
+        assert reply.status_code == 200, reply.text[:500]
+        assert [each.content[:3] for each in replica.calls[-1].request.conversation.messages] == ["Whe", "xxx", "and"]
+        running.cancel()
+        await asyncio.wait({running})
+    recorded = [fact for _, fact in read_facts(scene.run_dir) if fact.HasField("session_generation_recorded")]
+    assert [fact.session_generation_recorded.payload_bytes > 6 << 20 for fact in recorded] == [True, False]
+
+
+async def test_a_recording_that_no_session_has_room_for_is_refused_by_the_name_of_its_limit(tmp_path) -> None:
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [VerboseReplica()])
+        running = scene.start(**EXTERNAL, external={"session_mb": 2})
+        url = await stack.enter_async_context(running_gateway(scene))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=DEADLINE_S))
+        session = await opened(http)
+        http.headers["authorization"] = f"Bearer {session['key']}"
+        for content, samples, calls in (("Where is it?", 8, 1), ("x" * (3 << 20), 1, 1), ("Where is it?", 1, 2)):
+            body = {"model": "m", "messages": [{"role": "user", "content": content}], "n": samples}
+            reply = await http.post("/v1/chat/completions", json=body)
+            assert scene.replicas[0].asked == calls
+            if samples == 1 and len(content) < 100:
+                assert reply.status_code == 200, reply.text[:500]
+                continue
+            assert reply.status_code == 400
+            assert reply.json()["error"]["code"] == "SESSION_FULL"
+            assert "orchestrator.external.session_mb" in reply.json()["error"]["message"]
+        running.cancel()
+        await asyncio.wait({running})
+
+
+def leases_under_way() -> float:
+    """Return how many calls of LeaseTasks this process serves."""
+    labels = {"service": "sluice.v1.EpisodeService", "method": "LeaseTasks"}
+    return REGISTRY.get_sample_value("sluice_rpc_in_flight", labels) or 0.0
 
 
 async def test_any_gateway_serves_any_session(tmp_path) -> None:

@@ -15,6 +15,8 @@ from sluice.config import SecurityConfig
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
 from sluice.rpc.channel import IDEMPOTENT_METHODS, REQUEST_ID
 from sluice.v1 import (  # noqa: F401 - the descriptors of all contracts
+    common_pb2,
+    common_pb2_grpc,
     environment_pb2,
     episode_pb2,
     orchestrator_pb2,
@@ -216,6 +218,26 @@ async def test_calls_beyond_the_limit_are_refused_with_a_retry_delay():
         double.release.set()
         await first
         await stub.GetTrainerState(STATE)
+    await server.stop(0)
+
+
+async def test_calls_that_wait_take_no_place_of_those_that_work():
+    server, _ = await start_double(max_concurrent_rpcs=1, max_waiting_rpcs=2)
+    async with connect(server.target, SecurityConfig()) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        waiting = [stub.WatchSteps(trainer_pb2.WatchStepsRequest(run="wait", from_number=1)) for _ in range(2)]
+        for each in waiting:
+            await each.read()
+        await stub.GetTrainerState(STATE)
+        error = await failure(stub.WatchSteps(trainer_pb2.WatchStepsRequest(run="wait")).read())
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_RPCS")
+        assert error.retry_after_s == 1.0
+        assert "server.max_waiting_rpcs" in error.message
+        info = await common_pb2_grpc.ServerInfoServiceStub(channel).GetServerInfo(common_pb2.GetServerInfoRequest())
+        assert (info.max_concurrent_rpcs, info.max_waiting_rpcs) == (1, 2)
+        assert server.calls_left == 2, "a drain counts them"
+        for each in waiting:
+            each.cancel()
     await server.stop(0)
 
 

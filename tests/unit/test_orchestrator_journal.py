@@ -566,6 +566,24 @@ async def test_payloads_beyond_the_bound_are_refused(tmp_path) -> None:
     await asyncio.wait({journal._flushing})
 
 
+async def test_a_payload_from_outside_waits_until_half_of_the_queue_is_free(tmp_path) -> None:
+    limits = JournalLimits(fsync_interval_s=0.0, queue_bytes=4000)
+    disk = DeadDisk()
+    journal = Journal(tmp_path, IDENTITY, limits=limits, disk=disk)
+    disk.answers.clear()
+    journal.record(drawn(1))
+    journal.keep(record("g1-0", "long" * 100))
+    await journal.room_for(1000)
+    waiting = asyncio.create_task(journal.room_for(2000))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    disk.answers.set()
+    async with asyncio.timeout(LIMIT_S):
+        await waiting
+    await journal.room_for(4000)
+    await journal.close()
+
+
 async def test_many_writers_share_one_commit_and_all_become_durable(tmp_path) -> None:
     journal = open_journal(tmp_path)
 

@@ -270,10 +270,32 @@ async def test_bounds_of_a_session_are_errors_that_say_what_to_do(run, session):
 
 
 async def test_a_session_of_great_size_samples_no_more(run, session):
-    run.begin("a")
-    run.record("a", range(1, 300_000), [2])
+    for name, body in (("a", 1), ("b", 2)):
+        run.begin(name, body)
+    for name, body in (("a", 1), ("b", 2)):
+        run.record(name, range(1, 100_000), [body], body=body)
     with pytest.raises(SluiceError, match="session_mb"):
-        run.begin("b", 2)
+        run.begin("d", 4)
+    with pytest.raises(SluiceError, match=r"under way may add to the .*session_mb"):
+        run.record("c", range(1, 100_000), [3], body=3)
+
+
+async def test_what_a_session_has_no_room_for_is_refused_before_it_is_sampled_where_that_is_known(run, session):
+    with pytest.raises(SluiceError, match="session_mb") as full:
+        run.begin("a", least_bytes=(1 << 20) + 1)
+    assert (full.value.code.name, full.value.reason) == ("FAILED_PRECONDITION", "SESSION_FULL")
+    run.begin("a", least_bytes=1 << 19)
+    with pytest.raises(SluiceError, match="session_mb"):
+        run.begin("b", 2, least_bytes=(1 << 19) + 1)
+    run.begin("b", 2, least_bytes=1 << 19)
+
+
+async def test_a_recording_that_no_session_has_room_for_is_refused(run, session):
+    run.begin("a")
+    with pytest.raises(SluiceError, match=r"the recording of request 'a' .*session_mb") as full:
+        run.record("a", range(1, 300_000), [2])
+    assert (full.value.code.name, full.value.reason) == ("FAILED_PRECONDITION", "SESSION_FULL")
+    run.record("a", [1], [2])
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ class Publication:
                         error.reason,
                         f"version {offered.version} could not be published within {self._deadline_s:g} s:"
                         f" {error.message} (is weightsync up at peers.weightsync?)",
+                        retry_after_s=error.retry_after_s,
                     ) from error
                 log.warning("push failed, retrying", version=str(offered.version), error=str(error), pause_s=pause_s)
             else:

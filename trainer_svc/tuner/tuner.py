@@ -414,10 +414,9 @@ class Tuner:
     def _save(self, held: Held, name: str) -> str:
         kept, most = self.states(held.principal), self._config.limits.states
         if name not in kept and len(kept) >= most:
-            raise SluiceError.resource_exhausted(
+            raise SluiceError.failed_precondition(
                 "TOO_MANY_STATES",
                 f"you have {len(kept)} saved states, the most that tuner.limits.states allows: reuse a name",
-                0.0,
             )
         return save_state(held.state, self._folder(held.principal) / f"{name}{SUFFIX}")
 

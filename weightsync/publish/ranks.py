@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 from google.protobuf.message import DecodeError
-from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from sluice.rpc import SluiceError
+from sluice.rpc.errors import CODES
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.manifest import Box, box, check_manifest
 from weightsync.format.safetensors import DTYPES
-
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 _MOST_ANSWER_BYTES = 256 << 20
 """Longest answer that is taken: descriptions of about two million slices."""
@@ -43,15 +41,12 @@ def from_wire(code: int, data: bytes) -> Answer:
     """Rebuild what `to_wire` returned."""
     if not code:
         return data
-    status, info = Status(), ErrorInfo()
+    status = Status()
     try:
         status.ParseFromString(data)
     except DecodeError:
         status.message = "a rank failed and sent no readable reason"
-    for detail in status.details:
-        detail.Unpack(info)
-    known = _CODES.get(code, grpc.StatusCode.UNKNOWN)
-    return SluiceError(known, info.reason or known.name, status.message, metadata=dict(info.metadata))
+    return SluiceError.from_status(status, CODES.get(code, grpc.StatusCode.UNKNOWN))
 
 
 class RankExchange:
@@ -123,7 +118,13 @@ def messages(answers: Sequence[Answer]) -> list[bytes]:
     """Return the ranks' messages; raise the failure of the lowest rank that failed."""
     for rank, answer in enumerate(answers):
         if isinstance(answer, SluiceError):
-            raise SluiceError(answer.code, answer.reason, f"rank {rank}: {answer.message}", metadata=answer.metadata)
+            raise SluiceError(
+                answer.code,
+                answer.reason,
+                f"rank {rank}: {answer.message}",
+                retry_after_s=answer.retry_after_s,
+                metadata=answer.metadata,
+            )
     return [answer for answer in answers if isinstance(answer, bytes)]
 
 

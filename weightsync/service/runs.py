@@ -265,7 +265,7 @@ class Runs:
         """Return the run named ``runs/{run}``; read it from disk when it is first asked for.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (too many runs), FAILED_PRECONDITION (directory in use),
+            SluiceError: INVALID_ARGUMENT, FAILED_PRECONDITION (too many runs; directory in use),
                 INTERNAL (the disk).
         """
         name = _name_of(resource)
@@ -303,10 +303,9 @@ class Runs:
 
     async def _open(self, name: str) -> Run:
         if len(self._runs) >= self.config.max_runs:
-            raise SluiceError.resource_exhausted(
+            raise SluiceError.failed_precondition(
                 "TOO_MANY_RUNS",
                 f"this service keeps {self.config.max_runs} runs at most (weightsync.max_runs); start another one",
-                RETRY_AFTER_S,
             )
         ledger = Ledger(self.config.keep, self.config.anchor_every)
         continues = self.upstream is not None and self.upstream.continues_files
@@ -419,8 +418,13 @@ class Runs:
         versions does not block the first version of another.
 
         Raises:
-            SluiceError: RESOURCE_EXHAUSTED.
+            SluiceError: RESOURCE_EXHAUSTED; FAILED_PRECONDITION if it never fits.
         """
+        most = self.config.max_bytes
+        if most is not None and need > most:
+            raise SluiceError.failed_precondition(
+                "DISK_FULL", f"a file of {need} bytes never fits the {most} that weightsync.max_bytes allows: raise it"
+            )
         if await self._lacking(run, need) > 0:
             for each in self:
                 await self._retain_versions(each)

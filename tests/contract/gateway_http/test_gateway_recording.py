@@ -81,6 +81,8 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         self.session = self._lending.open("anyone", opening, 0.0)
         self.recorded: dict[str, session_pb2.RecordedGeneration] = {}
         self.released = 0
+        self.refusals: list[SluiceError] = []
+        self.refused = 0
 
     @property
     def key(self) -> str:
@@ -92,7 +94,8 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         return session_pb2.FindSessionResponse(episode_id=self.session.name, principal="anyone", group_id="g1")
 
     async def Exchange(self, requests, context):
-        await answer_exchange(requests, context.write, self._begin, self._record)
+        most_bytes = ExternalConfig().session_mb << 20
+        await answer_exchange(requests, context.write, self._begin, self._record, self._get, most_bytes=most_bytes)
 
     async def _begin(self, principal, request, most_s):
         while True:
@@ -110,10 +113,17 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
             await asyncio.sleep(0.02)
 
     async def _record(self, principal, request):
+        if self.refusals:
+            self.refused += 1
+            raise self.refusals.pop()
         names, parent = self._claims.record("anyone", request, 0.0)
         self.recorded[request.generation.request_id] = request.generation
         await self._journal.durable()
         return session_pb2.RecordGenerationResponse(generation_ids=names, parent=parent)
+
+    async def _get(self, principal, request):
+        made = self.recorded[request.generation_id.rpartition("/")[0]]
+        return session_pb2.GetGenerationResponse(generation=made)
 
     async def ReleaseGeneration(self, request, context):
         self._claims.release("anyone", request, 0.0)
@@ -298,6 +308,20 @@ async def test_a_reply_waits_for_an_orchestrator_that_is_away_and_is_recorded_be
         await reading
         assert "data: [DONE]" in lines
         assert len(gateway.orchestrator.recorded) == 1
+
+
+async def test_a_reply_waits_until_an_orchestrator_that_is_full_has_room_and_is_sampled_once(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("one", pace_s=0.0)) as gateway, gateway.http() as http:
+        full = SluiceError.resource_exhausted("TOO_MANY_RPCS", "1024 calls are in progress", 2.0)
+        gateway.orchestrator.refusals, began = [full, full], gateway.clock.now
+        asking = asyncio.create_task(http.post(CHAT, json=BODY))
+        await gateway.clock.until(asking.done, step_s=STEP_S)
+        assert gateway.orchestrator.refused == 2
+        assert gateway.clock.now - began >= 4.0, "not before the time that the orchestrator named"
+        reply = await asking
+        (recorded,) = gateway.orchestrator.recorded.values()
+        assert reply.json()["id"] == f"{recorded.request_id}/0"
+        assert len(gateway.replica.requests) == 1
 
 
 async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path):
