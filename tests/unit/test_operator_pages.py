@@ -38,7 +38,9 @@ PACKAGES = (
     "envserver_svc",
 )
 
-PLACEHOLDERS = frozenset({"RUN", "NAME", "HOST", "PORT", "FILE", "DIRECTORY", "SERVICE", "EPISODE", "TASK", "REQUEST_ID"})
+PLACEHOLDERS = frozenset(
+    {"RUN", "NAME", "HOST", "PORT", "FILE", "DIRECTORY", "SERVICE", "EPISODE", "TASK", "REQUEST_ID"}
+)
 """Capital words of the pages that stand for something."""
 
 OF_OTHERS = frozenset(
