@@ -180,12 +180,13 @@ async def test_too_much_set_aside_pauses_the_run_until_somebody_lets_it_go_on(sc
     async with scene.client() as client:
         run = await scene.until_run(client, lambda run: run.state == orchestrator_pb2.RUN_STATE_PAUSED)
         assert [each.reason for each in run.set_aside] == ["REWARDS_UNFIT"]
-        while not running.done():
-            with contextlib.suppress(Exception):
-                run = await client.run("test")
-                if run.state == orchestrator_pb2.RUN_STATE_PAUSED:
-                    await client.resume("test")
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(DEADLINE_S):
+            while not running.done():
+                with contextlib.suppress(SluiceError):  # it has ended
+                    run = await client.run("test")
+                    if run.state == orchestrator_pb2.RUN_STATE_PAUSED:
+                        await client.resume("test")
+                await asyncio.sleep(0.02)
     await running
     assert scene.report()["steps"] == 4
     assert any(fact.HasField("run_resumed") for _, fact in read_facts(scene.run_dir))
