@@ -664,7 +664,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             body = _unimplemented(method)
         is_watch = method in WAITING_CALLS or (handler.response_streaming and name.startswith("Watch"))
         observed = _ObservedMethod(
-            self, service, name, body, takes_one=not handler.request_streaming, is_watch=is_watch
+            self,
+            service,
+            name,
+            body,
+            takes_one=not handler.request_streaming,
+            streams=bool(handler.response_streaming),
+            is_watch=is_watch,
         )
         # gRPC reads the one message of a method without a stream before it calls the handler: an unknown caller could make it wait,
         # and parse. So the server has streams only, and reads that message itself, once the caller is known.
@@ -726,14 +732,23 @@ class _ObservedMethod:
         name: Its name.
         body: Serves one call.
         takes_one: Whether the client sends one message.
+        streams: Whether the server sends more than one.
         is_watch: Whether it is a stream that lasts until the client or the server leaves, or one of `WAITING_CALLS`.
     """
 
     def __init__(
-        self, calls: CallInterceptor, service: str, name: str, body: Body, *, takes_one: bool, is_watch: bool
+        self,
+        calls: CallInterceptor,
+        service: str,
+        name: str,
+        body: Body,
+        *,
+        takes_one: bool,
+        streams: bool,
+        is_watch: bool,
     ) -> None:
         self._calls = calls
-        self._rpc, self._body, self._takes_one = f"{service}/{name}", body, takes_one
+        self._rpc, self._body, self._takes_one, self._streams = f"{service}/{name}", body, takes_one, streams
         self._roles, self._is_watch = roles_for(service, name), is_watch
         waits = is_watch or self._rpc == _WAITS_TO_THE_END
         self._places = calls.open if self._roles is None else calls.waiting(self._rpc) if waits else calls.working
@@ -749,8 +764,6 @@ class _ObservedMethod:
         """
         started = time.perf_counter()
         task = asyncio.current_task()
-        if self._is_watch and task is not None:
-            self._calls.begin_watch(task)
         request_id, authorization = _identify(context)
         name_request(request_id)
         code = grpc.StatusCode.OK
@@ -762,6 +775,12 @@ class _ObservedMethod:
             usage, known = self._admit(authorization, context), True
             if self._takes_one:
                 message = await _only_message(context, self._rpc)
+            if self._is_watch and task is not None:
+                if self._streams:
+                    # gRPC sends these with the first message. A watch that was ended while that is on its way could not be
+                    # told so: the abort would send them a second time, which gRPC refuses, and the client waited for ever.
+                    await context.send_initial_metadata(())
+                self._calls.begin_watch(task)
             response = await self._body(message, context)
             code = _code_of(context)
         except asyncio.CancelledError:

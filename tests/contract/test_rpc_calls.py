@@ -152,6 +152,22 @@ async def test_a_stream_keeps_its_messages_before_an_error(served):
     assert (await failure(call.read())).reason == "TOO_OLD"
 
 
+async def test_a_watch_that_ends_while_its_first_message_is_written_tells_its_client(served):
+    stub, double, server = served
+    call = stub.WatchSteps(trainer_pb2.WatchStepsRequest(run="large"))
+    await double.entered.wait()
+    server._calls.end_watches()  # as a drain does, and the age of a connection
+
+    async def end() -> SluiceError:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        raise AssertionError("it ended without a reason")
+
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await asyncio.wait_for(end(), LIMIT_S)
+    assert SluiceError.from_rpc(ended.value).reason == "DRAINING"
+
+
 async def test_a_method_that_the_servicer_leaves_out_is_unimplemented(served):
     stub, _, _ = served
     error = await failure(stub.ListCheckpoints(trainer_pb2.ListCheckpointsRequest()))

@@ -71,6 +71,9 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             for number in range(request.from_number):
                 yield trainer_pb2.WatchStepsResponse(step=trainer_pb2.StepReport(sequence_no=number))
             run = request.run.removeprefix("runs/")
+            while run == "large":
+                self.entered.set()
+                yield trainer_pb2.WatchStepsResponse(step=trainer_pb2.StepReport(batch_id="x" * (3 << 20)))
             if run == "fail":
                 raise SluiceError.not_found("TOO_OLD", "no longer kept")
             if run == "wait":
