@@ -42,7 +42,7 @@ class CaptureLimits(Section):
     max_requests: int = Field(
         4096,
         ge=1,
-        description="Maximum number of HTTP requests in progress, those that wait for a replica included; further ones get 429.",
+        description="Maximum number of HTTP requests in progress, those that wait for a replica included, and of those that wait for a session; further ones get 429.",
     )
     max_body_bytes: int = Field(
         MAX_MESSAGE_BYTES,

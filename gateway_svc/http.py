@@ -58,6 +58,9 @@ DISCONNECTED = 499
 
 MAX_WAIT_S = 60.0
 
+OPEN_PATH = "/rl/sessions"
+"""Opens a session, and waits for one where none is on offer."""
+
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -66,13 +69,13 @@ PATHS = (
     "/v1/messages/count_tokens",
     "/v1/models",
     "/inference/v1/generate",
-    "/rl/sessions",
+    OPEN_PATH,
     HEALTH_PATH,
     "/metrics",
 )
 """Paths with metrics of their own, without the session."""
 
-PRINCIPAL_PATHS = frozenset({"/rl/sessions", "/metrics"})
+PRINCIPAL_PATHS = frozenset({OPEN_PATH, "/metrics"})
 """Paths that belong to no session, so that no session key opens them."""
 
 NOTICES = Counter(
@@ -224,6 +227,7 @@ def create_app(
         most=capture.limits.max_requests,
         host=host,
         most_bytes=capture.limits.max_body_bytes,
+        waiting=(OPEN_PATH,),
         admit=door.admit,
         respond=error_answer,
     )
@@ -527,7 +531,7 @@ def _sessions(sessions: Sessions, door: Door) -> list[Route]:
         return door.ref(http)
 
     return [
-        Route("/rl/sessions", open_session, methods=["POST"]),
+        Route(OPEN_PATH, open_session, methods=["POST"]),
         Route("/rl/sessions/{name}/renew", renew, methods=["POST"]),
         Route("/rl/sessions/{name}/reward", reward, methods=["POST"]),
         Route("/rl/sessions/{name}/end", end, methods=["POST"]),

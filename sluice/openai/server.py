@@ -306,9 +306,10 @@ class RequestGuard:
         app: The app.
         access: Who may call. Every path but health needs a role that may generate.
         paths: Paths with metrics of their own; all others are counted together.
-        most: Maximum number of requests in progress.
+        most: Maximum number of requests in progress; as many again to the paths that wait.
         host: Address that the server is bound to.
         most_bytes: Maximum size of a body.
+        waiting: Paths whose requests wait for work: they must not keep those out that have some.
         admit: Admits a request by its path, its headers and the names in its client certificate; returns what must be told of its
             end. By default every request needs a principal that may generate.
         respond: Returns the response to an error of a request to a path.
@@ -323,6 +324,7 @@ class RequestGuard:
         host: str,
         *,
         most_bytes: int = MAX_MESSAGE_BYTES,
+        waiting: Collection[str] = (),
         admit: Callable[[str, Headers, Collection[str]], Usage | None] | None = None,
         respond: Callable[[SluiceError, str], Response] | None = None,
     ) -> None:
@@ -332,7 +334,8 @@ class RequestGuard:
         self._access, self._most_bytes = access, most_bytes
         self._admit_caller = admit or self._admit_principal
         self._respond = respond or (lambda error, _path: error_response(error))
-        self._in_flight = 0
+        self._waiting = frozenset(waiting)
+        self._in_progress = {True: 0, False: 0}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -343,7 +346,8 @@ class RequestGuard:
         usage = None
         path = scope["path"] if scope["path"] in self._paths else "other"
         name_request(call.request_id)
-        self._in_flight += 1
+        waits = scope["path"] in self._waiting
+        self._in_progress[waits] += 1
         RPC_IN_FLIGHT.labels(SERVICE, path).inc()
         try:
             usage = self._admit(scope, call.headers)
@@ -364,7 +368,7 @@ class RequestGuard:
         finally:
             if usage is not None:
                 usage.end()
-            self._in_flight -= 1
+            self._in_progress[waits] -= 1
             RPC_IN_FLIGHT.labels(SERVICE, path).dec()
             call.account(path)
 
@@ -383,7 +387,7 @@ class RequestGuard:
                 "JSON_REQUIRED",
                 f"send the header `content-type: {JSON}`, even without a body",
             )
-        if self._in_flight > self._most:
+        if self._in_progress[scope["path"] in self._waiting] > self._most:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_REQUESTS", f"{self._most} requests are in progress; retry after the delay", RETRY_AFTER_S
             )

@@ -775,12 +775,8 @@ class _ObservedMethod:
             usage, known = self._admit(authorization, context), True
             if self._takes_one:
                 message = await _only_message(context, self._rpc)
-            if self._is_watch and task is not None:
-                if self._streams:
-                    # gRPC sends these with the first message. A watch that was ended while that is on its way could not be
-                    # told so: the abort would send them a second time, which gRPC refuses, and the client waited for ever.
-                    await context.send_initial_metadata(())
-                self._calls.begin_watch(task)
+            if self._is_watch:
+                await self._begin_watch(context, task)
             response = await self._body(message, context)
             code = _code_of(context)
         except asyncio.CancelledError:
@@ -812,6 +808,14 @@ class _ObservedMethod:
                 self._call_log.record(self._rpc, message, context.peer(), code.name)
             self._metrics.end(code, time.perf_counter() - started)
         return response
+
+    async def _begin_watch(self, context: Context, task: asyncio.Task[Any] | None) -> None:
+        if self._streams:
+            # gRPC sends these with the first message. A watch that was ended while that is on its way could not be told so: the
+            # abort would send them a second time, which gRPC refuses, and the client waited for ever.
+            await context.send_initial_metadata(())
+        if task is not None:
+            self._calls.begin_watch(task)
 
     def _admit(self, authorization: str | bytes | None, context: Context) -> Usage | None:
         self._places.check()

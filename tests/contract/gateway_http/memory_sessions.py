@@ -83,6 +83,8 @@ class MemorySessions:
         self.all: dict[str, MemorySession] = {}
         self.serving = asyncio.Event()
         self.serving.set()
+        self.offered = asyncio.Event()
+        self.offered.set()
         self.say: Callable[[tokens_pb2.Conversation], tokens_pb2.ChatMessage] = look_then_tell
         self.finish = tokens_pb2.FINISH_REASON_STOP
         self.stop_string = ""
@@ -205,6 +207,7 @@ class MemorySessions:
     async def open(self, request_id: str, wait_s: float) -> Opened:
         if request_id == "nothing is on offer":
             raise SluiceError.resource_exhausted("NOTHING_ON_OFFER", f"no task within {wait_s:g} s", 3.0)
+        await self.offered.wait()
         session = self.new()
         name = session.found.episode_id
         task = episode_pb2.LeasedTask(task=episode_pb2.Task(task_id="t1", data={"question": "1+1"}), group_id="g1")

@@ -258,6 +258,18 @@ class TestWaiting:
                 assert [(await each).status_code for each in waiting] == [200, 200]
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
 
+    async def test_agents_that_wait_for_a_session_keep_nobody_from_sampling(self, another_gateway):
+        async with another_gateway(capture=capture(limits={"max_requests": 2})) as gateway:
+            gateway.sessions.offered.clear()
+            async with gateway.http() as http:
+                opening = [asyncio.create_task(http.post("/rl/sessions", json={"wait_s": 60})) for _ in range(2)]
+                await until(lambda: gateway.server.in_progress == 2)
+                refused = await http.post("/rl/sessions", json={"wait_s": 60})
+                sampled = await http.post(CHAT, json=BODY)
+                gateway.sessions.offered.set()
+                assert [(await each).status_code for each in opening] == [200, 200]
+        assert (refused.status_code, sampled.status_code) == (429, 200)
+
     async def test_a_client_that_leaves_ends_its_request(self, gateway):
         gateway.sessions.serving.clear()
         for count, stream in enumerate((False, True), 1):
