@@ -26,6 +26,9 @@ WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Files that hold a vocabulary, as the tokenizers of transformers name them."""
 
+ADAPTER_SETTINGS = "adapter_config.json"
+"""What PEFT writes beside an adapter, which has no weights of a model."""
+
 INDEX = "model.safetensors.index.json"
 """Lists the files of weights that are split."""
 
@@ -42,6 +45,11 @@ def check_model(model: str, setting: str = "model") -> None:
         )
     path = Path(model)
     if path.is_dir():
+        if (path / ADAPTER_SETTINGS).is_file() and not any(path.glob("model*.safetensors")):
+            raise ConfigError(
+                f"{setting}: {path.resolve()} holds an adapter, not a model: merge it into its base first"
+                f" (sluice merge-adapter --adapter {model} --output DIRECTORY), and name that directory"
+            )
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"{setting}: {path.resolve()} holds no Hugging Face model: it has no config.json; name the directory of a model"

@@ -39,6 +39,10 @@ TASKS = {"language": "CAUSAL_LM", "value": "SEQ_CLS", "both": "CAUSAL_LM"}
 """PEFT's names of what a network has on top. A classifier's head is trained and saved with its adapter."""
 
 
+class UnmergeableError(Exception):
+    """An adapter cannot be added to the weights of its base; the message says why."""
+
+
 class Adapter:
     """The LoRA factors of a network."""
 
@@ -232,6 +236,7 @@ def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) 
     Raises:
         FileExistsError: if the directory exists.
         ValueError: if there is no adapter, or it belongs to another base.
+        UnmergeableError: if no weights compute what base and adapter do.
         UnfitWeightsError: if merged weights are not finite; nothing is written then.
     """
     # The import takes seconds, which training without it does not need.
@@ -246,14 +251,19 @@ def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) 
             model = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32, num_labels=1)
         else:
             model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about missing names, which are compared below
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about missing names, which are compared below
+            given = set(load_peft_weights(adapter, device="cpu"))
+            _untie(model, given)
+            try:
                 wrapped = PeftModel.from_pretrained(model, adapter)
-        except RuntimeError as error:  # shapes that do not fit
-            raise ValueError(f"the adapter does not belong to this base ({_mismatch(error)})") from error
-        _check_names(set(load_peft_weights(adapter, device="cpu")), set(get_peft_model_state_dict(wrapped)))
-        merged = wrapped.merge_and_unload()
+            except RuntimeError as error:  # shapes that do not fit
+                raise ValueError(f"the adapter does not belong to this base ({_mismatch(error)})") from error
+        _check_names(given, set(get_peft_model_state_dict(wrapped)))
+        try:
+            merged = wrapped.merge_and_unload()
+        except (NotImplementedError, RuntimeError) as error:
+            raise UnmergeableError(f"PEFT has no merged form of it: {error}") from error
         if names := unfit_weights(merged.named_parameters(), dtype):
             raise UnfitWeightsError(
                 f"weights of the merged model are not finite in {str(dtype).removeprefix('torch.')}, or too large to compute with:"
@@ -261,6 +271,20 @@ def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) 
             )
         merged.to(dtype).save_pretrained(staging)
         AutoTokenizer.from_pretrained(base).save_pretrained(staging)
+
+
+def _untie(model: Any, given: set[str]) -> None:  # noqa: ANN401 - a model of transformers
+    """Give a model with one weight for embeddings and head two of them, if an adapter has factors beside either.
+
+    PEFT adds the factors to what the one layer computes, and not to what the other does.
+    """
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embeddings.weight:
+        return
+    names = tuple(f"{PREFIX}{name}.lora_" for name, module in model.named_modules() if module in (head, embeddings))
+    if any(each.startswith(names) for each in given):
+        head.weight = torch.nn.Parameter(embeddings.weight.detach().clone())
+        model.config.tie_word_embeddings = False
 
 
 def _check_names(given: set[str], wanted: set[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from sluice.config import Command, ConfigError, Section, load_command, reason_of
-from sluice.models import check_files, check_hub, check_model
+from sluice.models import ADAPTER_SETTINGS, check_files, check_hub, check_model
 from trainer_svc.compute_config import check_sizes
 from trainer_svc.offline.config import (
     DistillConfig,
@@ -114,7 +114,7 @@ DISTILL = Command("distill", "train a model on a teacher's log-probabilities", p
 # Merging an adapter.
 
 
-SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS, WEIGHTS = ADAPTER_SETTINGS, "adapter_model.safetensors"
 """The two files of an adapter."""
 
 
@@ -148,7 +148,7 @@ def merge(argv: list[str]) -> int:
     from transformers.utils import logging  # noqa: PLC0415
 
     from trainer_svc.engine.finite import UnfitWeightsError  # noqa: PLC0415
-    from trainer_svc.engine.lora import merge_adapter  # noqa: PLC0415
+    from trainer_svc.engine.lora import UnmergeableError, merge_adapter  # noqa: PLC0415
 
     logging.disable_progress_bar()
     failed = f"cannot merge {config.adapter} into {base}"
@@ -158,6 +158,8 @@ def merge(argv: list[str]) -> int:
         raise ConfigError(f"{failed}: {reason_of(error)}; give directories as save_pretrained writes them") from error
     except UnfitWeightsError as error:
         raise ConfigError(f"{failed}: {error}; give an adapter from before, or a wider --save-dtype") from error
+    except UnmergeableError as error:
+        raise ConfigError(f"{failed}: {reason_of(error)}; serve base and adapter side by side") from error
     except ValueError as error:
         raise ConfigError(f"{failed}: {reason_of(error)}; give the adapter's own base with --model") from error
     sys.stdout.write(f"{config.output}: {base} with {config.adapter} merged in, {config.save_dtype}\n")
