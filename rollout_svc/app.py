@@ -9,20 +9,22 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from rollout_svc.admin import ReplicaMetrics, RolloutAdminServicer
 from rollout_svc.announce import Announcer
 from rollout_svc.config import RolloutConfig
 from rollout_svc.drain import Drain
-from rollout_svc.engines.base import EnginePackage, InferenceEngine
+from rollout_svc.engines.base import EngineError, EnginePackage, EngineSettingsError, InferenceEngine
 from rollout_svc.replies import reply_format
 from rollout_svc.servicer import HAND_OVER_S, RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
 from rollout_svc.weights import ReplicaWeights
-from sluice.config import CommonConfig, Service
+from sluice.config import CommonConfig, ConfigError, Service
 from sluice.engines import ENGINES
 from sluice.peers import missing_peers_reported
-from sluice.rpc import RpcServer
+from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.server import advertised_address
 from sluice.v1 import rollout_pb2_grpc
 
@@ -34,6 +36,10 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     """Serve one replica.
 
     The port opens after the engine has started: on a CPU the engine's process is forked and would keep open sockets.
+
+    Raises:
+        ConfigError: if the engine can never serve the model with these settings.
+        SluiceError: INTERNAL if the engine did not start.
     """
     # Its address is checked before the engine takes its time to start.
     server = RpcServer(
@@ -45,8 +51,13 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
         call_log=common.run_dir / f"calls/{config.replica}.jsonl",
     )
     package: EnginePackage = importlib.import_module(ENGINES[config.engine].package)
-    engine = package.build(common.model, config, common.max_staleness)
-    await engine.start()
+    try:
+        engine = package.build(common.model, config, common.max_staleness)
+        await engine.start()
+    except EngineSettingsError as error:
+        raise ConfigError(str(error)) from error
+    except EngineError as error:
+        raise SluiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", str(error)) from error
     try:
         loaded = await load_tokenizer(common.model)
         parsers = ENGINES[config.engine].parsers

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from sluice.config import ConfigError, reason_of
 
@@ -25,6 +25,9 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Files that hold a vocabulary, as the tokenizers of transformers name them."""
+
+_PART = re.compile(r"-\d+-of-\d+\.safetensors$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 ADAPTER_SETTINGS = "adapter_config.json"
 """What PEFT writes beside an adapter, which has no weights of a model."""
@@ -62,7 +65,9 @@ def check_model(model: str, setting: str = "model") -> None:
 
 
 def check_files(model: str, setting: str = "model", *, tokenizer: bool = True) -> None:
-    """Refuse a directory with incomplete weights, or without a tokenizer if one is needed; accept every hub id.
+    """Refuse a directory without the weights that its configuration tells, or without a tokenizer if one is needed.
+
+    Every hub id is accepted. Weights that are not safetensors are not looked at.
 
     Raises:
         ConfigError: with what is missing or damaged.
@@ -81,21 +86,59 @@ def check_files(model: str, setting: str = "model", *, tokenizer: bool = True) -
 
 
 def _check_weights(path: Path, setting: str) -> None:
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  not needed to look at settings
+    from safetensors import SafetensorError  # noqa: PLC0415  not needed to look at settings
 
-    shards = set(path.glob("*.safetensors"))
     index = path / INDEX
+    shards = set(path.glob("*.safetensors"))
+    parts = sorted(each.name for each in shards if _PART.search(each.name))
+    if parts and not index.is_file() and not (path / "model.safetensors").is_file():
+        raise ConfigError(
+            f"{setting}: {path} holds {parts[0]} and no {INDEX}, which says what is in which file: copy or download it too"
+        )
     try:
         if index.is_file():
-            shards |= {path / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        for shard in sorted(shards):
-            with safe_open(shard, framework="numpy"):  # reads the header, and compares it with the length
-                pass
+            used = {path / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        else:
+            used = {path / "model.safetensors"} & shards
+        headers = {shard: _shapes(shard) for shard in sorted(shards | used)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(
             f"{setting}: the weights in {path} are incomplete ({reason_of(error)}): copy or download them again (with git:"
             " `git lfs pull`)"
         ) from error
+    config = config_on_disk(str(path), setting)
+    if config is not None:
+        _check_shapes({name: shape for each in used for name, shape in headers[each].items()}, config, path, setting)
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """Return the shapes of the tensors of a safetensors file by their names. Its header is read, and compared with its length."""
+    from safetensors import safe_open  # noqa: PLC0415  as above
+
+    with safe_open(file, framework="numpy") as tensors:
+        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  no dictionary
+
+
+def _check_shapes(shapes: Mapping[str, list[int]], config: Mapping[str, Any], path: Path, setting: str) -> None:
+    """Refuse weights of another model than the configuration's, as far as names and shapes tell that without loading it.
+
+    Raises:
+        ConfigError: with the tensor and the setting that do not fit.
+    """
+
+    def refuse(what: str) -> NoReturn:
+        raise ConfigError(
+            f"{setting}: the weights in {path} are not those of its config.json: {what}; copy or download the directory again"
+        )
+
+    sizes = ModelSizes.of(config)
+    layers = 1 + max((int(found[1]) for found in map(_LAYER.search, shapes) if found), default=-1)
+    if layers and sizes.layers is not None and layers < sizes.layers:
+        refuse(f"num_hidden_layers is {sizes.layers}, and the files have {layers}")
+    wanted = [config.get("vocab_size"), config.get("hidden_size")]
+    for name, shape in shapes.items():
+        if name.endswith("embed_tokens.weight") and all(isinstance(each, int) for each in wanted) and shape != wanted:
+            refuse(f"{name} is {shape}, and vocab_size and hidden_size are {wanted}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,10 @@ class EngineError(Exception):
     """The engine failed. Requests in progress are lost, and the service restarts the engine."""
 
 
+class EngineSettingsError(EngineError):
+    """The engine cannot serve this model with these settings, and never will; the message says what to change."""
+
+
 class UnfitVersionError(EngineError):
     """A version or an adapter does not fit the model or the settings, and never will. The engine serves what it served."""
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from safetensors import safe_open
 
-from rollout_svc.engines.base import EngineError, UnfitVersionError
+from rollout_svc.engines.base import EngineSettingsError, UnfitVersionError
 from weightsync.staged import StagedVersion
 
 TIED_HEAD = "lm_head.weight"
@@ -72,11 +72,11 @@ class BaseModel:
             weights: Names of its weights, tied ones once.
 
         Raises:
-            EngineError: if weights are not in the files, so that the names of the others mean something else.
+            EngineSettingsError: if weights are not in the files, so that the names of the others mean something else.
         """
         foreign, lacking = sorted(self.shapes.keys() - live), sorted(set(weights) - self.shapes.keys())
         if foreign and lacking:
-            raise EngineError(
+            raise EngineSettingsError(
                 f"the model's files have tensors that the loaded model does not name so: {foreign[:3]} ({len(foreign)}), and lack"
                 f' {lacking[:3]} ({len(lacking)}); use engine = "vllm"'
             )
@@ -87,7 +87,7 @@ def read_base_model(directory: Path) -> BaseModel:
     """Read names and shapes from the headers of a model's files.
 
     Raises:
-        EngineError: if there are no safetensors files, or one cannot be read.
+        EngineSettingsError: if there are no safetensors files, or one cannot be read.
     """
     paths = tuple(sorted(directory.glob("*.safetensors")))
     index = directory / "model.safetensors.index.json"
@@ -97,14 +97,14 @@ def read_base_model(directory: Path) -> BaseModel:
     elif (directory / "model.safetensors").is_file():
         paths = (directory / "model.safetensors",)
     if not paths:
-        raise EngineError(f"{directory} has no safetensors files; convert the model with save_pretrained")
+        raise EngineSettingsError(f"{directory} has no safetensors files; convert the model with save_pretrained")
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         try:
             with safe_open(path, framework="numpy") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except OSError as error:
-            raise EngineError(f"cannot read {path}: {error}") from error
+            raise EngineSettingsError(f"cannot read {path}: {error}") from error
     renamed: dict[str, str] = {}
     if is_tied(directory) and TIED_HEAD in shapes:
         if any(name.endswith(_EMBEDDINGS) for name in shapes):

@@ -341,7 +341,8 @@ def report_outcome(view: RunView, outcome: Outcome, config: RunConfig, seconds: 
 def report_failure(view: RunView, outcome: Outcome, what: str, logs: Path) -> None:
     """Print which child failed and why, with its last lines and its log."""
     view.say(f"{what}: {outcome.child} {outcome.reason}", style="bold red")
-    for line in outcome.tail:
+    refused = outcome.tail[-1:] if outcome.tail and outcome.tail[-1].startswith("sluice: ") else ()
+    for line in refused or outcome.tail:
         view.say(f"{outcome.child:>12} | {line}", style="red")
     view.say(f"full log: {logs / outcome.child}.log", style="red")
 

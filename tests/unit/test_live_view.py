@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.live_view import RateLimit, RunProgress, RunView, render, sparkline, step_line
-from sluice.supervise.supervisor import ChildState, LogLine
+from sluice.cli.rl import report_failure
+from sluice.supervise.supervisor import ChildState, Ending, LogLine, Outcome
 from sluice.v1 import orchestrator_pb2 as pb
 
 
@@ -170,3 +171,12 @@ def test_a_traceback_is_cut_to_its_first_and_last_line_unless_verbose() -> None:
         out = io.StringIO()
         RunView("r", Console(file=out, width=110), live=False, verbose=verbose).on_line("trainer", line)
         assert out.getvalue().splitlines() == [f"     trainer | {part}" for part in expected]
+
+
+def test_a_refusal_of_a_service_is_shown_alone(tmp_path):
+    logged = ("Loading weights: 100%", "stopped", "sluice: model: /m holds no layers")
+    for tail, shown in ((logged, 1), (("Traceback", "ValueError: no"), 2)):
+        out = io.StringIO()
+        view = RunView("r", Console(file=out, width=200), live=False, verbose=False)
+        report_failure(view, Outcome(Ending.FAILED, "trainer", "ended", tail), "run r failed", tmp_path)
+        assert [line.partition(" | ")[2] for line in out.getvalue().splitlines()[1:-1]] == [*tail[-shown:]]

@@ -27,6 +27,7 @@ from rollout_svc.engines.base import (
     DEFAULT_PACE,
     EngineBusyError,
     EngineError,
+    EngineSettingsError,
     EngineStatus,
     EngineTimeoutError,
     FinishReason,
@@ -166,7 +167,7 @@ class TransformersEngine(LoraEngine):
         one_sample = model.kv_shape.position_bytes * model.info.max_model_len
         budget = self._options.kv_cache_bytes or max(DEFAULT_KV_CACHE_BYTES, one_sample)
         if budget < one_sample:
-            raise EngineError(
+            raise EngineSettingsError(
                 f"kv_cache_bytes is {budget}, but one sample of {model.info.max_model_len} tokens takes {one_sample}; "
                 "raise it or lower max_model_len"
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout_svc.engines.adapters import Adapter
-from rollout_svc.engines.base import EngineError, ModelInfo, UnfitVersionError
+from rollout_svc.engines.base import EngineError, EngineSettingsError, ModelInfo, UnfitVersionError
 from rollout_svc.engines.model_files import TIED_HEAD, BaseModel, check_length, model_directory
 from rollout_svc.engines.slots.sampling import Logits, PerRow
 
@@ -51,7 +51,7 @@ class SlotModel:
         max_model_len: Most tokens of prompt and continuation; None takes the model's own limit.
 
     Raises:
-        EngineError: if the model cannot be loaded or its architecture needs more than plain causal attention.
+        EngineSettingsError: if the model cannot be loaded or its architecture needs more than plain causal attention.
     """
 
     def __init__(self, model: str, device: str, dtype: str, max_model_len: int | None) -> None:
@@ -67,14 +67,14 @@ class SlotModel:
                 self.directory, dtype=DTYPES.get(dtype, "auto"), attn_implementation=ATTENTION
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise EngineError(f"cannot load {model}: {error}") from error
+            raise EngineSettingsError(f"cannot load {model}: {error}") from error
         self.module.requires_grad_(requires_grad=False).eval().to(self.device)
         self.adapters = SlotAdapters(self.module)
         self.info = _info(model, self.module, max_model_len)
         self._picked: tuple[Tensor, Tensor] | None = None
         head = self.module.get_output_embeddings()
         if head is None:
-            raise EngineError(f'{self.info.architecture} has no output layer of its own; use engine = "vllm"')
+            raise EngineSettingsError(f'{self.info.architecture} has no output layer of its own; use engine = "vllm"')
         head.register_forward_pre_hook(self._pick)
 
     def known_of(self, base: BaseModel) -> BaseModel:
@@ -94,7 +94,7 @@ class SlotModel:
         """Run a prompt and a step, to find an unsupported architecture at the start.
 
         Raises:
-            EngineError: if the architecture is not supported, with the reason.
+            EngineSettingsError: if the architecture is not supported, with the reason.
         """
         shape = self.kv_shape
         cache = SlotCache(shape, 2 * LENGTH_CHECKED * shape.position_bytes)
@@ -104,11 +104,11 @@ class SlotModel:
             logits = self.prefill(cache, 0, [[0], [0]], [0, 1], [(0, 0), (1, 0)], adapters=[None] * 2)
             self.decode(cache, [0, 0], [1, 1], [None] * 2)
         except (NotImplementedError, RuntimeError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise EngineError(
+            raise EngineSettingsError(
                 f'{name} is not served by the transformers engine: {error}; use engine = "vllm"'
             ) from error
         if logits.shape != (2, self.info.vocabulary_size):
-            raise EngineError(f'{name} gives logits of shape {list(logits.shape)}; use engine = "vllm"')
+            raise EngineSettingsError(f'{name} gives logits of shape {list(logits.shape)}; use engine = "vllm"')
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def prefill(
@@ -220,7 +220,7 @@ def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise EngineError('device = "cuda" but there is no CUDA device; set device = "auto"')
+        raise EngineSettingsError('device = "cuda" but there is no CUDA device; set device = "auto"')
     return name
 
 
@@ -228,11 +228,11 @@ def _info(model: str, module: Any, max_model_len: int | None) -> ModelInfo:  # n
     text = module.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or max_model_len
     if longest is None:
-        raise EngineError(f"the configuration of {model} names no longest sequence; set max_model_len")
+        raise EngineSettingsError(f"the configuration of {model} names no longest sequence; set max_model_len")
     try:
         check_length(model, max_model_len or longest, longest)
     except ValueError as error:
-        raise EngineError(str(error)) from error
+        raise EngineSettingsError(str(error)) from error
     ends: set[int] = set()
     for source in (text, module.generation_config):
         named = getattr(source, "eos_token_id", None)

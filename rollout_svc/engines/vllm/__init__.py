@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_svc.config import LoraLimits, RolloutConfig
-from rollout_svc.engines.base import EngineError, InferenceEngine
+from rollout_svc.engines.base import EngineSettingsError, InferenceEngine
 from sluice.config import CommonConfig, ConfigError
 from sluice.models import sizes_on_disk
 
@@ -53,7 +53,7 @@ def check(run: CommonConfig, config: RolloutConfig) -> None:
         check_names(config.engine_args, set(config.engine_args))
         if lora is not None:
             lora_arguments(lora, on_cpu=False)
-    except EngineError as error:
+    except EngineSettingsError as error:
         raise ConfigError(f"rollout: {error}") from error
     sizes, tensor = sizes_on_disk(run.model), config.engine_args.get("tensor_parallel_size", 1)
     if sizes is not None and sizes.heads is not None and sizes.heads % tensor:
@@ -67,28 +67,30 @@ def check_names(given: Mapping[str, Any], known: set[str]) -> None:
     """Refuse unknown argument names, and those that the engine sets itself.
 
     Raises:
-        EngineError: with the most similar known name.
+        EngineSettingsError: with the most similar known name.
     """
     for name in given:
         if name in OURS:
-            raise EngineError(f"engine argument {name!r} is set by the engine itself; remove it")
+            raise EngineSettingsError(f"engine argument {name!r} is set by the engine itself; remove it")
         if name in LORA:
-            raise EngineError(f"engine argument {name!r} comes from the table [rollout.lora]; set enabled = true there")
+            raise EngineSettingsError(
+                f"engine argument {name!r} comes from the table [rollout.lora]; set enabled = true there"
+            )
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise EngineError(f"vLLM has no engine argument {name!r}{hint}")
+            raise EngineSettingsError(f"vLLM has no engine argument {name!r}{hint}")
 
 
 def lora_arguments(lora: LoraLimits, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments for an engine with adapters.
 
     Raises:
-        EngineError: if vLLM has no buffers for such a rank.
+        EngineSettingsError: if vLLM has no buffers for such a rank.
     """
     rank = next((rank for rank in LORA_RANKS if rank >= lora.max_rank), None)
     if rank is None:
-        raise EngineError(f"rollout.lora.max_rank is {lora.max_rank}; vLLM goes up to {LORA_RANKS[-1]}")
+        raise EngineSettingsError(f"rollout.lora.max_rank is {lora.max_rank}; vLLM goes up to {LORA_RANKS[-1]}")
     # On a CPU, vLLM's kernels give sequences without an adapter that of the last place. One more place, always empty, prevents it.
     places = lora.max_loras + 1 if on_cpu else lora.max_loras
     return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}

@@ -19,7 +19,7 @@ import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 
 from rollout_svc.config import LoraLimits
-from rollout_svc.engines.base import EngineError, ModelInfo
+from rollout_svc.engines.base import EngineError, EngineSettingsError, ModelInfo
 from rollout_svc.engines.vllm import check_names, lora_arguments
 from rollout_svc.engines.vllm.requests import LoadRecorder
 from sluice.clock import CLOCK, Clock
@@ -338,10 +338,10 @@ def require_tested_version(version: str) -> None:
     """Refuse a version of vLLM that was not tested.
 
     Raises:
-        EngineError: with the tested versions.
+        EngineSettingsError: with the tested versions.
     """
     if version.split("+", maxsplit=1)[0] not in TESTED_VERSIONS:
-        raise EngineError(
+        raise EngineSettingsError(
             f"vLLM {version} was not tested with this engine, which reads version spans from its internals; "
             f'install {" or ".join(TESTED_VERSIONS)}, or use engine = "transformers"'
         )
