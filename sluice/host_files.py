@@ -15,7 +15,8 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import structlog
@@ -198,6 +199,20 @@ def open_peer_file(path: str, device: int, inode: int, size: int, *, below: Path
         os.close(descriptor)
         raise PeerFileError(f"{path} {why_not}")
     return descriptor
+
+
+def rotate(paths: Sequence[Path]) -> None:
+    """Make room for a new file at the first of these paths: each file takes the path after its own, and the last one is removed.
+
+    Raises:
+        OSError: if the directory cannot be written to.
+    """
+    if len(paths) == 1:
+        paths[0].unlink(missing_ok=True)
+    # A rotation that was killed leaves a gap. Files beyond it stay, so that the next one does not delete the oldest too early.
+    gap = next((number for number, path in enumerate(paths) if number and not path.exists()), len(paths))
+    for newer, older in reversed(list(pairwise(paths[: gap + 1]))):
+        newer.rename(older)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -48,7 +48,7 @@ from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.principals import Role, add_token, new_token, replace_private
 from sluice.supervise import slurm_step
 from sluice.supervise.restart_policy import EXIT_SET_ASIDE
-from sluice.supervise.supervisor import ChildSpec, Ending, Outcome, Supervisor
+from sluice.supervise.supervisor import ChildSpec, Ending, LogLimit, Outcome, Supervisor
 
 FOLDER = "slurm"
 """Folder in the directory of the run: script, output and private files of its job."""
@@ -329,6 +329,7 @@ def _children(
                 address=f"{target} (node {hosts[first.node].name})",
                 start_s=part.start_s,
                 drain_s=part.drain_s,
+                log_limit=LogLimit(config.log_mb << 20, config.log_files),
             )
         )
     return specs

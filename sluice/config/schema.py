@@ -362,6 +362,10 @@ class CommonConfig(Section):
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         "info", description="Least severe log level that is written."
     )
+    log_mb: int = Field(
+        64, ge=1, description="Size at which the log of a service (`logs/SERVICE.log`) begins a new file, in MiB."
+    )
+    log_files: int = Field(4, ge=0, description="Older files of such a log to keep; still older lines are lost.")
 
     @field_validator("allocation_mode")
     @classmethod

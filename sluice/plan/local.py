@@ -16,7 +16,7 @@ from sluice.config.decide import VISIBLE
 from sluice.plan.plan import COMPUTES, Machines, Part, Place, Plan, Restart
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK, free_ports
-from sluice.supervise.supervisor import ChildSpec
+from sluice.supervise.supervisor import ChildSpec, LogLimit
 
 HOSTS = (LOOPBACK,)
 """The one machine, as the services reach each other on it."""
@@ -142,6 +142,7 @@ def child_specs(
                 address=address,
                 start_s=part.start_s,
                 drain_s=part.drain_s,
+                log_limit=LogLimit(run.log_mb << 20, run.log_files),
             )
         )
     return specs

@@ -26,7 +26,7 @@ from sluice.plan.plan import Part
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.principals import replace_private
 from sluice.rpc.server import free_ports, is_free
-from sluice.supervise.supervisor import ChildSpec, ChildState, LogLine, Outcome, Supervisor
+from sluice.supervise.supervisor import ChildSpec, ChildState, LogLimit, LogLine, Outcome, Supervisor
 
 ANY_NODE = "localhost"
 """Name that each certificate of the driver is valid for, and that servers are checked by: on which nodes they will be is not known."""
@@ -242,17 +242,20 @@ def _spec(order: Order, host: str, ports: Mapping[str, int], private: Path) -> C
         replace_private(token, order.dispatcher_token.encode())
         words += ["--security.dispatcher-token-file", str(token)]
     command = part.command(words, instance=order.instance, rank=str(order.rank), rendezvous=order.rendezvous)
-    security = load_run(["@", str(settings), *secured], part.service).security
+    run = load_run(["@", str(settings), *secured], part.service)
     # Ray sets this one for its workers; the plan knows better.
     given = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return ChildSpec(
         name=order.name,
         argv=(sys.executable, "-m", "sluice.cli.main", *command[1:]),
         log_path=Path(order.logs) / f"{order.name}.log",
-        wait_ready=(lambda: wait_until_serving(f"{host}:{ports['grpc']}", security)) if "grpc" in ports else _at_once,
+        wait_ready=(lambda: wait_until_serving(f"{host}:{ports['grpc']}", run.security))
+        if "grpc" in ports
+        else _at_once,
         environment=child_environment(part, given),
         ends_run=part.ends_run,
         may_leave=LEFT.get(part.service, ""),
         start_s=part.start_s,
         drain_s=part.drain_s,
+        log_limit=LogLimit(run.log_mb << 20, run.log_files),
     )

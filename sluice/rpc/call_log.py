@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +21,7 @@ from google.protobuf.message import Message
 from prometheus_client import Counter
 
 from sluice.config import SecurityConfig
+from sluice.host_files import rotate
 from sluice.rpc.access import caller
 from sluice.rpc.channel import REQUEST_ID
 from sluice.rpc.errors import SluiceError
@@ -145,7 +145,8 @@ class CallLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             if self._path.lstat().st_size + len(line) > self._most_bytes:
-                self._rotate()
+                older = (self._path.with_suffix(f".{number}.jsonl") for number in range(1, self._kept + 1))
+                rotate([self._path, *older])
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             written = os.write(descriptor, line)
@@ -154,15 +155,6 @@ class CallLog:
                 raise OSError(f"only {written} of {len(line)} bytes were written")
         finally:
             os.close(descriptor)
-
-    def _rotate(self) -> None:
-        paths = [self._path, *(self._path.with_suffix(f".{number}.jsonl") for number in range(1, self._kept + 1))]
-        if len(paths) == 1:
-            self._path.unlink(missing_ok=True)
-        # A rotation that was killed leaves a gap. Files beyond it stay, so that the next one does not delete the oldest too early.
-        gap = next((number for number, path in enumerate(paths) if number and not path.exists()), len(paths))
-        for newer, older in reversed(list(pairwise(paths[: gap + 1]))):
-            newer.rename(older)
 
     def _written(self, writing: asyncio.Future[None]) -> None:
         self._writing.discard(writing)

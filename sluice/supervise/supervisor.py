@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from sluice.clock import CLOCK, Clock
+from sluice.host_files import rotate
 from sluice.supervise.fork_server import Forked, ForkServer
 from sluice.supervise.restart_policy import (
     EXIT_BIND,
@@ -68,6 +69,19 @@ _HIDDEN_FIELDS = frozenset({"event", "level", "timestamp", "service", "exception
 
 
 @dataclass(frozen=True)
+class LogLimit:
+    """How much of a child's output stays on disk.
+
+    Attributes:
+        file_bytes: Size at which the log begins a new file.
+        files: Older files to keep.
+    """
+
+    file_bytes: int = 64 << 20
+    files: int = 4
+
+
+@dataclass(frozen=True)
 class ChildSpec:
     """A child to run.
 
@@ -82,6 +96,7 @@ class ChildSpec:
         may_leave: Why the others go on without this child when it ends with exit code 0, as a drained replica does, for people.
             Empty: its end is a failure.
         drain_s: Seconds that it takes to drain after SIGTERM, at most.
+        log_limit: How much of its output stays on disk.
     """
 
     name: str
@@ -95,6 +110,7 @@ class ChildSpec:
     address: str = ""
     start_s: float = START_S
     drain_s: float = 5.0
+    log_limit: LogLimit = LogLimit()
 
 
 class ChildState(enum.Enum):
@@ -226,7 +242,7 @@ class Supervisor:
             The outcome; None if the child has left, and the others go on.
         """
         restarts: list[float] = []
-        log = ChildLog(spec.log_path)
+        log = ChildLog(spec.log_path, spec.log_limit)
         was_ready, fruitless = False, 0
         environment = {**os.environ, **spec.environment}
         async with ForkServer(spec.fork_server, environment, watchdog, spec.start_s, self._clock) as forks:
@@ -405,13 +421,19 @@ def describe_exit(code: int) -> str:
 class ChildLog:
     """The log of one child across its restarts: a file, and the last lines in memory.
 
-    A disk that is full does not end the child: lines that cannot be written are missing in the file, which says so later.
+    A file that is full becomes ``NAME.log.1``, the one before it ``NAME.log.2``, and so on; the oldest is removed. A disk that is full
+    does not end the child: lines that cannot be written are missing in the file, which says so later.
+
+    Args:
+        path: The file; its folder is made with the first line.
+        limit: How large it may be, and how many older ones are kept.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, limit: LogLimit) -> None:
+        self.path, self._limit = path, limit
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._missing = 0
+        self._file: FileIO | None = None
 
     def tail(self) -> list[str]:
         """Return the last lines, with each line of a traceback on its own; at most `TAIL_LINES`."""
@@ -420,12 +442,10 @@ class ChildLog:
 
     async def follow(self, stream: asyncio.StreamReader, on_line: Callable[[LogLine], None]) -> None:
         """Write a process's output to the file until the process closes it, and pass on each line."""
-        with contextlib.ExitStack() as opened:
-            file: FileIO | None = None
+        try:
             async for raw in _lines(stream):
                 try:
-                    file = file or opened.enter_context(self._open())
-                    self._write(file, raw)
+                    self._write(raw)
                 except OSError as error:
                     self._missing += 1
                     if self._missing == 1:
@@ -435,19 +455,34 @@ class ChildLog:
                         on_line(LogLine(LEVELS["warning"], problem, structured=True))
                 self._tail.append(raw)
                 on_line(read_line(raw))
+        finally:
+            self._close()
 
-    def _open(self) -> FileIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return self.path.open("ab", buffering=0)
-
-    def _write(self, file: FileIO, raw: str) -> None:
+    def _write(self, raw: str) -> None:
         """Write a line, behind the number of those that are missing; leave no part of it if there is no room."""
         note = f"{self._missing} lines are missing here, which could not be written\n" if self._missing else ""
-        content, size = f"{note}{raw}\n".encode(), os.fstat(file.fileno()).st_size
+        content = f"{note}{raw}\n".encode()
+        file = self._open()
+        size = os.fstat(file.fileno()).st_size
+        if size and size + len(content) > self._limit.file_bytes:
+            self._close()
+            rotate([self.path, *(self.path.with_name(f"{self.path.name}.{n + 1}") for n in range(self._limit.files))])
+            file, size = self._open(), 0
         if file.write(content) < len(content):
             file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._missing = 0
+
+    def _open(self) -> FileIO:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -22,7 +22,7 @@ from sluice.plan.local import HOSTS, child_environment, child_specs, on_free_por
 from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK
-from sluice.supervise.supervisor import ChildSpec, Ending, Outcome
+from sluice.supervise.supervisor import ChildSpec, Ending, LogLimit, Outcome
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
 
@@ -45,6 +45,11 @@ def test_every_child_has_a_port_of_its_own(tmp_path: Path) -> None:
     ports = [port.number for place in plan.places for port in place.ports]
     assert len(set(ports)) == len(ports) == 6 + 3
     assert len(plan.peers(HOSTS).rollout) == 3
+
+
+def test_the_logs_of_the_children_are_as_large_as_the_settings_allow(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--log-mb", "3", "--log-files", "7")
+    assert {each.log_limit for each in children(run, local(run), tmp_path).values()} == {LogLimit(3 << 20, 7)}
 
 
 def test_a_run_with_external_agents_has_a_gateway_at_the_ports_of_the_settings(tmp_path: Path) -> None:

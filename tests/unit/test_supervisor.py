@@ -15,7 +15,7 @@ from simulated_clock import SimulatedClock
 from supervised import Witness, ending, eventually, gone, run, supervisor, wait_for
 
 from sluice.supervise.restart_policy import FIRST_DELAY_S, SETTLED_S
-from sluice.supervise.supervisor import ChildLog, ChildSpec, ChildState, Ending, LogLine, read_line
+from sluice.supervise.supervisor import ChildLog, ChildSpec, ChildState, Ending, LogLimit, LogLine, read_line
 
 READY = """
 import os, pathlib, signal, subprocess, sys, time
@@ -233,7 +233,7 @@ asyncio.run(Supervisor([spec], Nobody()).run(asyncio.Event()))
 async def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> None:
     """The disk is full from the second line to the third; a limit on the file's size stands for it."""
     path, said = tmp_path / "logs/child.log", []
-    log, stream = ChildLog(path), asyncio.StreamReader()
+    log, stream = ChildLog(path, LogLimit()), asyncio.StreamReader()
     following = asyncio.create_task(log.follow(stream, said.append))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -254,6 +254,31 @@ async def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Pat
     assert warning.level == 30
     assert "its lines are missing until there is room" in warning.text
     assert [line.text for line in said] == log.tail() == ["one", "two", "three", "four"]
+
+
+async def test_a_log_that_is_full_begins_a_new_file_and_the_oldest_goes(tmp_path: Path) -> None:
+    limit = LogLimit(file_bytes=8, files=2)
+    child = f"{READY}for each in 'abcdefghi':\n    print(each * 3)"
+    stranger = tmp_path / "logs/child.1.log"  # the log of the second node of a service on a cluster
+    stranger.parent.mkdir()
+    stranger.write_text("its own")
+    await run([spec(tmp_path, "child", child, ends_run=True, log_limit=limit)], Witness())
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs == {
+        "child.log": "iii\n",
+        "child.log.1": "ggg\nhhh\n",
+        "child.log.2": "eee\nfff\n",
+        "child.1.log": "its own",
+    }
+
+
+async def test_a_line_that_is_larger_than_a_log_is_written_whole_and_no_empty_file_kept(tmp_path: Path) -> None:
+    log, stream = ChildLog(tmp_path / "child.log", LogLimit(file_bytes=4, files=1)), asyncio.StreamReader()
+    stream.feed_data(b"twelve letters\nb\n")
+    stream.feed_eof()
+    await log.follow(stream, lambda _: None)
+    assert (tmp_path / "child.log").read_text() == "b\n"
+    assert (tmp_path / "child.log.1").read_text() == "twelve letters\n"
 
 
 async def test_a_log_that_cannot_be_opened_ends_nothing(tmp_path: Path) -> None:
