@@ -40,6 +40,7 @@ from orchestrator_svc.setting_aside import SetAsideShare
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.training import Training
+from orchestrator_svc.trajectory_files import TrajectoryFiles
 from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
 from sluice import host_files
 from sluice.client import TrainerClient
@@ -245,7 +246,7 @@ async def _built(
                 log.info(
                     "a task is drawn again (orchestrator.release_quarantine)", environment=environment, task=task_id
                 )
-        recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
+        recorder = _recorder(common, config)
         stack.push_async_callback(_close_files, journal, recorder)
 
         posed = partial(_posed, curriculum)
@@ -357,6 +358,11 @@ async def _built(
                 ),
             ),
         )
+
+
+def _recorder(common: CommonConfig, config: OrchestratorConfig) -> Recorder:
+    texts = TrajectoryFiles(common.run_dir / "trajectories", config.disk.trajectories_mb << 20)
+    return Recorder(common.run_dir, texts if config.write_trajectories else None)
 
 
 def _following(

@@ -276,6 +276,16 @@ class JournalConfig(Section):
     )
 
 
+class DiskConfig(Section):
+    """What the run may take of its disks."""
+
+    trajectories_mb: int = Field(
+        16_384,
+        ge=0,
+        description="Size of trajectories/step_*.jsonl in all, in MiB; with more, those of the oldest steps are removed. Only `sluice rescore` and people read them. 0: no bound.",
+    )
+
+
 class ExternalConfig(Section):
     """Episodes that external agents run (`workflow = "external"`)."""
 
@@ -525,6 +535,7 @@ class OrchestratorConfig(EpisodeConfig):
     pacing: PacingConfig = Field(default_factory=PacingConfig, description="When groups start.")
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig, description="Deadlines.")
     journal: JournalConfig = Field(default_factory=JournalConfig, description="The journal.")
+    disk: DiskConfig = Field(default_factory=DiskConfig, description="Room on disks.")
     external: ExternalConfig = Field(default_factory=ExternalConfig, description="Episodes of external agents.")
     existing_run: Literal["resume", "refuse"] = Field(
         "resume", description="What to do if the run's directory holds a journal: resume the run, or refuse to start."

@@ -23,6 +23,7 @@ import structlog
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
 from orchestrator_svc.status import RunStatus
+from orchestrator_svc.trajectory_files import TrajectoryFiles
 from sluice.config import CommonConfig
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.host_files import write_whole
@@ -355,10 +356,15 @@ def environment_row(environment: orchestrator_pb2.RunEnvironment) -> dict[str, A
 
 
 class Recorder:
-    """Writes files in a thread while the run continues."""
+    """Writes files in a thread while the run continues.
 
-    def __init__(self, run_dir: Path, *, write_text: bool) -> None:
-        self._run_dir, self._write_text = run_dir, write_text
+    Args:
+        run_dir: The run's directory.
+        texts: Takes the trajectories of each step; None if they are not written.
+    """
+
+    def __init__(self, run_dir: Path, texts: TrajectoryFiles | None) -> None:
+        self._run_dir, self._texts = run_dir, texts
         self._thread = SerialThread("recorder")
         self._writer: MetricsWriter | None = None
         self._waiting: deque[asyncio.Future[Any]] = deque()
@@ -378,12 +384,10 @@ class Recorder:
 
         def write() -> None:
             self._metrics().write(step, metrics)
-            if self._write_text:
+            if self._texts is not None:
                 number_of = cache(lineage.number)  # many trajectories, few versions
                 rows = [json.dumps(trajectory_row(each, number_of), ensure_ascii=False) + "\n" for each in records]
-                path = self._run_dir / "trajectories" / f"step_{step:06d}.jsonl"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, "".join(rows))
+                self._texts.write(step, "".join(rows))
 
         await self._soon(write)
 

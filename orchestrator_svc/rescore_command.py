@@ -63,7 +63,10 @@ def run(argv: list[str]) -> int:
     check_there(locate(config.environment), "environment")
     rows = [row for row in _stored(directory) if _within(row["step"], config.steps)]
     if not rows:
-        raise ConfigError(f"{directory / 'trajectories'} has no trajectories of these steps")
+        raise ConfigError(
+            f"{directory / 'trajectories'} has no trajectories of these steps: choose others with --steps; those of the oldest steps are"
+            " removed (orchestrator.disk.trajectories_mb), and none are written if orchestrator.write_trajectories is false"
+        )
     scored = asyncio.run(_rescored(config, rows, _seed(directory)))
     if config.output is not None:
         config.output.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from orchestrator_svc import status as status_module
 from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.report import Recorder, build_report, read_metrics, summarise
 from orchestrator_svc.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
+from orchestrator_svc.trajectory_files import TrajectoryFiles
 from sluice.rpc import SluiceError
 from sluice.sampling.addresses import check_address, resolve_targets
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
@@ -203,7 +204,7 @@ async def test_what_a_run_leaves_is_not_written_through_a_link(tmp_path: Path) -
     for path in written:
         path.parent.mkdir(exist_ok=True)
         path.with_name(f".{path.name}").symlink_to(stranger)
-    recorder = Recorder(tmp_path, write_text=True)
+    recorder = Recorder(tmp_path, TrajectoryFiles(tmp_path / "trajectories", 0))
     await recorder.step(1, {"reward/mean": 0.5}, [record("g1-0")], Lineage())
     report = await recorder.report({"steps": 1, "run": "r"})
     await recorder.close()
@@ -215,7 +216,7 @@ async def test_what_a_run_leaves_is_not_written_through_a_link(tmp_path: Path) -
 
 async def test_a_step_is_written_although_whoever_recorded_it_was_cancelled(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(report_module, "_WAITING", 0)
-    recorder, disk = Recorder(tmp_path, write_text=False), threading.Event()
+    recorder, disk = Recorder(tmp_path, None), threading.Event()
     recorder._thread.submit(disk.wait)
     recording = asyncio.create_task(recorder.step(1, {"reward/mean": 0.5}, [], Lineage()))
     await asyncio.sleep(0)
@@ -228,7 +229,7 @@ async def test_a_step_is_written_although_whoever_recorded_it_was_cancelled(tmp_
 
 async def test_two_callers_wait_for_a_slow_disk_side_by_side(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(report_module, "_WAITING", 0)
-    recorder, first, second = Recorder(tmp_path, write_text=False), threading.Event(), threading.Event()
+    recorder, first, second = Recorder(tmp_path, None), threading.Event(), threading.Event()
     recorder._waiting += [recorder._thread.submit(first.wait), recorder._thread.submit(second.wait)]
     callers = [
         asyncio.create_task(recorder.scalars(1, {"eval/reward_mean": 0.5})),
