@@ -47,6 +47,7 @@ from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, TooMuchSetAsideError, UnfinishedError
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.file_systems import check_file_system, no_locks
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller, is_local_peer
@@ -179,18 +180,24 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicers: _Servic
 
 
 @contextlib.contextmanager
-def _only_writer(directory: Path) -> Iterator[None]:
+def only_writer(directory: Path) -> Iterator[None]:
     """Keep other orchestrators out of a run's directory while the block lasts: two would write one journal.
 
     On a cluster one may still run on a machine that was given up, when another one starts elsewhere.
 
     Raises:
         SluiceError: FAILED_PRECONDITION if there is another one.
+        ConfigError: if the file system has no file locks, or the journal cannot work there for another reason.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    _check_file_system(directory)
     lock = host_files.open_private(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR)
     try:
-        if not host_files.lock_now(lock, fcntl.LOCK_EX):
+        try:
+            is_only = host_files.lock_now(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ConfigError(no_locks(directory, error)) from error
+        if not is_only:
             raise SluiceError.failed_precondition(
                 "RUN_IN_USE",
                 f"another orchestrator writes the run in {directory}: stop it, or wait until its machine has ended it",
@@ -198,6 +205,16 @@ def _only_writer(directory: Path) -> Iterator[None]:
         yield
     finally:
         host_files.close(lock)
+
+
+def _check_file_system(directory: Path) -> None:
+    """Refuse a file system that a journal cannot work on; warn of one of a network, which it may not work on."""
+    problem = check_file_system(directory)
+    if problem is None:
+        return
+    if problem.fatal:
+        raise ConfigError(f"{problem.found}: {problem.remedy}")
+    log.warning("the run's directory is on a network file system", problem=problem.found, remedy=problem.remedy)
 
 
 @contextlib.asynccontextmanager
@@ -235,7 +252,7 @@ async def _built(
 
         waiting = Waiting(clock)
 
-        stack.enter_context(_only_writer(common.run_dir))
+        stack.enter_context(only_writer(common.run_dir))
         # Of an old run it reads a million facts: signals, and the environments' processes, are served meanwhile.
         journal = await asyncio.to_thread(_journal, common, config, _following(curriculum, pace, share, waiting, clock))
         settings = LiveSettings(common, config)

@@ -37,6 +37,7 @@ from sluice.config import (
     whole_number,
 )
 from sluice.config.decide import visible_devices
+from sluice.file_systems import no_locks
 from sluice.models import check_hub, check_model
 from sluice.plan import Machines, Plan, Purpose, make_plan
 from sluice.plan.local import child_specs, free_names, known_host, local_peers, on_free_ports, this_machine
@@ -227,7 +228,11 @@ def _locked(directory: Path) -> Iterator[bool]:
     except OSError as error:
         raise ConfigError(f"cannot open the lock {path}: {error.strerror}; choose another --output-dir") from error
     try:
-        yield host_files.lock_now(lock, fcntl.LOCK_EX)
+        try:
+            is_ours = host_files.lock_now(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ConfigError(no_locks(directory, error)) from error
+        yield is_ours
     finally:
         host_files.close(lock)
 

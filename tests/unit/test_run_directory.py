@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 from rich.console import Console
 
+from orchestrator_svc.app import only_writer
+from sluice import file_systems
 from sluice.cli.quickstart import make_room
 from sluice.cli.rl import claim, write_settings
 from sluice.config import ConfigError, RunConfig, run_config_class
@@ -67,3 +74,45 @@ def test_the_settings_are_not_written_through_a_link(tmp_path: Path) -> None:
     assert 'run = "r1"' in path.read_text()
     assert not path.is_symlink()
     assert target.read_text() == "kept"
+
+
+def test_a_file_system_without_locks_is_named_with_the_remedy(tmp_path: Path, monkeypatch) -> None:
+    def flock(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match=r"no file locks .*output_dir"), claim(run_in(tmp_path), resume=False):
+        pass
+    with pytest.raises(ConfigError, match=r"no file locks .*output_dir"), only_writer(tmp_path / "r1"):
+        pass
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch) -> Callable[[str], Path]:
+    """Let a directory be on a file system of some kind; return it."""
+
+    def mount(kind: str) -> Path:
+        mounts, directory = tmp_path / f"{kind}.mountinfo", tmp_path.resolve() / kind
+        mounts.write_text(f"1 0 0:1 / / rw - ext4 a rw\n2 1 0:2 / {directory} rw,nolock - {kind} there rw\n")
+        monkeypatch.setattr(file_systems, "MOUNTS", mounts)
+        return directory / "run"
+
+    return mount
+
+
+def test_an_orchestrator_names_a_network_file_system_and_works_there_if_it_can(mounted: Callable[[str], Path]) -> None:
+    with structlog.testing.capture_logs() as logged, only_writer(mounted("nfs4")):
+        (warning,) = logged
+    assert (warning["log_level"], "nfs4" in warning["problem"]) == ("warning", True)
+    assert "second orchestrator" in warning["problem"]
+    assert "output_dir" in warning["remedy"]
+    with structlog.testing.capture_logs() as logged, only_writer(mounted("ext4")):
+        assert logged == []
+
+
+def test_an_orchestrator_refuses_an_object_store(mounted: Callable[[str], Path]) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"fuse.gcsfuse.*object store.*output_dir"),
+        only_writer(mounted("fuse.gcsfuse")),
+    ):
+        pass
