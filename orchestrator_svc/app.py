@@ -24,6 +24,7 @@ from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.evaluation import Evaluated, Evaluations
+from orchestrator_svc.free_space import DiskWatch, FreeSpace
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal, JournalLimits
@@ -258,11 +259,7 @@ async def _built(
         settings = LiveSettings(common, config)
         settings.restore(journal.ledger.settings)
         if config.release_quarantine:
-            for environment, task_id in curriculum.quarantined:
-                journal.record(released(environment, task_id))
-                log.info(
-                    "a task is drawn again (orchestrator.release_quarantine)", environment=environment, task=task_id
-                )
+            _release(journal, curriculum)
         recorder = _recorder(common, config)
         stack.push_async_callback(_close_files, journal, recorder)
 
@@ -344,11 +341,32 @@ async def _built(
             evaluations = Evaluations(config, pool, evaluated, journal, reporter, clock=clock)
         client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
         trainer = TrainerLink(client, common.run, config.deadlines, clock)
+        disks = stack.enter_context(
+            DiskWatch(_directories(common), FreeSpace(config.disk.min_free_mb << 20), changed, clock=clock)
+        )
         dispatcher = Dispatcher(
-            config, scheduler, journal, status, curriculum, pace=pace, runners=runners, changed=changed, clock=clock
+            config,
+            scheduler,
+            journal,
+            status,
+            curriculum,
+            pace=pace,
+            runners=runners,
+            space=disks.space,
+            changed=changed,
+            clock=clock,
         )
         training = Training(
-            config, scheduler, journal, status, curriculum, trainer=trainer, pool=pool, changed=changed, clock=clock
+            config,
+            scheduler,
+            journal,
+            status,
+            curriculum,
+            trainer=trainer,
+            pool=pool,
+            space=disks.space,
+            changed=changed,
+            clock=clock,
         )
         run = Run(
             settings,
@@ -362,6 +380,7 @@ async def _built(
             reporter=reporter,
             desk=desk,
             share=share,
+            disks=disks,
             clock=clock,
         )
         yield (
@@ -380,6 +399,20 @@ async def _built(
 def _recorder(common: CommonConfig, config: OrchestratorConfig) -> Recorder:
     texts = TrajectoryFiles(common.run_dir / "trajectories", config.disk.trajectories_mb << 20)
     return Recorder(common.run_dir, texts if config.write_trajectories else None)
+
+
+def _release(journal: Journal, curriculum: Curriculum) -> None:
+    """Let all tasks in quarantine be drawn again."""
+    for environment, task_id in curriculum.quarantined:
+        journal.record(released(environment, task_id))
+        log.info("a task is drawn again (orchestrator.release_quarantine)", environment=environment, task=task_id)
+
+
+def _directories(common: CommonConfig) -> list[Path]:
+    """Return what the run writes to, as far as it is on this machine: each may be on a file system of its own."""
+    versions = getattr(getattr(common, "weightsync", None), "directory", None)
+    weights = common.run_dir / "weights" if versions is None else versions / common.run
+    return [common.run_dir, common.run_dir / "checkpoints", weights]
 
 
 def _following(

@@ -277,8 +277,13 @@ class JournalConfig(Section):
 
 
 class DiskConfig(Section):
-    """What the run may take of its disks."""
+    """What the run may take of its disks (docs/disk.md)."""
 
+    min_free_mb: int = Field(
+        2048,
+        ge=0,
+        description="MiB to leave free on each file system of this machine that holds the run's directory, checkpoints or weights; with less, the run pauses, and goes on by itself when a quarter more is free. 0: it never pauses.",
+    )
     trajectories_mb: int = Field(
         16_384,
         ge=0,

@@ -15,6 +15,7 @@ import structlog
 
 from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
 from orchestrator_svc.curriculum import SHARED, Curriculum, overlong_counter
+from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Group, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
@@ -54,6 +55,7 @@ class Dispatcher:
         curriculum: Chooses the tasks; follows the facts of the journal.
         pace: Says how long the next group may wait; follows them too.
         runners: Run the groups of each environment, with one engine.
+        space: Says whether the run waits for room on a disk.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -67,6 +69,7 @@ class Dispatcher:
         *,
         pace: Pace,
         runners: Mapping[str, GroupRunner],
+        space: FreeSpace,
         changed: asyncio.Event,
         clock: Clock = CLOCK,
     ) -> None:
@@ -76,7 +79,7 @@ class Dispatcher:
         self._ledger = journal.ledger
         self._engine = next(iter(runners.values())).engine
         self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
-        self.paused = False
+        self._paused, self._space = False, space
         self._outage = Outage(config.max_failed_groups, config.max_failed_tasks, config.deadlines.outage_s)
         self._lost_since: float | None = None
         self._behind_since: float | None = None
@@ -88,7 +91,12 @@ class Dispatcher:
 
     def pause(self) -> None:
         """Start no more groups; those under way end."""
-        self.paused = True
+        self._paused = True
+
+    @property
+    def paused(self) -> bool:
+        """Whether no group starts, because somebody paused the run or a disk is short of room."""
+        return self._paused or bool(self._space.short)
 
     @property
     def outage(self) -> str:
@@ -96,8 +104,8 @@ class Dispatcher:
         return self._status.waits_for.get(_OUTAGE, "")
 
     def resume(self) -> None:
-        """Start groups again."""
-        self.paused = False
+        """Start groups again, as soon as there is room for what they bring."""
+        self._paused = False
         self._outage.try_now(self._clock())
         self._changed.set()
 

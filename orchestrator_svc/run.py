@@ -19,6 +19,7 @@ from orchestrator_svc.announcements import Announcements
 from orchestrator_svc.config import CheckpointConfig, EvaluationConfig
 from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.evaluation import Evaluations, Standing, release_left
+from orchestrator_svc.free_space import LOOK_S, DiskWatch
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.live_settings import LiveSettings
@@ -36,6 +37,9 @@ from sluice.versions import BASE, Version
 
 log = structlog.get_logger(__name__)
 
+_ROOM = "room"
+"""Name of a disk without room in what the run waits for."""
+
 
 class Run:
     """One run, or the rest of one that an earlier process began.
@@ -47,6 +51,7 @@ class Run:
         evaluations: Evaluates between steps; None if the run never does.
         desk: Has the episodes of external agents; `run` ends those whose time is over.
         share: Says when too much is set aside.
+        disks: Asks the disks for their room; `run` looks regularly, and pauses while one is short of it.
 
     Attributes:
         gave_up: Why the run ended if it had paused because too much was set aside; empty otherwise.
@@ -66,9 +71,11 @@ class Run:
         reporter: RunReporter,
         desk: Desk,
         share: SetAsideShare,
+        disks: DiskWatch,
         clock: Clock = CLOCK,
     ) -> None:
         self._desk, self._share, self._clock = desk, share, clock
+        self._disks, self._space = disks, disks.space
         self._give_up_at: float | None = None  # when a pause is over that too much set aside began
         self.gave_up = ""
         self._settings, self._config = settings, settings.config
@@ -135,8 +142,8 @@ class Run:
             await self._journal.durable()
         self._give_up_at = None
         self._dispatcher.resume()
-        if outage := self._dispatcher.outage:
-            self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, outage)
+        if waits_for := self._dispatcher.outage or self._space.short:
+            self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, f"waits for {waits_for}")
         elif self._status.state == orchestrator_pb2.RUN_STATE_PAUSED:
             self._status.enter(orchestrator_pb2.RUN_STATE_RUNNING, "resumed by an operator")
 
@@ -155,6 +162,26 @@ class Run:
         elif self._give_up_at is not None and now >= self._give_up_at and not self._stop_reason:
             self.gave_up = self._share.exceeded or "too much was set aside"
             self.stop(f"nobody let the paused run go on within {limit_s:g} s: {self.gave_up}")
+
+    async def _mind_room(self) -> None:
+        """Look at the disks: pause while one is short of room."""
+        was_short = bool(self._space.short)
+        await self._disks.look()
+        short, status = self._space.short, self._status
+        if not short:
+            status.waits_for.pop(_ROOM, None)
+        else:
+            status.waits_for[_ROOM] = short
+        if short and not was_short:
+            log.error("paused: a disk is short of room", problem=short)
+            if status.state == orchestrator_pb2.RUN_STATE_RUNNING:
+                status.enter(orchestrator_pb2.RUN_STATE_PAUSED, f"waits for {short}")
+        elif was_short and not short:
+            log.info("there is room on the disks again: the pause is over")
+            if status.state == orchestrator_pb2.RUN_STATE_PAUSED and not (
+                self._dispatcher.paused or self._dispatcher.outage
+            ):
+                status.enter(orchestrator_pb2.RUN_STATE_RUNNING, "there is room on the disks again")
 
     def stop(self, reason: str) -> None:
         """End in order: the batches that are made are still trained, then come the last checkpoint and the report."""
@@ -242,12 +269,15 @@ class Run:
 
     async def _train(self, beside: asyncio.TaskGroup) -> None:
         """Dispatch and train side by side until the last batch is applied."""
+        await self._mind_room()
         if not self._stop_reason:
-            paused = self._dispatcher.paused
-            self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED if paused else orchestrator_pb2.RUN_STATE_RUNNING)
+            paused, short = self._dispatcher.paused, self._space.short
+            state = orchestrator_pb2.RUN_STATE_PAUSED if paused else orchestrator_pb2.RUN_STATE_RUNNING
+            self._status.enter(state, f"waits for {short}" if short else "")
         helpers = [
             beside.create_task(self._dispatcher.run(), name="dispatch"),
             beside.create_task(self._report_load(), name="load"),
+            beside.create_task(self._look_at_disks(), name="room on disks"),
             beside.create_task(self._status.loop_lag.run(), name="loop lag"),
         ]
 
@@ -269,6 +299,7 @@ class Run:
         await self._training.run(on_step, await self._reporter.steps())
         for each in helpers:
             each.cancel()
+        self._status.waits_for.pop(_ROOM, None)
 
     async def _evaluate(self, evaluations: Evaluations, version: Version) -> None:
         """Evaluate a version; keep its checkpoint if it is the best; end the run if nothing becomes better any more."""
@@ -311,6 +342,11 @@ class Run:
             await self._clock.sleep(self._config.load_report_s)
             self._status.report_load()
             self._mind_share()
+
+    async def _look_at_disks(self) -> None:
+        while True:
+            await self._clock.sleep(LOOK_S)
+            await self._mind_room()
 
     async def _end(self) -> None:
         self._desk.end()

@@ -19,6 +19,7 @@ import structlog
 
 from orchestrator_svc.config import NO_ADVANTAGE, OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
+from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.journal.ledger import Batch, Group, Reason, Stage
 from orchestrator_svc.journal.segments import JournalError
@@ -68,6 +69,7 @@ class Training:
     Args:
         curriculum: A checkpoint notes where it stands.
         pool: Knows the tokenizer and the precision of the replicas.
+        space: Says whether the run waits for room on a disk: then no batch is made, since each ends as a version.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -81,11 +83,12 @@ class Training:
         *,
         trainer: TrainerLink,
         pool: ReplicaPool,
+        space: FreeSpace,
         changed: asyncio.Event,
         clock: Clock = CLOCK,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
-        self._curriculum, self._clock = curriculum, clock
+        self._curriculum, self._space, self._clock = curriculum, space, clock
         self._trainer, self._pool, self._changed = trainer, pool, changed
         self._ledger = journal.ledger
         self._at_trainer: set[int] = set()
@@ -399,9 +402,9 @@ class Training:
             raise
 
     async def _make_batch(self) -> Batch:
-        """Make the next batch as soon as the trainer has room for it and its groups are complete."""
+        """Make the next batch as soon as the trainer and the disks have room for it and its groups are complete."""
         while True:
-            if len(self._at_trainer) < _MOST_AT_TRAINER:
+            if len(self._at_trainer) < _MOST_AT_TRAINER and not self._space.short:
                 self._drop_stale()
                 groups = self._scheduler.choose_batch()
                 if groups is not None and (made := await self._made_of(groups)) is not None:

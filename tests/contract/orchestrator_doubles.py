@@ -450,6 +450,7 @@ def orchestrator_settings(directory, host: str, **settings) -> OrchestratorConfi
         "max_steps": 4,
         "server": {"host": host},
         "load_report_s": 0.05,
+        "disk": {"min_free_mb": 0},
         "deadlines": {"watchers_s": 60.0, "start_s": 60.0, "lost_s": 60.0},
     }
     return OrchestratorConfig.model_validate({**given, **settings})
