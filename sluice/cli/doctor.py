@@ -1,4 +1,4 @@
-"""`sluice doctor [@ rl.toml]`: look at the machine, a run's settings and its services, and say what is wrong and what to do."""
+"""`sluice doctor [RUN_DIRECTORY | @ rl.toml]`: look at the machine, a run's settings and its services, and say what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from sluice.cli.rl import check_run
+from sluice.cli.rl import CONFIG_FILE, check_run
 from sluice.config import ConfigError, Options, RunConfig, load_run, service_names
 from sluice.doctor.finding import Finding, State, ok, wrong
 from sluice.doctor.machine import check_engine, check_machine
@@ -30,8 +31,8 @@ def run(argv: list[str]) -> int:
     """
     parser = Options(
         prog="sluice doctor",
-        description=f"{__doc__} Without further words it looks at the machine alone. Further words are settings, as `sluice rl` takes"
-        " them.",
+        description=f"{__doc__} Without further words it looks at the machine alone. A directory is that of a run, whose settings it has."
+        " Further words are settings, as `sluice rl` takes them.",
     )
     parser.add_argument("--peers", action="store_true", help="ask the services that the settings name (peers), too")
     parser.add_argument(
@@ -44,7 +45,8 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     arguments, settings = parser.parse_known_args(argv)
-    findings = list(_findings(settings, arguments.start, peers=arguments.peers))
+    directory, settings = _run_directory(settings)
+    findings = list(_findings(settings, arguments.start, directory, peers=arguments.peers))
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(each) for each in findings], indent=2) + "\n")
     else:
@@ -52,9 +54,26 @@ def run(argv: list[str]) -> int:
     return int(any(each.state is State.WRONG for each in findings))
 
 
-def _findings(words: list[str], start: list[str], *, peers: bool) -> Iterator[Finding]:
+def _run_directory(words: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the directory of a run that the first word names, None if it names none, and the settings.
+
+    Raises:
+        ConfigError: if there is no such directory.
+    """
+    if not words or words[0].startswith(("-", "@")):
+        return None, words
+    directory, rest = Path(words[0]), words[1:]
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory} is no directory: name that of a run, such as outputs/NAME, or give its settings with @ rl.toml"
+        )
+    path = directory / CONFIG_FILE
+    return directory, ["@", str(path), *rest] if path.is_file() else rest
+
+
+def _findings(words: list[str], start: list[str], directory: Path | None, *, peers: bool) -> Iterator[Finding]:
     yield from check_machine()
-    if not words and not start and not peers:
+    if not words and not start and not peers and directory is None:
         return
     try:
         config = load_run(words)
@@ -66,7 +85,7 @@ def _findings(words: list[str], start: list[str], *, peers: bool) -> Iterator[Fi
         engine = ENGINES.get(getattr(config.section("rollout"), "engine", ""))
         if engine is not None:
             yield check_engine(engine.library, f"`pip install {engine.library}` as docs/rollout.md says")
-    yield from check_settings(config, start)
+    yield from check_settings(config, start, directory)
     if peers:
         yield from asyncio.run(check_peers(peers_of(config), config.security))
 

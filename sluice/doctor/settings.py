@@ -17,7 +17,9 @@ from sluice.certificates import now_utc, read_leaf
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig
 from sluice.doctor.finding import Finding, ok, warning, wrong
 from sluice.doctor.machine import GIB, size_text
+from sluice.file_systems import check_file_system
 from sluice.rpc.access import Access
+from sluice.run_files import uses
 
 VERSIONS_IN_MEMORY = 2
 """Versions of the weights that a replica stages: the served one and the next."""
@@ -26,15 +28,21 @@ COPIES_ON_DISK = 8
 """Sizes of the model that a run needs at least: two checkpoints with the state of the optimizer, and two versions."""
 
 
-def check_settings(run: RunConfig, services: Sequence[str]) -> Iterator[Finding]:
+def check_settings(run: RunConfig, services: Sequence[str], directory: Path | None = None) -> Iterator[Finding]:
     """Look at what the settings name on this machine.
 
     Args:
         run: The settings.
         services: Those that are to be started here one by one: their ports must be free.
+        directory: The run's directory if it is not where the settings say.
     """
-    size = weight_bytes(run.model)
-    yield check_disk(run.output_dir, size)
+    size, least, run_dir = weight_bytes(run.model), least_free(run), directory or run.run_dir
+    yield check_disk(directory or run.output_dir, size, least)
+    versions = versions_of(run)
+    if versions is not None and versions.exists() and not _same_disk(versions, run_dir):
+        yield check_disk(versions, 0, least)
+    yield from check_file_systems(run_dir)
+    yield from check_files(run_dir, versions)
     stage = getattr(run.section("rollout"), "stage_dir", None)
     if stage is not None:
         yield check_stage(stage, size)
@@ -49,9 +57,35 @@ def weight_bytes(model: str) -> int:
     return sum(each.stat().st_size for each in Path(model).glob("*.safetensors")) if model else 0
 
 
-def check_disk(directory: Path, model_bytes: int) -> Finding:
-    """Look whether a run can write its files, and whether they have room."""
-    existing = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+def least_free(run: RunConfig) -> int:
+    """Return the bytes that a run leaves free on its disks: with less it pauses."""
+    disk = getattr(run.section("orchestrator"), "disk", None)
+    return 0 if disk is None else int(disk.min_free_mb) << 20
+
+
+def versions_of(run: RunConfig) -> Path | None:
+    """Return the directory of the run's versions; None if it is ``weights`` in the run's directory."""
+    directory: Path | None = getattr(run.section("weightsync"), "directory", None)
+    return None if directory is None else directory / run.run
+
+
+def _existing(directory: Path) -> Path:
+    return next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+
+
+def _same_disk(one: Path, other: Path) -> bool:
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def check_disk(directory: Path, model_bytes: int, least_bytes: int = 0) -> Finding:
+    """Look whether a run can write its files, and whether they have room.
+
+    Args:
+        directory: Where it writes them.
+        model_bytes: Size of the model's weights.
+        least_bytes: What the run leaves free.
+    """
+    existing = _existing(directory)
     if not existing.is_dir():
         return wrong("disk", f"{existing} is no directory", "choose another --output-dir")
     try:
@@ -64,7 +98,12 @@ def check_disk(directory: Path, model_bytes: int) -> Finding:
             "choose another --output-dir, or change its rights",
         )
     free, needed = shutil.disk_usage(existing).free, max(COPIES_ON_DISK * model_bytes, GIB // 4)
-    text = f"{directory}: {size_text(free)} free"
+    bound = f"; with less than {size_text(least_bytes)} a run pauses (orchestrator.disk.min_free_mb)"
+    text = f"{directory}: {size_text(free)} free" + (bound if least_bytes else "")
+    if free < least_bytes:
+        return wrong(
+            "disk", text, "make room (the lines `files` of a run show what takes how much), or lower that setting"
+        )
     if free < needed:
         return wrong(
             "disk",
@@ -72,6 +111,29 @@ def check_disk(directory: Path, model_bytes: int) -> Finding:
             f"this run needs {size_text(needed)} for checkpoints and weights: make room, or choose another --output-dir",
         )
     return ok("disk", text)
+
+
+def check_file_systems(run_dir: Path) -> Iterator[Finding]:
+    """Look whether the journal can work where the run's directory is or will be."""
+    problem = check_file_system(run_dir)
+    if problem is not None:
+        yield (wrong if problem.fatal else warning)("file system", problem.found, problem.remedy)
+
+
+def check_files(run_dir: Path, versions: Path | None) -> Iterator[Finding]:
+    """Show what the files of a run take, by kind, the largest first; nothing if there is no such run.
+
+    Args:
+        run_dir: Its directory.
+        versions: The directory of its versions; None: ``weights`` in its directory.
+    """
+    if not run_dir.is_dir():
+        return
+    found = uses(run_dir, versions)
+    yield ok("files", f"{run_dir} takes {size_text(sum(each.size_bytes for each in found))}")
+    for each in found:
+        count = "1 file" if each.files == 1 else f"{each.files:,} files"
+        yield ok("files", f"{size_text(each.size_bytes):>10}  {each.kind.name}, {count}; bound: {each.kind.bound}")
 
 
 def check_stage(directory: Path, model_bytes: int) -> Finding:

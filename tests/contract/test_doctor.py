@@ -14,6 +14,7 @@ import pytest
 from certificates import Authority
 from trainer_double import start_double
 
+from sluice import file_systems
 from sluice.cli import doctor
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.doctor import machine, peers, settings
@@ -101,6 +102,19 @@ def test_a_disk_without_room_or_that_is_none(tmp_path: Path, monkeypatch) -> Non
     monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: Usage(9 * GIB, 6 * GIB, 3 * GIB))
     found = settings.check_disk(tmp_path, GIB)
     assert (found.state, "needs 8.0 GiB" in found.remedy) == (State.WRONG, True)
+    assert "a run pauses" not in found.found
+    assert "with less than 2.0 GiB a run pauses" in one([settings.check_disk(tmp_path, 0, 2 * GIB)], State.OK).found
+    assert "lower that setting" in one([settings.check_disk(tmp_path, 0, 4 * GIB)], State.WRONG).remedy
+
+
+def test_a_network_file_system_is_warned_of_and_an_object_store_wrong(tmp_path: Path, monkeypatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    monkeypatch.setattr(file_systems, "MOUNTS", mounts)
+    for kind, state in (("nfs4", State.WARNING), ("fuse.s3fs", State.WRONG)):
+        mounts.write_text(f"1 0 0:1 / {tmp_path.resolve()} rw - {kind} there rw\n")
+        assert kind in one(settings.check_file_systems(tmp_path / "run"), state).found
+    mounts.write_text("1 0 0:1 / / rw - ext4 here rw\n")
+    assert not list(settings.check_file_systems(tmp_path / "run"))
 
 
 def test_shared_memory_that_two_versions_do_not_fit_into(tmp_path: Path, monkeypatch) -> None:

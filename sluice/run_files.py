@@ -1,0 +1,113 @@
+"""What lies in a run's directory, how much of the disk each kind of file takes, and what bounds it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+OTHER = "other files"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        name: For people.
+        names: Patterns of what holds it, directly in the run's directory.
+        bound: What keeps it from growing, or why nothing does.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    bound: str
+
+
+KINDS = (
+    Kind("logs", ("logs",), "log_mb and log_files of each service"),
+    Kind("log of calls", ("calls",), "security.call_log_mb and security.call_log_files of each service"),
+    Kind(
+        "journal, facts",
+        ("journal.sqlite*", "journal.v1.sqlite*"),
+        "no bound: resume, audit and trace need every fact, some 400 bytes each",
+    ),
+    Kind(
+        "journal, payloads",
+        ("journal",),
+        "each checkpoint deletes those that the one before it covers (orchestrator.checkpoint)",
+    ),
+    Kind("trajectories", ("trajectories",), "orchestrator.disk.trajectories_mb"),
+    Kind(
+        "checkpoints", ("checkpoints",), "trainer.checkpoint.keep, and one that orchestrator.evaluation.keep_best keeps"
+    ),
+    Kind("versions", ("weights",), "weightsync.keep and weightsync.max_bytes; versions in use stay"),
+    Kind("records of batches", ("trainer",), "no bound: an audit needs them, some 37 bytes a trajectory"),
+    Kind("metrics", ("metrics.jsonl", "tensorboard"), "no bound: the report needs every step, some kilobytes each"),
+    Kind("states of the training API", ("trainings",), "tuner.limits.states of each principal"),
+    Kind(OTHER, ("*",), "settings, report and plots"),
+)
+"""Every kind, the one that takes what is left last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a kind of file takes.
+
+    Attributes:
+        kind: The kind.
+        size_bytes: Size of its files; one with several names counts once.
+        files: How many there are.
+    """
+
+    kind: Kind
+    size_bytes: int
+    files: int
+
+
+def uses(run_dir: Path, versions: Path | None = None) -> list[Use]:
+    """Return what each kind takes, the largest first; those that have no files are left out.
+
+    Args:
+        run_dir: The run's directory, also of a run that lives.
+        versions: The directory of the run's versions; None: ``weights`` in the run's directory.
+
+    Raises:
+        OSError: if the run's directory cannot be read.
+    """
+    places = {each.name: each for each in run_dir.iterdir()}
+    if versions is not None:
+        places["weights"] = versions
+    sizes: dict[str, list[int]] = {kind.name: [] for kind in KINDS}
+    seen: set[tuple[int, int]] = set()
+    for name, place in places.items():
+        for status in _files(place):
+            if (status.st_dev, status.st_ino) not in seen:
+                seen.add((status.st_dev, status.st_ino))
+                sizes[kind_of(name).name].append(status.st_size)
+    found = [Use(kind, sum(sizes[kind.name]), len(sizes[kind.name])) for kind in KINDS if sizes[kind.name]]
+    return sorted(found, key=lambda use: -use.size_bytes)
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of what has this name in a run's directory."""
+    return next(kind for kind in KINDS if any(fnmatch(name, pattern) for pattern in kind.names))
+
+
+def _files(place: Path) -> Iterator[os.stat_result]:
+    """Yield the files at a place or below it. The place may be a link to another disk; links below it are not followed."""
+    pending, follows = [place], True
+    while pending:
+        path = pending.pop()
+        try:
+            status = path.stat(follow_symlinks=follows)
+            if stat.S_ISDIR(status.st_mode):
+                pending += path.iterdir()
+            elif stat.S_ISREG(status.st_mode):
+                yield status
+        except OSError:
+            pass  # a live run removed it, or another user's
+        follows = False
