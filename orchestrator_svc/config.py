@@ -92,6 +92,11 @@ class CheckpointConfig(Section):
     every_s: float = Field(
         0, ge=0, description="Seconds between checkpoints, looked at after each step; 0: see `every_steps`."
     )
+    every_mb: int = Field(
+        16_384,
+        ge=0,
+        description="Most MiB of payloads in the journal: a checkpoint is due when half of it was written since the last one, whatever `every_steps` and `every_s` say, because only checkpoints release payloads. 0: no bound.",
+    )
     final: bool = Field(True, description="Write a checkpoint after the last step.")
     deadline_s: float = Field(1800.0, gt=0, description="Seconds that one checkpoint may take.")
 

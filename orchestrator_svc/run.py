@@ -86,6 +86,7 @@ class Run:
         self._evaluating: asyncio.Task[None] | None = None
         now = self._clock()
         self._save_due = Every(self._config.checkpoint, now)
+        self._kept_at_save = 0  # what the journal had kept when the last checkpoint began
         self._evaluation_due = Every(self._config.evaluation, now)
         self._stop_reason = ""
 
@@ -286,7 +287,9 @@ class Run:
             if step.past:
                 return
             now = self._clock()
-            if self._save_due.at(step.version.number, now) and (self._saving is None or self._saving.done()):
+            due = self._save_due.at(step.version.number, now) or self._much_kept()
+            if due and (self._saving is None or self._saving.done()):
+                self._kept_at_save = self._journal.kept_bytes
                 self._saving = beside.create_task(self._save(), name="checkpoint")
             if self._evaluations is not None and self._evaluation_due.at(step.version.number, now):
                 if self._evaluating is not None and not self._evaluating.done():
@@ -300,6 +303,14 @@ class Run:
         for each in helpers:
             each.cancel()
         self._status.waits_for.pop(_ROOM, None)
+
+    def _much_kept(self) -> bool:
+        """Return whether the journal has kept so much since the last checkpoint that it is time for another.
+
+        A checkpoint releases what the one before it covers, so each may bring half of what the journal may hold.
+        """
+        most = self._config.checkpoint.every_mb << 20
+        return bool(most) and self._journal.kept_bytes - self._kept_at_save >= most // 2
 
     async def _evaluate(self, evaluations: Evaluations, version: Version) -> None:
         """Evaluate a version; keep its checkpoint if it is the best; end the run if nothing becomes better any more."""

@@ -38,7 +38,7 @@ KINDS = (
     Kind(
         "journal, payloads",
         ("journal",),
-        "each checkpoint deletes those that the one before it covers (orchestrator.checkpoint)",
+        "orchestrator.checkpoint.every_mb: each checkpoint deletes those that the one before it covers",
     ),
     Kind("trajectories", ("trajectories",), "orchestrator.disk.trajectories_mb"),
     Kind(

@@ -139,6 +139,7 @@ class Journal:
     Attributes:
         ledger: The state of the run. Only `record` changes it.
         resumes: Whether an earlier process began the run.
+        kept_bytes: Size of all payloads so far: of those that were on disk at the start, and of those that `keep` took.
 
     Raises:
         JournalError: if the journal belongs to something else or cannot be read.
@@ -175,6 +176,7 @@ class Journal:
             self._directory, self._limits.segment_bytes, self._disk, after=self.ledger.last_segment
         )
         self.resumes = self.ledger.allotted > 0
+        self.kept_bytes = sum(path.stat().st_size for path in self._directory.glob("segment-*.bin"))
         self._begin(identity, software_version)
         self._thread = SerialThread("journal")
 
@@ -301,6 +303,7 @@ class Journal:
         place = self._segments.place(content)
         self._waiting.payloads.append((place, content))
         self._waiting.payload_bytes += len(content)
+        self.kept_bytes += len(content)
         return place.to_proto()
 
     def keep_trajectories(

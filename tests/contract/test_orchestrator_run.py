@@ -706,6 +706,18 @@ async def test_a_dead_disk_does_not_keep_a_run_from_ending_in_its_drain_time(sce
         answer.set()
 
 
+@pytest.mark.parametrize(("every_mb", "saves"), [(4, True), (0, False)])
+async def test_a_journal_that_grows_large_makes_a_checkpoint_due_which_releases_it(scene, every_mb, saves) -> None:
+    scene.replicas[0].text = lambda request, index: "a" * (20_000 + index)
+    checkpoint = {"every_steps": 0, "every_s": 0, "final": False, "every_mb": every_mb}
+    await scene.run(max_steps=16, checkpoint=checkpoint, sampling={"max_tokens": 30_000}, journal={"segment_mb": 1})
+    assert bool(scene.trainer.checkpoints) == saves
+    size = sum(path.stat().st_size for path in (scene.run_dir / "journal").iterdir())
+    assert (size < 8 << 20) == saves
+    facts = [fact.WhichOneof("kind") for _, fact in read_facts(scene.run_dir)]
+    assert facts.count("checkpoint_covered") == len(scene.trainer.checkpoints) < 16
+
+
 async def test_an_existing_run_is_refused_when_told_to(scene) -> None:
     await scene.run()
     with pytest.raises(ConfigError, match="exists"):
