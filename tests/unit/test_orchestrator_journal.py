@@ -129,6 +129,17 @@ def test_a_journal_that_is_just_made_has_no_facts_yet(tmp_path) -> None:
     assert list(read_facts(tmp_path)) == []
 
 
+def test_a_file_system_on_which_sqlite_has_no_shared_memory_is_refused_with_the_remedy(tmp_path, monkeypatch) -> None:
+    connect = sqlite3.connect
+
+    def without_shared_memory(path: Path, **options) -> sqlite3.Connection:
+        return connect(f"{path.as_uri()}?vfs=unix-dotfile", uri=True, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", without_shared_memory)
+    with pytest.raises(JournalError, match=r"refuses SQLite's write-ahead log .*'delete'.*output_dir"):
+        Journal(tmp_path, {})
+
+
 async def test_an_unfinished_group_keeps_what_was_sampled_of_it_until_it_begins_again(tmp_path) -> None:
     journal = open_journal(tmp_path)
     journal.record(drawn(1))
