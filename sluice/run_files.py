@@ -28,8 +28,8 @@ class Kind:
 
 
 KINDS = (
-    Kind("logs", ("logs",), "log_mb and log_files of each service"),
-    Kind("log of calls", ("calls",), "security.call_log_mb and security.call_log_files of each service"),
+    Kind("logs", ("logs",), "bounded by log_mb and log_files of each service"),
+    Kind("log of calls", ("calls",), "bounded by security.call_log_mb and security.call_log_files of each service"),
     Kind(
         "journal, facts",
         ("journal.sqlite*", "journal.v1.sqlite*"),
@@ -38,16 +38,18 @@ KINDS = (
     Kind(
         "journal, payloads",
         ("journal",),
-        "orchestrator.checkpoint.every_mb: each checkpoint deletes those that the one before it covers",
+        "bounded by orchestrator.checkpoint.every_mb: a checkpoint deletes those that the one before it covers",
     ),
-    Kind("trajectories", ("trajectories",), "orchestrator.disk.trajectories_mb"),
+    Kind("trajectories", ("trajectories",), "bounded by orchestrator.disk.trajectories_mb"),
     Kind(
-        "checkpoints", ("checkpoints",), "trainer.checkpoint.keep, and one that orchestrator.evaluation.keep_best keeps"
+        "checkpoints",
+        ("checkpoints",),
+        "bounded by trainer.checkpoint.keep, and one that orchestrator.evaluation.keep_best keeps",
     ),
-    Kind("versions", ("weights",), "weightsync.keep and weightsync.max_bytes; versions in use stay"),
+    Kind("versions", ("weights",), "bounded by weightsync.keep and weightsync.max_bytes; versions in use stay"),
     Kind("records of batches", ("trainer",), "no bound: an audit needs them, some 37 bytes a trajectory"),
     Kind("metrics", ("metrics.jsonl", "tensorboard"), "no bound: the report needs every step, some kilobytes each"),
-    Kind("states of the training API", ("trainings",), "tuner.limits.states of each principal"),
+    Kind("states of the training API", ("trainings",), "bounded by tuner.limits.states of each principal"),
     Kind(OTHER, ("*",), "settings, report and plots"),
 )
 """Every kind, the one that takes what is left last."""

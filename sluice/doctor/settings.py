@@ -133,7 +133,7 @@ def check_files(run_dir: Path, versions: Path | None) -> Iterator[Finding]:
     yield ok("files", f"{run_dir} takes {size_text(sum(each.size_bytes for each in found))}")
     for each in found:
         count = "1 file" if each.files == 1 else f"{each.files:,} files"
-        yield ok("files", f"{size_text(each.size_bytes):>10}  {each.kind.name}, {count}; bound: {each.kind.bound}")
+        yield ok("files", f"{size_text(each.size_bytes):>10}  {each.kind.name}, {count}; {each.kind.bound}")
 
 
 def check_stage(directory: Path, model_bytes: int) -> Finding:

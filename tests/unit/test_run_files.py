@@ -91,7 +91,7 @@ def test_every_setting_that_bounds_a_kind_is_one() -> None:
 def test_doctor_shows_them_with_their_bounds(run_dir: Path) -> None:
     total, first, *_ = check_files(run_dir, None)
     assert total.found == f"{run_dir} takes 0.0 MiB"
-    assert "checkpoints, 2 files; bound: trainer.checkpoint.keep" in first.found
+    assert "checkpoints, 2 files; bounded by trainer.checkpoint.keep" in first.found
     assert not list(check_files(run_dir / "none", None))
 
 
@@ -102,7 +102,7 @@ def test_doctor_takes_the_directory_of_a_run_in_place_of_settings(run_dir: Path,
     doctor.run([str(run_dir)])
     said = capsys.readouterr().out
     assert "with less than 3.0 MiB a run pauses (orchestrator.disk.min_free_mb)" in said
-    assert "trajectories, 1 file; bound: orchestrator.disk.trajectories_mb" in said
+    assert "trajectories, 1 file; bounded by orchestrator.disk.trajectories_mb" in said
     (run_dir / "config.toml").unlink()
     assert doctor.run([str(run_dir)]) == 0
     assert "trajectories, 1 file" in capsys.readouterr().out
