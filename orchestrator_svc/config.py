@@ -246,7 +246,7 @@ class DeadlinesConfig(Section):
     episode_s: float = Field(
         900.0,
         gt=0,
-        description="Seconds for a group and its scoring; a later one is dropped and counted. Time in which all its requests wait for a replica does not count.",
+        description="Seconds for a group; a later one is dropped and counted. Time in which all its requests wait for a replica does not count, nor does scoring, which has limits of its own (`environment_processes.score_s`).",
     )
     outage_s: float = Field(
         3600.0,

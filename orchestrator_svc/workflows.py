@@ -238,7 +238,8 @@ class Scored:
         records = await self._workflow.arun_episode(engine, data)
         unscored = [each for each in records if not each.trajectory.HasField("reward")]
         answers = [each.conversation.messages[-1].content for each in unscored]
-        scores = await self._environment.judge(data.task, answers) if unscored else []
+        with engine.scoring():
+            scores = await self._environment.judge(data.task, answers) if unscored else []
         for record, score in zip(unscored, scores, strict=True):
             if score.reward is not None:
                 record.trajectory.reward = score.reward

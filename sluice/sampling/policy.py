@@ -215,6 +215,10 @@ class PolicyEngine:
         """Say that a request is under way in the block; it says where it is with what this gives."""
         return nullcontext(lambda _: None) if self._deadline is None else self._deadline.request()
 
+    def scoring(self) -> AbstractContextManager[None]:
+        """Say that the answers to the requests are scored in the block, which has limits of its own."""
+        return nullcontext() if self._deadline is None else self._deadline.scoring()
+
     def side_by_side(self, episodes: int) -> AbstractContextManager[Callable[[], None]]:
         """Say that a group runs so many episodes side by side in the block; each calls what this gives at its end."""
         return nullcontext(lambda: None) if self.lockstep is None else self.lockstep.side_by_side(episodes)

@@ -1,6 +1,6 @@
-"""How long something was served: its deadline counts no time in which it waited for a replica.
+"""How long something was served: its deadline counts no time in which it waited for a replica, or was scored.
 
-A group whose requests wait in a queue, or for a replica, says nothing about its task. `ServedTime` is the pure state machine,
+A group whose requests wait in a queue, or for a replica, says nothing about its task; scoring has limits of its own. `ServedTime` is the pure state machine,
 `ServedDeadline` ends a block of code by it.
 """
 
@@ -25,6 +25,8 @@ class Place(Enum):
     """A replica has it, and does not work at it: it is full, paused, or switches to other weights."""
     SERVED = "served"
     """A replica works at it."""
+    SCORED = "scored"
+    """It was answered, and the environment scores the answers, within limits of its own."""
 
 
 def place_of(chunk: rollout_pb2.StreamChunk) -> Place:
@@ -35,8 +37,8 @@ def place_of(chunk: rollout_pb2.StreamChunk) -> Place:
 class ServedTime:
     """Adds up the seconds in which something was worked at. Pure: the caller passes the time in monotonic seconds.
 
-    Those are the seconds in which a replica served one of its requests, and those in which it had no request under way: then its
-    environment worked.
+    Those are the seconds in which a replica served one of its requests, and those in which it had no request under way and was not
+    scored: then its environment worked.
     """
 
     def __init__(self, now: float) -> None:
@@ -124,6 +126,13 @@ class ServedDeadline:
             yield moved
         finally:
             self._move(place, None)
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Do not count the block's time: answers are scored in it."""
+        with self.request() as moved:
+            moved(Place.SCORED)
+            yield
 
     def _move(self, before: Place | None, after: Place | None) -> None:
         counted = self._time.counts

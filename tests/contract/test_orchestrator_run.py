@@ -892,6 +892,48 @@ async def test_time_in_which_a_group_waits_for_a_replica_does_not_count_against_
     assert report["environments"][0]["quarantined_count"] == 0
 
 
+async def test_scoring_has_limits_of_its_own(scene) -> None:
+    scored = scene.directory / "scored"
+    (scene.directory / "slow.py").write_text(f"""
+import pathlib, time
+from sluice.environments.base import Task
+
+class Slow:
+    name = "slow"
+
+    def tasks(self, split, seed):
+        return [Task(str(index), {{}}) for index in range(4)]
+
+    def messages(self, task):
+        return [{{"role": "user", "content": "hello"}}]
+
+    def score(self, task, completion):
+        pathlib.Path({str(scene.directory / "scoring")!r}).touch()
+        while not pathlib.Path({str(scored)!r}).exists():
+            time.sleep(0.01)
+        return float(len(completion))
+""")
+    clock = SimulatedClock()
+    limits = {"episode_s": LIMIT_S, "start_s": 100 * LIMIT_S, "lost_s": 100 * LIMIT_S}
+    processes = {"score_s": 100 * LIMIT_S}
+    environment = f"{scene.directory / 'slow.py'}:Slow"
+    task = scene.start(
+        common={"max_staleness": 0},
+        environment=environment,
+        environment_processes=processes,
+        deadlines=limits,
+        max_steps=1,
+        clock=clock,
+    )
+    await scene.until((scene.directory / "scoring").exists)
+    for _ in range(4):
+        await clock.advance(LIMIT_S)
+    scored.touch()
+    await finished(task, clock)
+    report = scene.report()
+    assert (report["state"], report["groups_failed"]) == ("succeeded", {})
+
+
 async def test_groups_under_way_that_no_replica_takes_end_the_run_by_the_deadline_for_that(scene) -> None:
     """All groups that may be are under way, so that nothing but they waits for a replica."""
     replica, clock = scene.replicas[0], SimulatedClock()

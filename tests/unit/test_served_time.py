@@ -24,6 +24,8 @@ def test_time_counts_while_nothing_is_asked_for_and_while_a_replica_serves() -> 
     time.move(Place.SERVED, None, 23.0)
     time.move(Place.QUEUED, None, 50.0)
     assert time.seconds(51.0) == 2.0 + 3.0 + 1.0
+    time.move(None, Place.SCORED, 51.0)
+    assert (time.seconds(99.0), time.nowhere) == (6.0, False)
 
 
 @pytest.mark.parametrize(
