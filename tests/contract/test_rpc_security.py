@@ -320,6 +320,7 @@ async def test_an_agent_token_alone_is_refused_at_start(tmp_path):
         await start_double(SecurityConfig(token_file=token_file(tmp_path, "agent")))
 
 
+@pytest.mark.slow
 async def test_tls_is_served_to_those_who_trust_the_authority(tmp_path):
     authority, stranger = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     certificate, key = authority.issue("server")
@@ -347,6 +348,7 @@ async def test_a_server_that_is_called_by_an_address_may_have_the_certificate_of
     await server.stop(0)
 
 
+@pytest.mark.slow
 async def test_mutual_tls_refuses_clients_without_a_certificate_of_the_authority(tmp_path):
     authority, stranger = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     certificate, key = authority.issue("server")
