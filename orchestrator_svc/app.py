@@ -270,6 +270,7 @@ async def _built(
             waiting,
             run_secret(common.run_dir),
             posed=posed,
+            environments={each.name for each in config.mix if each.workflow == EXTERNAL},
             most_reward=config.max_reward,
             clock=clock,
         )
@@ -321,6 +322,7 @@ async def _built(
             events,
             curriculum=curriculum,
             refusals=desk.lending.refusals,
+            missing=desk.missing,
             clock=clock,
         )
         reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environments=processes)
@@ -353,6 +355,7 @@ async def _built(
             pace=pace,
             runners=runners,
             space=disks.space,
+            desk=desk,
             changed=changed,
             clock=clock,
         )

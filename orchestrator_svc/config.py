@@ -317,7 +317,7 @@ class ExternalConfig(Section):
     notice_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds in which no agent has an episode of an environment, although some are on offer, after which the log and GetRun say so. The run waits on.",
+        description="Seconds in which no agent has an episode of an environment, although some are on offer, after which the log and GetRun say so. If other environments can be played, those episodes are put off until an agent asks; otherwise the run waits on.",
     )
     attempts: int = Field(
         4,

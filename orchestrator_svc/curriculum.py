@@ -10,7 +10,7 @@ brought no signal is replaced by another task of its environment; or the mix cho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,14 +187,15 @@ class Curriculum:
 
     # Choose.
 
-    def choose(self, now: float, redraws: Iterable[Redraw] = ()) -> Draw | None:
+    def choose(self, now: float, redraws: Iterable[Redraw] = (), away: Collection[str] = ()) -> Draw | None:
         """Return the next task, or None while no environment can deliver. Nothing changes.
 
         Args:
             now: Monotonic seconds.
             redraws: Tasks that have to be drawn again, in order. One that cannot be drawn any more is passed over.
+            away: Environments that are left out.
         """
-        able = [name for name, each in self._sources.items() if each.can_deliver(now)]
+        able = [name for name, each in self._sources.items() if name not in away and each.can_deliver(now)]
         for each in redraws:
             name, task_id = each.environment, each.task_id
             if name in able and not self.why_not_again(each):
@@ -318,7 +319,7 @@ class Curriculum:
             return
         source = self._sources[group.environment]
         source.running -= 1
-        source.counts.failed += 1
+        source.counts.failed += fact.reason != Reason.NO_AGENT
         if fact.reason in FAULTS and not fact.outage:
             source.stream.failed(group.task_id)
         else:
@@ -348,6 +349,10 @@ class Curriculum:
     def exhausted(self) -> bool:
         """Whether every task of every environment is in quarantine."""
         return all(each.stream.exhausted for each in self._sources.values())
+
+    def others_can(self, names: Collection[str]) -> bool:
+        """Return whether an environment other than these has tasks to draw."""
+        return any(name not in names and not each.stream.exhausted for name, each in self._sources.items())
 
     @property
     def quarantined(self) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import structlog
 
-from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
+from orchestrator_svc.config import EXTERNAL, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.curriculum import SHARED, Curriculum, overlong_counter
 from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.episodes import JournaledEpisodes
@@ -24,10 +24,13 @@ from orchestrator_svc.outage import Outage
 from orchestrator_svc.pacing import Pace
 from orchestrator_svc.quarantine import released
 from orchestrator_svc.scheduler import Scheduler
+from orchestrator_svc.sessions.absence import NoAgentError
+from orchestrator_svc.sessions.desk import Desk
 from orchestrator_svc.sifting import ScoredGroup, sift
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.clock import CLOCK, Clock
+from sluice.environments.base import Task
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.environments.worker import Reason as EnvironmentReason
 from sluice.rpc import SluiceError
@@ -48,6 +51,20 @@ _PROBLEM_CHARACTERS = 1000
 """Characters that are kept of the reason why a task is in quarantine."""
 
 
+class _GroupFailedError(Exception):
+    """A group brings nothing to train.
+
+    Attributes:
+        reason: Why.
+        problem: The same for people.
+        heals: Whether waiting may help.
+    """
+
+    def __init__(self, reason: str, problem: str, *, heals: bool = True) -> None:
+        super().__init__(problem)
+        self.reason, self.problem, self.heals = reason, problem, heals
+
+
 class Dispatcher:
     """Draws tasks and runs their groups.
 
@@ -56,6 +73,7 @@ class Dispatcher:
         pace: Says how long the next group may wait; follows them too.
         runners: Run the groups of each environment, with one engine.
         space: Says whether the run waits for room on a disk.
+        desk: Offers the groups that agents outside run.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -70,6 +88,7 @@ class Dispatcher:
         pace: Pace,
         runners: Mapping[str, GroupRunner],
         space: FreeSpace,
+        desk: Desk,
         changed: asyncio.Event,
         clock: Clock = CLOCK,
     ) -> None:
@@ -79,7 +98,7 @@ class Dispatcher:
         self._ledger = journal.ledger
         self._engine = next(iter(runners.values())).engine
         self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
-        self._paused, self._space = False, space
+        self._paused, self._space, self._desk = False, space, desk
         self._outage = Outage(config.max_failed_groups, config.max_failed_tasks, config.deadlines.outage_s)
         self._lost_since: float | None = None
         self._behind_since: float | None = None
@@ -126,6 +145,7 @@ class Dispatcher:
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
+                    self._put_off()
                     while self._start_next(groups):
                         await turn.give_way()
                     stands_still = self.paused or not self._outage.may_start(self._clock())
@@ -139,6 +159,12 @@ class Dispatcher:
                             await self._changed.wait()
         finally:
             self._note_counts({})  # the next process counts on from here
+
+    def _put_off(self) -> None:
+        """Give up the places of groups whose agents do not come, if other environments can be played meanwhile."""
+        missing = self._desk.missing
+        for number in missing.put_off(self._ledger.groups.values(), others_can=self.curriculum.others_can):
+            self._desk.put_off(number)
 
     def _start_next(self, groups: asyncio.TaskGroup) -> bool:
         """Start a group if one may start now: first those that an earlier process left unfinished."""
@@ -178,7 +204,7 @@ class Dispatcher:
         """
         now = self._clock()
         self._drop_redraws()
-        draw = self.curriculum.choose(now, self._ledger.redraws)
+        draw = self.curriculum.choose(now, self._ledger.redraws, self._desk.missing.away)
         if draw is None:
             if self.curriculum.exhausted:
                 raise SluiceError.aborted(
@@ -286,12 +312,33 @@ class Dispatcher:
             self._changed.set()
             return
         settings = self.curriculum.environments[group.environment]
-        reason, problem, heals = "", "", True
         scored = ScoredGroup()
         try:
-            # External agents have times of their own, which begin with the first lease.
-            limit_s = None if settings.workflow == EXTERNAL else self._config.deadlines.episode_s
-            deadline = self._deadlines[group.number] = ServedDeadline(limit_s, self._clock)
+            scored = await self._scored(group, task, settings)
+        except _GroupFailedError as failed:
+            self._drop(group, failed.reason, failed.problem, heals=failed.heals)
+        except NoAgentError:
+            log.info("a group is put off: no agent came for it", group=group.name, environment=group.environment)
+            dropped = journal_pb2.GroupDropped(group=group.number, reason=Reason.NO_AGENT, redraw=True)
+            self._journal.record(journal_pb2.Fact(group_dropped=dropped))
+        else:
+            self._end(group, scored)
+        self._outage.ended(group.number)
+        self._note({overlong_counter(group.environment, settings.overlong.policy): scored.overlong})
+        self._changed.set()
+
+    async def _scored(self, group: Group, task: Task, settings: EnvironmentConfig) -> ScoredGroup:
+        """Run the episodes of a group.
+
+        Raises:
+            _GroupFailedError: if they bring nothing.
+            NoAgentError: if no agent came for them.
+            JournalError: if they cannot be written.
+        """
+        # External agents have times of their own, which begin with the first lease.
+        limit_s = None if settings.workflow == EXTERNAL else self._config.deadlines.episode_s
+        deadline = self._deadlines[group.number] = ServedDeadline(limit_s, self._clock)
+        try:
             async with deadline.limit():
                 runner = self._runners[group.environment]
                 records = await runner.run(
@@ -306,35 +353,26 @@ class Dispatcher:
                 for each in records:
                     each.trajectory.objective = settings.objective
                 most_tokens = task.max_tokens or settings.sampling.max_tokens
-                scored = sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
+                return sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
         except TimeoutError as error:
-            if deadline.expired:
-                problem = (
-                    f"not done in {self._config.deadlines.episode_s:g} s of work (orchestrator.deadlines.episode_s)"
-                )
-                reason = Reason.EPISODE_DEADLINE
-            else:  # the workflow's own
-                reason, problem = Reason.EPISODE_FAILED, repr(error)
+            if not deadline.expired:  # the workflow's own
+                raise _GroupFailedError(Reason.EPISODE_FAILED, repr(error)) from error
+            problem = f"not done in {limit_s:g} s of work (orchestrator.deadlines.episode_s)"
+            raise _GroupFailedError(Reason.EPISODE_DEADLINE, problem) from error
         except EnvironmentFailedError as error:
             # A call whose process another one ended says nothing about its task.
-            reason, problem = error.reason if error.culprit else Reason.EPISODE_FAILED, error.message
+            reason = error.reason if error.culprit else Reason.EPISODE_FAILED
             heals = error.reason != EnvironmentReason.GIVEN_UP
+            raise _GroupFailedError(reason, error.message, heals=heals) from error
         except SluiceError as error:
-            reason, problem = Reason.EPISODE_FAILED, str(error)
-        except JournalError:
+            raise _GroupFailedError(Reason.EPISODE_FAILED, str(error)) from error
+        except (JournalError, NoAgentError):
             raise
         except Exception as error:  # an environment or a workflow may raise anything
-            reason, problem = Reason.EPISODE_FAILED, repr(error)
             log.exception("group failed unexpectedly", group=group.name, task=group.task_id)
+            raise _GroupFailedError(Reason.EPISODE_FAILED, repr(error)) from error
         finally:
             self._deadlines.pop(group.number, None)
-        if reason:
-            self._drop(group, reason, problem, heals=heals)
-        else:
-            self._end(group, scored)
-        self._outage.ended(group.number)
-        self._note({overlong_counter(group.environment, settings.overlong.policy): scored.overlong})
-        self._changed.set()
 
     def _end(self, group: Group, scored: ScoredGroup) -> None:
         """Record what the episodes of a group brought, and accept it unless they brought nothing to train."""

@@ -11,7 +11,7 @@ import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 from prometheus_client import Metric
 
-from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
+from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.scheduler import Scheduler
@@ -72,6 +72,7 @@ class RunStatus:
         *,
         curriculum: Curriculum,
         refusals: Refusals | None = None,
+        missing: MissingAgents | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         self._curriculum, self._clock = curriculum, clock
@@ -80,8 +81,7 @@ class RunStatus:
         self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
         self.error = ""
         self.waits_for: dict[str, str] = {}
-        external = {each.name for each in config.mix if each.workflow == EXTERNAL}
-        self._missing_agents = MissingAgents(external, config.external.notice_s)
+        self._missing_agents = missing or MissingAgents((), 0.0)
         self.metrics: dict[str, float] = {}
         self.max_staleness_seen = 0
         now = self._clock()
@@ -178,7 +178,8 @@ class RunStatus:
                 "waits for agents: episodes are on offer and no agent has one",
                 environment=environment,
                 groups=missing.groups[environment],
-                remedy="start an agent that leases episodes through a gateway; the run waits as long as it takes",
+                remedy="start an agent that leases episodes through a gateway; the run waits as long as it takes, unless other"
+                " environments can be played meanwhile",
             )
         others = {key: text for key, text in self.waits_for.items() if not key.startswith(_AGENTS)}
         self.waits_for = others | {
@@ -186,6 +187,11 @@ class RunStatus:
             " start one that leases episodes through a gateway"
             for name, groups in missing.groups.items()
         }
+        for name in missing.away:
+            self.waits_for[f"{_AGENTS}{name}"] = (
+                f"agents: none came for environment {name}, and others are played meanwhile; its episodes are offered again as soon as"
+                " an agent asks a gateway for one"
+            )
 
     def describe(self) -> orchestrator_pb2.Run:
         """Describe the run as it stands."""

@@ -44,6 +44,7 @@ class Reason:
     MISSING_REWARD = "MISSING_REWARD"
     NO_TOKENS = "NO_TOKENS"
     NO_SIGNAL = "NO_SIGNAL"
+    NO_AGENT = "NO_AGENT"
     OVERLONG = "OVERLONG"
     EPISODE_FAILED = "EPISODE_FAILED"
     EPISODE_DEADLINE = "EPISODE_DEADLINE"
@@ -488,7 +489,7 @@ class Ledger:
         group = self.groups.get(fact.group)
         if group is None or group.stage is Stage.BATCHED:
             raise LedgerError(f"group {fact.group} is in a batch or not live: it cannot be dropped")
-        if group.stage is Stage.RUNNING:
+        if group.stage is Stage.RUNNING and fact.reason != Reason.NO_AGENT:
             self.failed_groups[fact.reason] += 1
         if group.size:
             self._dropped[fact.reason] += group.size

@@ -1,11 +1,19 @@
-"""Environments whose episodes wait for agents outside that do not come. Pure: the caller passes the time in monotonic seconds."""
+"""Environments whose episodes wait for agents outside that do not come. Pure: the caller passes the time in monotonic seconds.
+
+Such a group holds a place among the live groups, and batches wait for it. Where other environments can be played, what nobody has
+taken is put off (`away`), and offered again when an agent asks.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from orchestrator_svc.journal.ledger import Group, Stage
+
+
+class NoAgentError(Exception):
+    """A group was put off, because no agent came for it."""
 
 
 class MissingAgents:
@@ -17,12 +25,34 @@ class MissingAgents:
 
     Attributes:
         groups: Groups on offer of each environment that has had no agent for so long.
+        away: Environments whose groups are put off.
     """
 
     def __init__(self, environments: Collection[str], notice_s: float) -> None:
         self._environments, self._notice_s = environments, notice_s
         self._since: dict[str, float] = {}
         self.groups: dict[str, int] = {}
+        self.away: set[str] = set()
+
+    def asked(self) -> None:
+        """Take note of an agent for which nothing was on offer: everything is offered again."""
+        self.away.clear()
+        self._since, self.groups = {}, {}
+
+    def put_off(self, groups: Iterable[Group], *, others_can: Callable[[Collection[str]], bool]) -> list[int]:
+        """Return the groups to put off, since the agents of their environments are missed and other environments can be played.
+
+        Args:
+            groups: The live groups.
+            others_can: Whether an environment other than these can deliver groups.
+        """
+        for name in sorted(self.groups.keys() - self.away):
+            if others_can({*self.away, name}):
+                self.away.add(name)
+        if not self.away:
+            return []
+        offered = (each for each in groups if each.stage is Stage.RUNNING and each.external is None)
+        return [each.number for each in offered if each.environment in self.away]
 
     def look(self, groups: Iterable[Group], now: float) -> list[str]:
         """Look at the live groups; return the environments that are missed from now on."""

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import RecordedRequest, Session, parse_session_name
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
+from orchestrator_svc.sessions.absence import MissingAgents
 from orchestrator_svc.sessions.claims import Claims
 from orchestrator_svc.sessions.lending import Lending
 from sluice.clock import CLOCK, Clock
@@ -116,6 +117,7 @@ class Desk:
         waiting: Follows the facts of the journal.
         secret: Session keys are derived with it.
         posed: Says what a group is about; None if its task is gone.
+        environments: Names of those whose episodes agents outside run.
         most_reward: Largest absolute value of a reward.
         clock: The time of leases, sessions and claims.
 
@@ -123,6 +125,7 @@ class Desk:
         lending: Who has which episode.
         claims: Who samples what.
         openings: Messages and tools to begin with, of each group that is on offer.
+        missing: Says which environments wait for agents.
         ended: Whether the run has ended, so that nothing will be on offer.
         cached_bytes: Size of the generations that are kept in memory.
     """
@@ -135,6 +138,7 @@ class Desk:
         secret: bytes,
         *,
         posed: Callable[[Group], Posed | None],
+        environments: Collection[str] = (),
         most_reward: float = MAX_REWARD,
         clock: Clock = CLOCK,
     ) -> None:
@@ -143,6 +147,8 @@ class Desk:
         self.lending = Lending(journal, limits, clock(), most_reward=most_reward)
         self.claims = Claims(journal, self.lending, limits)
         self.openings: dict[int, tokens_pb2.Conversation] = {}
+        self.missing = MissingAgents(environments, limits.notice_s)
+        self._put_off: set[int] = set()
         self.ended = False
         self._secret = secret
         self._cache: OrderedDict[tuple[str, str], session_pb2.RecordedGeneration] = OrderedDict()
@@ -217,6 +223,17 @@ class Desk:
         """Offer them no more."""
         self.openings.pop(group, None)
         self.lending.withdraw(group)
+        self._put_off.discard(group)
+
+    def put_off(self, group: int) -> None:
+        """Let a group end that no agent has come for; one that comes before it has ended keeps it."""
+        if group in self.openings:
+            self._put_off.add(group)
+            self.waiting.wake(group)
+
+    def is_put_off(self, group: int) -> bool:
+        """Whether a group ends because no agent came for it."""
+        return group in self._put_off
 
     def posed(self, group: Group) -> Posed:
         """Return what the episodes of a group are about.

@@ -234,6 +234,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
             raise SluiceError.invalid_argument("wait", f"is {wait_s:g} s; give 0 to {_LONGEST_WAIT_S:g} s")
         until = desk.clock() + wait_s
         while not (leases := desk.lending.lease(principal, request, now := desk.clock())):
+            desk.missing.asked()
             if desk.ended:
                 raise SluiceError.failed_precondition(
                     "RUN_ENDED", "the run has ended: nothing will be on offer any more"

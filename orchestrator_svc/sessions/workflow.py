@@ -15,6 +15,7 @@ from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import EPISODE, ExternalEpisodes, Session, Target
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.report import NOT_TRAINED
+from orchestrator_svc.sessions.absence import NoAgentError
 from orchestrator_svc.sessions.desk import Desk, Posed
 from orchestrator_svc.sessions.trajectories import Built, TreeError, build, episode_reward
 from orchestrator_svc.workflows import EpisodeData
@@ -61,7 +62,11 @@ class External:
         return [record for records in built for record in records]
 
     async def submitted(self, number: int, data: EpisodeData) -> list[Session]:
-        """Offer the episodes of a running group, and return those that were submitted when all have ended."""
+        """Offer the episodes of a running group, and return those that were submitted when all have ended.
+
+        Raises:
+            NoAgentError: if the group was put off before an agent came.
+        """
         posed = chat_messages(await self._environment.messages(data.task)) if self._environment.poses else []
         self._desk.offer(number, tokens_pb2.Conversation(messages=posed))
         try:
@@ -78,6 +83,8 @@ class External:
             external = groups[number].external
             if external is not None and external.complete:
                 return external
+            if external is None and desk.is_put_off(number):
+                raise NoAgentError
             now = desk.clock()
             if until is None and external is not None:  # it waits for its first agent as long as it takes
                 until = now + self._limits.group_s

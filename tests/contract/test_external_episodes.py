@@ -129,6 +129,37 @@ async def test_a_run_whose_agents_do_not_come_says_that_it_waits_for_them(scene)
     assert scene.report()["state"] == "succeeded"
 
 
+async def test_other_environments_are_trained_while_no_agent_comes_and_its_share_is_back_when_one_does(scene) -> None:
+    letters = f"{scene.directory / 'letters_env.py'}:Letters"
+    mix = [{"name": "ours", "environment": letters}, {"name": "theirs", "environment": letters, "workflow": "external"}]
+    clock = SimulatedClock()
+    settings = {"environment": "", "environments": mix, "pacing": {"enabled": False}, "external": {"notice_s": IDLE_S}}
+    limits = {"start_s": 1e6, "lost_s": 1e6, "step_s": 1e6, "update_s": 1e6, "episode_s": 1e6}
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
+        running = scene.start(**settings, max_steps=12, deadlines=limits, clock=clock)
+        await until_serving(running, agent)
+        await clock.until(lambda: max(scene.trainer.history, default=0) >= 4, step_s=0.5)
+        assert not running.done()
+        async with scene.client() as client:
+            (reason,) = (await client.run("test")).waits_for
+            assert reason.startswith("agents: none came for environment theirs, and others are played meanwhile")
+            asking = asyncio.create_task(agent.lease())
+            await clock.until(asking.done, step_s=0.5)
+            (task,) = await asking
+            for reward in (0.0, 1.0):
+                opened = await agent.open(task.lease_id)
+                await agent.turn(opened.episode_id, [], scene.replicas[0].version)
+                await agent.submit(opened.episode_id, reward=reward)
+            await clock.until(running.done, step_s=0.5)
+            await running
+    report = scene.report()
+    assert (report["state"], report["steps"], report["groups_failed"]) == ("succeeded", 12, {})
+    put_off = [fact.group_dropped for _, fact in read_facts(scene.run_dir) if fact.HasField("group_dropped")]
+    assert {(each.reason, each.redraw) for each in put_off} == {("NO_AGENT", True)}
+    groups = {each.group_id for batch in scene.trainer.history.values() for each in batch}
+    assert task.group_id in groups, "what the agent played is trained"
+
+
 async def test_an_episode_without_a_reward_is_scored_by_its_environment_branch_by_branch(scene) -> None:
     async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
         running = scene.start(**{**EXTERNAL, "max_steps": 1})

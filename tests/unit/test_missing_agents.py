@@ -33,3 +33,23 @@ def test_an_agent_of_one_group_is_enough_and_a_later_absence_is_told_again() -> 
 def test_a_run_without_external_environments_misses_nobody() -> None:
     missing = MissingAgents(set(), 60.0)
     assert [missing.look([group(1, "ours")], now) for now in (0.0, 1000.0)] == [[], []]
+
+
+def test_what_nobody_takes_is_put_off_while_others_can_be_played_and_offered_again_when_an_agent_asks() -> None:
+    missing = MissingAgents({"theirs", "hers"}, 60.0)
+    offered = [group(1), group(2, agent=True), group(3, "hers"), group(4, "ours"), group(5, stage=Stage.READY)]
+    missing.look(offered, 0.0)
+    missing.look(offered, 60.0)
+
+    def alone(names) -> bool:
+        return False
+
+    assert missing.put_off(offered, others_can=alone) == [], "nothing else can be played"
+    assert missing.put_off(offered, others_can=lambda names: names == {"hers"}) == [3]
+    assert missing.away == {"hers"}, "an agent has an episode of the other one"
+    offered = [group(1), group(6, "hers")]
+    assert missing.put_off(offered, others_can=alone) == [6], "it stays away"
+    missing.asked()
+    assert missing.put_off(offered, others_can=lambda _: True) == []
+    assert [missing.look(offered, now) for now in (61.0, 120.0, 121.0)] == [[], [], ["theirs", "hers"]]
+    assert missing.put_off(offered, others_can=lambda names: len(names) < 2) == [6], "one of them at least is played"
