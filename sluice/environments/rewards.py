@@ -10,15 +10,40 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+from sluice.environments.formats import last_boxed
 from sluice.environments.sandbox import START_S, Limits, Ran, check_confines, run_python
 from sluice.errors import ConfigError
 
 RewardFunction = Callable[[str, str], float]
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"""
+    (?:(?<![\w)])(?P<sign>[-+])\s?)?  # what joins two numbers is no sign: 10-15
+    [$€£]?
+    (?P<number>(?:\d{1,3}(?:,\d{3}(?!\d))+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)
+    (?:/(?P<divisor>\d+(?:\.\d+)?))?
+    (?P<power>(?:\^|\*\*)\{?-?\d+)?
+    """,
+    re.VERBOSE,
+)
+
+_NUMBER_DIGITS, _EXPONENT_DIGITS = 4000, 4
+"""Longest number that Python reads, about, and longest exponent: larger ones make numbers that fill the memory."""
+
+_MARKED = re.compile(r"\$|\\boxed|\\fbox|\\\[|\\\(")
+"""What says that a text holds LaTeX."""
+
+_MEASURE = re.compile(r"[-+]?[\d.,]+\s+[^\W\d_]{3,}(?:\s+[^\W\d_]+)*")
+"""A number with a unit in words, as "5 dollars", which is prose."""
+
+_WORD = re.compile(r"[^\W\d_]{4,}")
+
+_NEAR = 1e-6
+"""Greatest difference between a number and the right one, as a share of that."""
 
 _CASES = 6
 """The cases of a list may take so many times the seconds of one run, unless the limits say otherwise."""
@@ -43,27 +68,95 @@ def exact_reward(completion: str, answer: str) -> float:
 
 
 def math_reward(completion: str, answer: str) -> float:
-    """Return 1 if the last mathematical expression of the completion equals the answer, else 0 (math-verify).
+    r"""Return 1 if the last mathematical expression of the completion equals the answer, else 0 (math-verify).
 
-    The library's own time limits rely on signals and are switched off: the environment's process has one.
+    The last expression is the last ``\boxed{}`` if there is one. The answer is LaTeX, with or without ``$``. An answer that is a word is
+    compared as text as well, since to the library the letters of "Paris" are factors in any order. The library's own time limits rely on
+    signals and are switched off: the environment's process has one.
+
+    Raises:
+        ValueError: if the answer has no mathematical expression.
     """
     from math_verify import parse, verify  # noqa: PLC0415 - brings sympy, which is slow to import
 
-    gold = parse(answer, parsing_timeout=None)
+    gold = _reference(answer)
     if not gold:
-        gold = parse(f"${answer}$", parsing_timeout=None)
-    found = parse(completion, parsing_timeout=None)
-    return float(verify(gold, found, timeout_seconds=None))
+        raise ValueError(
+            f"the answer of a task is {answer!r:.200}, in which math-verify finds no mathematical expression"
+        )
+    try:
+        said = last_boxed(completion)
+    except ValueError:
+        said = completion
+    found = parse(said, parsing_timeout=None) or parse(completion, parsing_timeout=None)
+    if not verify(gold, found, timeout_seconds=None):
+        return 0.0
+    word = answer.strip()
+    if _WORD.fullmatch(word) and word.lower() not in said.lower():
+        return 0.0
+    return float(_near(gold[0], found[0]))
+
+
+def _reference(answer: str) -> list[Any]:
+    """Return what math-verify makes of an answer; without ``$`` it would take the answer for prose, and look for a number in it."""
+    from math_verify import parse  # noqa: PLC0415 - brings sympy, which is slow to import
+
+    text = answer.strip()
+    readings = [text] if _MARKED.search(text) or _MEASURE.fullmatch(text) else [f"${text}$", text]
+    for reading in readings:
+        if found := parse(reading, parsing_timeout=None):
+            return list(found)
+    return []
+
+
+def _near(gold: Any, found: Any) -> bool:  # noqa: ANN401 - what math-verify found
+    """Return whether two numbers are as near as `_NEAR`; True of all that is no number. The library rounds to six decimals."""
+    if not all(getattr(each, "is_number", False) and getattr(each, "is_real", False) for each in (gold, found)):
+        return True
+    try:
+        return bool(abs(gold - found).evalf() <= _NEAR * abs(gold).evalf())
+    except TypeError:  # not to be decided by their values
+        return True
 
 
 def gsm8k_reward(completion: str, answer: str) -> float:
-    """Return 1 if the last number of the completion is the one after ``####`` in the answer, else 0."""
-    right = answer.rpartition("####")[2].replace(",", "").strip()
-    found = _NUMBER.findall(completion.replace(",", ""))
-    try:
-        return float(bool(found) and float(found[-1]) == float(right))
-    except ValueError as error:
-        raise ValueError(f"the answer of a task is {answer!r}, which does not end with #### and a number") from error
+    """Return 1 if the last number of the completion is the one after ``####`` in the answer, else 0.
+
+    Raises:
+        ValueError: if there is no number, or more than one.
+    """
+    right = gsm8k_number(answer)
+    found = numbers(completion)
+    return float(bool(found) and found[-1] == right)
+
+
+def gsm8k_number(answer: str) -> Fraction:
+    """Return the number after ``####``; of an answer without that mark, its only number.
+
+    Raises:
+        ValueError: if there is no number, or more than one.
+    """
+    found = numbers(answer.rpartition("####")[2])
+    if len(found) != 1 or found[0] is None:
+        raise ValueError(f"the answer of a task is {answer!r:.200}, which does not end with #### and a number")
+    return found[0]
+
+
+def numbers(text: str) -> list[Fraction | None]:
+    """Return the numbers of a text, exact: 1,234 and 1{,}234, .5, 1.5e3, 1/2, -$5. One that cannot be had is None: 1/0, 1e999999, 2^3."""
+    plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\$", "$")
+    return [_fraction(each) for each in _NUMBER.finditer(plain)]
+
+
+def _fraction(found: re.Match[str]) -> Fraction | None:
+    sign, number, divisor, power = found.group("sign", "number", "divisor", "power")
+    exponent = number.lower().partition("e")[2]
+    if power or max(len(number), len(divisor or "")) > _NUMBER_DIGITS or len(exponent.lstrip("+-")) > _EXPONENT_DIGITS:
+        return None
+    if divisor and not Fraction(divisor):
+        return None
+    value = Fraction(number.replace(",", "")) / Fraction(divisor or 1)
+    return -value if sign == "-" else value
 
 
 class CodeReward:
@@ -200,7 +293,7 @@ class Judge:
         """Return what the judge gives.
 
         Raises:
-            ValueError: if it says no score.
+            ValueError: if it says no score, or one that is not from 0 to 1.
             EndpointError: if it does not answer.
         """
         text = self._prompt.format(question=question, answer=answer, completion=completion)
@@ -210,10 +303,10 @@ class Judge:
             return known
         choice = await self._endpoint.ask([{"role": "user", "content": text}], **self._options)
         said = str(choice["message"]["content"])
-        found = _NUMBER.findall(said.lower().rpartition("score:")[2]) if "score:" in said.lower() else []
-        if not found:
-            raise ValueError(f'the judge gave no "score: X": {said[-200:]!r}')
-        score = min(1.0, max(0.0, float(found[0])))
+        found = numbers(said.lower().rpartition("score:")[2]) if "score:" in said.lower() else []
+        if not found or found[0] is None or not 0 <= found[0] <= 1:
+            raise ValueError(f'the judge gave no "score: X" with X from 0 to 1: {said[-200:]!r}')
+        score = float(found[0])
         self._known[key] = score
         if len(self._known) > self._most:
             self._known.popitem(last=False)

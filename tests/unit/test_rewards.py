@@ -222,7 +222,8 @@ async def test_a_judge_scores_once_what_is_asked_twice_and_its_key_stays_its_own
         assert handler.keys == {"Bearer sk-very-secret"}
         assert await questions.score(task, ["busy"]) == [0.4], "asked again until it answers"
         assert await questions.score(task, ["beside", "forbidden", "ff"]) == [None, None, 0.2]
-        assert questions.failures["missing"] == 2
+        assert await questions.score(task, ["eleven feet"]) == [None], "a score of 1.1"
+        assert questions.failures["missing"] == 3
     printed = "".join(capfd.readouterr())
     assert "sk-very-secret" not in printed
     assert "refused a request with status 401" in printed
