@@ -43,22 +43,39 @@ def _names(split: str) -> tuple[str, ...]:
     return ("eval", "test", "validation") if split == "eval" else (split,)
 
 
+def place(dataset: str, split: str, index: int) -> str:
+    """Return where a row of `rows` is, for messages: file and line of JSONL, file and row of other files; rows count from 0."""
+    path = Path(dataset)
+    before = 0
+    for file in [path] if path.is_file() else _files(path, split):
+        for number, _ in _numbered(file) if file.suffix == ".jsonl" else enumerate(_file(file)):
+            if before == index:
+                return f"line {number} of {file}" if file.suffix == ".jsonl" else f"row {number} of {file}"
+            before += 1
+    return f"row {index} of {dataset}"
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    """Return the files of a split in a directory; none if it has no such split."""
+    for name in _names(split):
+        for folder in (path, path / "data"):
+            found = [
+                each for suffix in _READERS for each in (folder / f"{name}{suffix}", *folder.glob(f"{name}-*{suffix}"))
+            ]
+            if found := sorted(each for each in found if each.is_file()):
+                return found
+    return []
+
+
 def _directory(path: Path, split: str) -> Iterator[Row]:
     """Yield the rows of the files of a split."""
-    for name in _names(split):
-        for place in (path, path / "data"):
-            found = [
-                each for suffix in _READERS for each in (place / f"{name}{suffix}", *place.glob(f"{name}-*{suffix}"))
-            ]
-            found = sorted(each for each in found if each.is_file())
-            if found:
-                for each in found:
-                    yield from _file(each)
-                return
-    there = ", ".join(sorted(each.name for each in path.iterdir())) or "nothing"
-    raise ConfigError(
-        f"{path} has no split {split!r}: it needs a file such as {_names(split)[0]}.jsonl or {_names(split)[0]}.parquet; there is {there}"
-    )
+    if not (found := _files(path, split)):
+        there = ", ".join(sorted(each.name for each in path.iterdir())) or "nothing"
+        raise ConfigError(
+            f"{path} has no split {split!r}: it needs a file such as {_names(split)[0]}.jsonl or {_names(split)[0]}.parquet; there is {there}"
+        )
+    for each in found:
+        yield from _file(each)
 
 
 def _file(path: Path) -> Iterable[Row]:
@@ -70,6 +87,11 @@ def _file(path: Path) -> Iterable[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
+    return (row for _, row in _numbered(path))
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a JSONL file with the numbers of their lines, from 1."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +105,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             raise ConfigError(f"line {number} of {path} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"line {number} of {path} is not a JSON object")
-        yield row
+        yield number, row
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, TypeAlias
 
 from sluice.environments.base import Message, Task
-from sluice.environments.datasets import Row, rows
+from sluice.environments.datasets import Row, place, rows
 from sluice.environments.formats import Format, find_format
-from sluice.environments.rewards import REWARDS, CodeReward, Judge, RewardFunction
+from sluice.environments.rewards import CHECKS, REWARDS, CodeReward, Judge, RewardFunction
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
+
+Check: TypeAlias = Callable[[str], object]
+"""Raises a ValueError for an answer that a reward cannot take."""
 
 
 def load(  # noqa: D417 - those of `QuestionAnswer` too
@@ -44,22 +50,60 @@ def load(  # noqa: D417 - those of `QuestionAnswer` too
     return JudgedQuestions(dataset, Judge(**judge), **given)
 
 
-def _function(reward: str, sandbox: str, limits: Mapping[str, Any] | None) -> RewardFunction:
+def _function(reward: str, sandbox: str, limits: Mapping[str, Any] | None) -> tuple[RewardFunction, Check | None]:
+    """Return a reward function, and what refuses answers that it cannot take."""
     if reward == "code":
         if sandbox not in {"auto", "none"}:
             raise ConfigError(f'sandbox is "auto" or "none", not {sandbox!r}')
-        return CodeReward(limits, confined=sandbox == "auto")
+        code = CodeReward(limits, confined=sandbox == "auto")
+        return code, code.check
     if reward in REWARDS:
-        return REWARDS[reward]
-    function: RewardFunction = load_attribute(reward, "reward")
-    return function
+        return REWARDS[reward], CHECKS[reward]
+    return load_attribute(reward, "reward"), None
+
+
+def _answer(found: Any, structured: bool) -> str:  # noqa: ANN401 - whatever a row has
+    """Return an answer as text: numbers as they are written, lists and objects as JSON if the reward is `structured`.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if isinstance(found, str):
+        return found
+    if isinstance(found, float) and found.is_integer():
+        return str(int(found))  # a column of whole numbers with a gap in it holds 7.0
+    if isinstance(found, int | float | Decimal) and not isinstance(found, bool) and math.isfinite(found):
+        return str(found)
+    if structured and isinstance(found, list | dict):
+        return json.dumps(found)
+    kind = "null" if found is None else f"{found!r:.80}"
+    raise ValueError(f"it is {kind}: give a text" + (", a list or an object" if structured else " or a number"))
+
+
+def _question(found: Any) -> str | list[Message]:  # noqa: ANN401 - whatever a row has
+    """Return a question.
+
+    Raises:
+        ValueError: if it is neither a text nor messages.
+    """
+    if isinstance(found, str):
+        return found
+    if (
+        isinstance(found, list)
+        and found
+        and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
+    ):
+        return found
+    raise ValueError(
+        f"it is {'null' if found is None else f'{found!r:.80}'}: give a text, or a list of messages with role and content"
+    )
 
 
 def fields(question: str, answer: str) -> Format:
-    """Return the format of rows that have question and answer in fields of their own, and perhaps an ``id``."""
+    """Return the format of rows that have question and answer in fields of their own, and perhaps ``id`` and ``entry_point``."""
 
     def read(row: Row) -> Mapping[str, Any]:
-        named = {"id": row["id"]} if row.get("id") is not None else {}
+        named = {name: row[name] for name in ("id", "entry_point") if row.get(name) is not None}
         return {"question": row[question], "answer": row[answer], **named}
 
     return Format(read)
@@ -67,6 +111,9 @@ def fields(question: str, answer: str) -> Format:
 
 class QuestionAnswer:
     """Scores answers with a reward function; the arguments are those of `load`.
+
+    Args:
+        checked: False takes answers that the reward function cannot compare with, since something else scores.
 
     Attributes:
         scoring_s: Most seconds to score one answer, where the reward function has such a limit; else 0.
@@ -87,14 +134,19 @@ class QuestionAnswer:
         system: str = "",
         name: str | None = None,
         limit: int | None = None,
+        checked: bool = True,
     ) -> None:
         self._format = find_format(format) if format else fields(question, answer)
         self._dataset = dataset or self._format.dataset
         if not self._dataset:
             raise ConfigError("no data set is named: set environment_args dataset to a file, a directory or a hub id")
         self._configuration = name or (None if dataset else self._format.name)
-        self._reward = _function(reward or self._format.reward, sandbox, limits)
+        self._is_code = (reward or self._format.reward) == "code"
+        self._reward, self._check = _function(reward or self._format.reward, sandbox, limits)
+        if not checked:
+            self._check = None
         self.scoring_s = float(getattr(self._reward, "scoring_s", 0.0))
+        self._fields = ("question", "answer") if format else (question, answer)
         self._system, self._limit = system, limit
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
@@ -109,17 +161,37 @@ class QuestionAnswer:
                 break
             try:
                 found = self._format.read(row)
+                asked = None if found is None else self._asked(found)
             except (KeyError, TypeError, ValueError) as error:
                 why = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
                 raise ConfigError(
-                    f"row {index} of {self._dataset}, with the fields {', '.join(row)}, does not fit: {why}; set environment_args"
-                    " question and answer to the fields, or format"
+                    f"{place(self._dataset, split, index)}, with the fields {', '.join(row)}, does not fit: {why}; correct the row, or set"
+                    " environment_args question and answer to the fields, or a format that leaves the row out"
                 ) from error
-            if found is not None:
-                asked = {"question": found["question"], "answer": str(found["answer"])}
+            if found is not None and asked is not None:
                 tasks.append(Task(str(found.get("id", f"{split}-{index}")), asked))
         random.Random(seed).shuffle(tasks)  # noqa: S311 - an order, not a secret
         return tasks
+
+    def _asked(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the data of a task.
+
+        Raises:
+            ValueError: if its question or answer cannot be used.
+        """
+        answer = found["answer"]
+        if self._is_code and found.get("entry_point") and isinstance(answer, str) and "def check(" in answer:
+            answer = {"test": answer, "entry_point": found["entry_point"]}
+        try:
+            answer = _answer(answer, structured=self._is_code or self._check is None)
+            if self._check is not None:
+                self._check(answer)
+        except ValueError as error:
+            raise ValueError(f"field {self._fields[1]}: {error}") from error
+        try:
+            return {"question": _question(found["question"]), "answer": answer}
+        except ValueError as error:
+            raise ValueError(f"field {self._fields[0]}: {error}") from error
 
     def messages(self, task: Task) -> Sequence[Message]:
         """Return the question, after the system message."""
@@ -142,7 +214,7 @@ class JudgedQuestions:
     name = "question_answer"
 
     def __init__(self, dataset: str, judge: Judge, **given: Any) -> None:  # noqa: ANN401 - those of `QuestionAnswer`
-        self._questions, self._judge = QuestionAnswer(dataset, **given), judge
+        self._questions, self._judge = QuestionAnswer(dataset, checked=False, **given), judge
         self.scoring_s = judge.timeout_s
 
     async def tasks(self, split: str, seed: int) -> Sequence[Task]:

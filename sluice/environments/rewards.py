@@ -8,18 +8,27 @@ import math
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from sluice.environments.code_tests import Calls, Cases, Script, read_tests, same
 from sluice.environments.formats import last_boxed
 from sluice.environments.sandbox import START_S, Limits, Ran, check_confines, run_python
 from sluice.errors import ConfigError
 
 RewardFunction = Callable[[str, str], float]
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^\n]*)$", re.MULTILINE)
+
+_CONSOLES = {"pycon", "pytb"}
+"""Languages of blocks that show a session or a traceback."""
+
+_HARNESS = Path(__file__).with_name("code_harness.py").read_text(encoding="utf-8")
+
 _NUMBER = re.compile(
     r"""
     (?:(?<![\w)])(?P<sign>[-+])\s?)?  # what joins two numbers is no sign: 10-15
@@ -47,6 +56,9 @@ _NEAR = 1e-6
 
 _CASES = 6
 """The cases of a list may take so many times the seconds of one run, unless the limits say otherwise."""
+
+_CHECK_S = 1.0
+"""A checker has this long at least, also where the time of the cases is almost over."""
 
 STARTS_S = 60.0
 """Seconds that the starts of the interpreter for one program may take together: 30 ms each on a quiet machine."""
@@ -162,8 +174,7 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 class CodeReward:
     """Gives 1 if the program in a completion passes all tests of the answer, else 0.
 
-    The program is the last fenced block, or the whole completion without one. The answer is Python code with assertions, which follows
-    the program; or a JSON list of ``{"input": ..., "output": ...}``, what the program reads and what it must print.
+    `last_program` says which program that is, and docs/rewards.md which forms the tests may have.
 
     A program that has not ended after ``wall_s`` has failed its tests. So has one that took ``cases_s`` for the cases of a list together,
     without the starts of the interpreter, before the last of them.
@@ -195,58 +206,166 @@ class CodeReward:
         if confined:
             check_confines()
 
+    def check(self, answer: str) -> None:
+        """Check that the tests of an answer can be run.
+
+        Raises:
+            ValueError: if they cannot; it says why.
+        """
+        tests = read_tests(answer)
+        if not isinstance(tests, Script):
+            return
+        there = {each for each in tests.modules if self._limits.packages and find_spec(each) is not None}
+        if lacking := tests.modules - there:
+            raise ValueError(
+                f"its tests import {', '.join(sorted(lacking))}, which programs cannot import: install it and set limits.packages = true,"
+                " or leave the row out"
+            )
+
     def __call__(self, completion: str, answer: str) -> float:
         """Run the tests.
 
         Raises:
             TimeoutError: if this machine takes too long to start the interpreter for each case.
+            ValueError: if the answer has no tests, none of them ran, or its checker is at fault.
         """
-        blocks = _FENCED.findall(completion)
-        program = blocks[-1] if blocks else completion
-        if (cases := _cases(answer)) is not None:
-            return float(self._passes(program, cases))
-        mark = secrets.token_hex(16)  # a program that ends early does not get to print it
-        whole = f"{program}\n\n{answer}\n\nprint()\nprint({mark!r})\n"
-        ran = run_python(whole, limits=self._limits, confined=self._confined)
-        return float(ran.ok and ran.stdout.rstrip().endswith(mark))
+        tests, program = read_tests(answer), last_program(completion)
+        if isinstance(tests, Cases):
+            return float(self._passes(program, tests))
+        if isinstance(tests, Calls):
+            calls = {"function": tests.function, "arguments": [arguments for arguments, _ in tests.calls]}
+            return float(_returned(self._run({"program": program, "calls": calls})[0], tests))
+        script = {each: getattr(tests, each) for each in ("code", "candidate", "functions", "cases")}
+        count, _ = self._run({"program": program, "script": script})
+        if count == 0:
+            raise ValueError("none of the tests of a task ran: they are in functions that nothing calls")
+        return float(count is not None)
 
-    def _passes(self, program: str, cases: Sequence[Mapping[str, str]]) -> bool:
+    def _run(self, asked: Mapping[str, Any], wall_s: float = math.inf) -> tuple[Any, Ran]:
+        """Run a program and what is to be done with it; return what `code_harness.py` says, which is None for a program that failed."""
+        mark = secrets.token_hex(16)  # a program that ends early does not get to print it
+        text = json.dumps({**asked, "mark": mark})
+        limits = replace(self._limits, wall_s=min(self._limits.wall_s, wall_s))
+        ran = run_python(f"{_HARNESS}\n\nmain(json.loads({text!r}))\n", limits=limits, confined=self._confined)
+        if not ran.ok or mark not in ran.stdout:
+            return None, ran
+        try:
+            return json.loads(ran.stdout.partition(mark)[2].partition("\n")[0]), ran
+        except (ValueError, RecursionError):
+            return None, ran
+
+    def _passes(self, program: str, tests: Cases) -> bool:
         """Return whether a program passes all cases; it is not run again after one that it fails."""
         left_s, starts_s = self._cases_s, 0.0
-        for number, case in enumerate(cases):
+        for number, (given, wanted) in enumerate(tests.cases):
             if starts_s > STARTS_S:
                 raise TimeoutError(
-                    f"the interpreter took {starts_s:.0f} s to start for {number} of {len(cases)} test cases: this machine is too busy, or"
+                    f"the interpreter took {starts_s:.0f} s to start for {number} of {len(tests.cases)} test cases: this machine is too busy, or"
                     " the list too long"
                 )
             if left_s <= 0:
                 return False
             limits = replace(self._limits, wall_s=min(self._limits.wall_s, left_s))
-            ran = run_python(program, stdin=case["input"], limits=limits, confined=self._confined)
-            if not _printed(ran, case["output"]):
-                return False
+            ran = run_python(program, stdin=given, limits=limits, confined=self._confined)
             left_s -= ran.seconds
             starts_s += ran.start_seconds
+            right = ran.ok
+            if right and tests.checker:
+                right, checked = self._accepted(tests.checker, (given, ran.stdout, wanted), max(left_s, _CHECK_S))
+                left_s -= checked.seconds
+                starts_s += checked.start_seconds
+            elif right:
+                right = _text_lines(ran.stdout) == _text_lines(wanted or "")
+            if not right:
+                return False
         return True
 
+    def _accepted(self, checker: str, asked: tuple[str, str, str | None], wall_s: float) -> tuple[bool, Ran]:
+        """Return whether a checker accepts an output. One that it cannot read is wrong, if it accepts the expected one.
 
-def _printed(ran: Ran, wanted: str) -> bool:
-    """Return whether a program ended in order and printed what it should, white space at the ends of lines aside."""
-    return ran.ok and [each.rstrip() for each in ran.stdout.rstrip().splitlines()] == [
-        each.rstrip() for each in wanted.rstrip().splitlines()
-    ]
+        Raises:
+            ValueError: if the checker is at fault.
+        """
+        said, ran = self._run({"program": checker, "checker": asked}, wall_s)
+        if isinstance(said, bool):
+            return said, ran
+        given, printed, wanted = asked
+        if wanted is not None and printed != wanted and self._accepted(checker, (given, wanted, wanted), wall_s)[0]:
+            return False, ran
+        raise ValueError(f"the checker of a task {said or f'failed: {ran.stopped or ran.stderr.strip()[-200:]}'}")
 
 
-def _cases(answer: str) -> list[dict[str, str]] | None:
-    """Return the cases of an answer; None if it is code."""
+def _returned(found: Any, tests: Calls) -> bool:  # noqa: ANN401 - what the program returned
+    """Return whether a function returned what it must, for each call."""
+    right = [wanted for _, wanted in tests.calls]
     try:
-        found = json.loads(answer)
-    except ValueError:
-        return None
-    if isinstance(found, list) and all(isinstance(each, dict) and {"input", "output"} <= each.keys() for each in found):
-        return found
-    return None
+        return found is not None and (same(found, right) or (tests.wrapped and same([[each] for each in found], right)))
+    except (OverflowError, RecursionError):  # a number or a list beyond all that is right
+        return False
 
+
+def _text_lines(text: str) -> list[str]:
+    """Return the lines of a text without the white space at their ends, and without empty ones at its end."""
+    return [each.rstrip() for each in text.rstrip().split("\n")]
+
+
+def last_program(completion: str) -> str:
+    """Return the program in a completion.
+
+    It is the last fenced block that is said to be Python, or the last without a language; the whole completion if there is no block. Fences
+    are those of CommonMark, indented as much as they may be; the last one need not end.
+    """
+    text = completion.replace("\r\n", "\n")
+    blocks = [(language, code) for language, code in _blocks(text) if code.strip()]
+    if not blocks:
+        fence = _FENCE.search(text)  # one that only ends: the prompt began it
+        return text[: fence.start()] if fence else text
+    python = [code for language, code in blocks if language.startswith("py") and language not in _CONSOLES]
+    plain = [code for language, code in blocks if not language]
+    return (python or plain or [""])[-1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language, in lower case, and code of each fenced block."""
+    opened: re.Match[str] | None = None
+    code: list[str] = []
+    for line in text.split("\n"):
+        found = _FENCE.fullmatch(line)
+        if opened is None:
+            if found and not ("`" in found["fence"] and "`" in found["info"]):
+                opened, code = found, []
+            continue
+        indent = len(opened["indent"])
+        if found and _ends(found, opened):
+            yield _language(opened["info"]), "\n".join(code)
+            opened = None
+        else:
+            code.append(line[min(indent, len(line) - len(line.lstrip())) :])
+    if opened is not None:
+        yield _language(opened["info"]), "\n".join(code)
+
+
+def _ends(found: re.Match[str], opened: re.Match[str]) -> bool:
+    near = len(found["indent"]) <= len(opened["indent"]) + 3
+    return near and found["fence"].startswith(opened["fence"]) and not found["info"].strip()
+
+
+def _language(info: str) -> str:
+    return re.split(r"[\s,:}]", info.strip().lstrip("{."), maxsplit=1)[0].lower()
+
+
+def check_text(answer: str) -> None:
+    """Check that an answer is not empty.
+
+    Raises:
+        ValueError: if it is: a completion without a text would be right.
+    """
+    if not answer.strip():
+        raise ValueError("the answer is empty")
+
+
+CHECKS: Mapping[str, Callable[[str], object]] = {"exact": check_text, "math": check_text, "gsm8k": gsm8k_number}
+"""What refuses, by the name of the reward, an answer that it cannot compare with; it raises a ValueError."""
 
 REWARDS: Mapping[str, RewardFunction] = {"exact": exact_reward, "math": math_reward, "gsm8k": gsm8k_reward}
 """Reward functions by the name that settings give them; `code` and `judge` have settings of their own."""

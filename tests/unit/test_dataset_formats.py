@@ -130,7 +130,7 @@ def test_a_format_knows_where_its_data_set_is_and_settings_say_otherwise(tmp_pat
 def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict, format_name: str, told: str) -> None:
     fitting = {"gsm8k": GSM8K, "hendrycks_math": MATH, "": {"question": "q", "answer": "a"}}[format_name]
     path = written(tmp_path / "rows.jsonl", fitting, row)
-    with pytest.raises(ConfigError, match=f"(?s)row 1 of .*rows.jsonl.*{told}.*set environment_args"):
+    with pytest.raises(ConfigError, match=f"(?s)line 2 of .*rows.jsonl.*{told}.*set environment_args"):
         questions(path, format=format_name).tasks("train", 0)
 
 

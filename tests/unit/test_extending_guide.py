@@ -398,13 +398,13 @@ MISTAKES = [
         changes={"questions.jsonl": ('"answer": "8"}', '"answer": "8"')},
     ),
     asked(
-        "row 0 of questions.jsonl, with the fields q, answer, does not fit: it has no field 'question'; set environment_args"
-        " question and answer to the fields, or format",
+        "line 1 of questions.jsonl, with the fields q, answer, does not fit: it has no field 'question'; correct the row, or"
+        " set environment_args question and answer to the fields, or a format that leaves the row out",
         NEAR[0],
         changes={"questions.jsonl": ('{"question": "How many legs has a spider?"', '{"q": "?"')},
     ),
     asked(
-        "row 0 of ..., with the fields terms, level, does not fit: a sum needs two terms, not 1; ...",
+        "line 1 of ..., with the fields terms, level, does not fit: a sum needs two terms, not 1; ...",
         "dataset=sums",
         "format=my_formats.py:SUMS",
         changes={"sums/train.jsonl": ("[3, 5]", "[3]")},
