@@ -21,7 +21,9 @@ None, lists, and dicts whose keys are texts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -66,6 +68,47 @@ class Score:
         if self.reward is None:
             raise ValueError("the reward is missing")
         return float(self.reward)
+
+
+def number(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was returned
+    """Return a finite number as a float: Python's numbers and truth values, scalars of numpy and torch.
+
+    Args:
+        value: The number.
+        what: What it is, for messages.
+
+    Raises:
+        TypeError: if it is no number; a text is none.
+        ValueError: if it is not finite.
+    """
+    found = as_float(value, what)
+    if not math.isfinite(found):
+        raise ValueError(f"{what} is {found}, not a finite number")
+    return found
+
+
+def as_float(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was returned
+    """Return a number as `number` does, also one that is not finite.
+
+    Raises:
+        TypeError: if it is no number.
+    """
+    try:
+        if hasattr(type(value), "__float__"):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # an array of several, a number beyond floats
+        raise TypeError(f"{what} is {value!r:.120} ({type(value).__name__}), not a number: {error}") from error
+    raise TypeError(f"{what} is {value!r:.120} ({type(value).__name__}), not a number")
+
+
+@contextlib.contextmanager
+def noted(where: str) -> Iterator[None]:
+    """Add to what is raised inside where it comes from, which messages show."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(where)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

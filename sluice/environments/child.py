@@ -22,8 +22,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sluice.environments import loading
-from sluice.environments.base import MultiTurnEnvironment, Score, SingleTurnEnvironment, Task
+from sluice.environments import base, loading
+from sluice.environments.base import MultiTurnEnvironment, Score, SingleTurnEnvironment, Task, number
 from sluice.environments.framing import FrameReader, NotPlainError, encode
 from sluice.errors import ConfigError
 from sluice.loading import without_values
@@ -171,7 +171,7 @@ class Server:
             await self._close(episode)
         return {
             "messages": _conversation(turn.messages, "messages of a turn"),
-            "reward": None if turn.reward is None else _finite(turn.reward, "the reward of a turn"),
+            "reward": None if turn.reward is None else number(turn.reward, "the reward of a turn"),
             "done": bool(turn.done),
             "truncated": bool(turn.truncated),
             "metrics": {name: float(value) for name, value in turn.metrics.items()},
@@ -222,20 +222,13 @@ def _score_fields(score: Any, method: str) -> Answer:  # noqa: ANN401 - whatever
     found = score if isinstance(score, Score) else Score(score)
     if found.reward is None:
         raise ValueError(f"{method} gave no reward")
-    metrics = {name: _finite(value, f"the metric {name}") for name, value in found.metrics.items()}
-    return {"reward": _finite(found.reward, f"a reward of {method}"), "metrics": metrics}
-
-
-def _finite(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was returned
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}, not a finite number")
-    return number
+    metrics = {name: number(value, f"the metric {name}") for name, value in found.metrics.items()}
+    return {"reward": number(found.reward, f"a reward of {method}"), "metrics": metrics}
 
 
 def _described(error: BaseException) -> Answer:
     """Return type, message and the environment's own lines of the traceback, all bounded."""
-    ours = {__file__, loading.__file__}
+    ours = {__file__, loading.__file__, base.__file__}
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -243,7 +236,7 @@ def _described(error: BaseException) -> Answer:
     ]
     trace = "".join(traceback.format_list(frames[-_TRACE_FRAMES:]))[-_TRACE_CHARACTERS:]
     try:
-        message = str(error)[:_MESSAGE_CHARACTERS]
+        message = "; ".join((str(error), *getattr(error, "__notes__", ())))[:_MESSAGE_CHARACTERS]
     except Exception as second:  # noqa: BLE001 - foreign code again
         message = f"(its message cannot be had: {type(second).__name__})"
     return {"type": type(error).__name__, "message": message, "trace": trace}

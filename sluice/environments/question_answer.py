@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from decimal import Decimal
 from typing import Any, TypeAlias
 
-from sluice.environments.base import Message, Task
+from sluice.environments.base import Message, Score, Task, noted, number
 from sluice.environments.datasets import Row, place, rows
 from sluice.environments.formats import Format, find_format
 from sluice.environments.rewards import CHECKS, REWARDS, CodeReward, Judge, RewardFunction
@@ -26,7 +28,7 @@ def load(  # noqa: D417 - those of `QuestionAnswer` too
     judge: Mapping[str, Any] | None = None,
     reward: str = "",
     **given: Any,  # noqa: ANN401 - as there
-) -> QuestionAnswer | JudgedQuestions:
+) -> QuestionAnswer | AwaitedQuestions:
     """Asks the questions of a data set; answers are compared, tested, or judged by a model.
 
     Args:
@@ -43,11 +45,23 @@ def load(  # noqa: D417 - those of `QuestionAnswer` too
         name: Configuration of a hub data set.
         limit: Most tasks per split.
     """
-    if judge is None:
-        return QuestionAnswer(dataset, reward=reward, **given)
-    if reward:
-        raise ConfigError("give either reward or judge")
-    return JudgedQuestions(dataset, Judge(**judge), **given)
+    if judge is not None:
+        if reward:
+            raise ConfigError("give either reward or judge")
+        return _judged(QuestionAnswer(dataset, checked=False, **given), Judge(**judge))
+    questions = QuestionAnswer(dataset, reward=reward, **given)
+    return AwaitedQuestions(questions, questions.awaited_score) if questions.awaits else questions
+
+
+def _judged(questions: QuestionAnswer, judge: Judge) -> AwaitedQuestions:
+    """Return questions whose answers a model scores."""
+
+    async def score(task: Task, completion: str) -> float:
+        question = task.data["question"]
+        asked = question if isinstance(question, str) else question[-1]["content"]
+        return await judge.score(asked, task.data["answer"], completion)
+
+    return AwaitedQuestions(questions, score, judge.timeout_s)
 
 
 def _function(reward: str, sandbox: str, limits: Mapping[str, Any] | None) -> tuple[RewardFunction, Check | None]:
@@ -117,6 +131,7 @@ class QuestionAnswer:
 
     Attributes:
         scoring_s: Most seconds to score one answer, where the reward function has such a limit; else 0.
+        awaits: Whether the reward function is a coroutine.
     """
 
     name = "question_answer"
@@ -141,11 +156,12 @@ class QuestionAnswer:
         if not self._dataset:
             raise ConfigError("no data set is named: set environment_args dataset to a file, a directory or a hub id")
         self._configuration = name or (None if dataset else self._format.name)
-        self._is_code = (reward or self._format.reward) == "code"
-        self._reward, self._check = _function(reward or self._format.reward, sandbox, limits)
+        self._name = reward or self._format.reward
+        self._reward, self._check = _function(self._name, sandbox, limits)
         if not checked:
             self._check = None
         self.scoring_s = float(getattr(self._reward, "scoring_s", 0.0))
+        self.awaits = inspect.iscoroutinefunction(self._reward)
         self._fields = ("question", "answer") if format else (question, answer)
         self._system, self._limit = system, limit
 
@@ -180,10 +196,10 @@ class QuestionAnswer:
             ValueError: if its question or answer cannot be used.
         """
         answer = found["answer"]
-        if self._is_code and found.get("entry_point") and isinstance(answer, str) and "def check(" in answer:
+        if self._name == "code" and found.get("entry_point") and isinstance(answer, str) and "def check(" in answer:
             answer = {"test": answer, "entry_point": found["entry_point"]}
         try:
-            answer = _answer(answer, structured=self._is_code or self._check is None)
+            answer = _answer(answer, structured=self._check is None or self._name == "code")
             if self._check is not None:
                 self._check(answer)
         except ValueError as error:
@@ -199,23 +215,51 @@ class QuestionAnswer:
         asked = list(question) if not isinstance(question, str) else [{"role": "user", "content": question}]
         return [{"role": "system", "content": self._system}, *asked] if self._system else asked
 
-    def score(self, task: Task, completion: str) -> float:
-        """Return what the reward function says of a completion."""
-        return float(self._reward(completion, task.data["answer"]))
+    def score(self, task: Task, completion: str) -> float | Score | None:
+        """Return what the reward function says of a completion.
+
+        Raises:
+            TypeError: if that is no number.
+            ValueError: if it is not finite.
+        """
+        with self._noted(task):
+            found = self._reward(completion, task.data["answer"])
+        return self._score(found)
+
+    async def awaited_score(self, task: Task, completion: str) -> float | Score | None:
+        """Return what a reward function that is a coroutine says; see `score`."""
+        with self._noted(task):
+            awaited: Any = self._reward(completion, task.data["answer"])
+            found = await awaited
+        return self._score(found)
+
+    def _noted(self, task: Task) -> AbstractContextManager[None]:
+        return noted(f"raised by the reward function {self._name}; row {task.task_id}")
+
+    def _score(self, found: Any) -> float | Score | None:  # noqa: ANN401 - whatever was returned
+        return (
+            found
+            if found is None or isinstance(found, Score)
+            else number(found, f"what the reward {self._name} returned")
+        )
 
 
-class JudgedQuestions:
-    """Lets a model score the answers.
+class AwaitedQuestions:
+    """Questions whose answers a coroutine scores, so that many are scored side by side.
 
     Attributes:
-        scoring_s: Most seconds to score one answer.
+        scoring_s: Most seconds to score one answer; 0 without such a limit.
     """
 
     name = "question_answer"
 
-    def __init__(self, dataset: str, judge: Judge, **given: Any) -> None:  # noqa: ANN401 - those of `QuestionAnswer`
-        self._questions, self._judge = QuestionAnswer(dataset, checked=False, **given), judge
-        self.scoring_s = judge.timeout_s
+    def __init__(
+        self,
+        questions: QuestionAnswer,
+        score: Callable[[Task, str], Awaitable[float | Score | None]],
+        scoring_s: float = 0.0,
+    ) -> None:
+        self._questions, self._score, self.scoring_s = questions, score, scoring_s
 
     async def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the questions of a split."""
@@ -225,8 +269,6 @@ class JudgedQuestions:
         """Return the question, after the system message."""
         return self._questions.messages(task)
 
-    async def score(self, task: Task, completion: str) -> float:
-        """Return what the judge gives."""
-        question = task.data["question"]
-        asked = question if isinstance(question, str) else question[-1]["content"]
-        return await self._judge.score(asked, task.data["answer"], completion)
+    async def score(self, task: Task, completion: str) -> float | Score | None:
+        """Return what the coroutine gives."""
+        return await self._score(task, completion)

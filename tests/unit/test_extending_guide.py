@@ -376,7 +376,7 @@ MISTAKES = [
         '"word": word, ',
         '"word": word, "day": __import__("datetime").date(2030, 1, 1), ',
     ),
-    tried("could not convert string to float: 'good'", VOWELS, SCORE, 'return "good"; ('),
+    tried("a reward of score is 'good' (str), not a number", VOWELS, SCORE, 'return "good"; ('),
     asked(
         "reward 'near' is neither installed nor of the form module:Attr or path/to/file.py:Attr", NEAR[0], "reward=near"
     ),
@@ -387,9 +387,9 @@ MISTAKES = [
         changes={"my_rewards.py": ("(completion, answer)", "(completion)")},
     ),
     asked(
-        "float() argument must be a string or a real number, not 'NoneType'",
+        "what the reward my_rewards.py:near returned is '1' (str), not a number",
         *NEAR,
-        changes={"my_rewards.py": ("return 1 / (1 + distance)", "return None")},
+        changes={"my_rewards.py": ("return 1 / (1 + distance)", "return '1'")},
     ),
     asked("cannot read questions.json: it is neither .jsonl nor .parquet", "dataset=questions.json"),
     asked(

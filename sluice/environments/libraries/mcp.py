@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sluice.environments.base import Message, Task, Turn
+from sluice.environments.base import Message, Score, Task, Turn
 from sluice.environments.libraries.imports import library
 from sluice.environments.question_answer import QuestionAnswer
 from sluice.errors import ConfigError
@@ -99,8 +99,13 @@ class McpEpisode:
         calls = message.get("tool_calls")
         if calls and not last:
             return Turn(messages=[await self._result(call) for call in calls])
-        reward = self._questions.score(self._task, message["content"] or "")
-        return Turn(reward=reward, done=True, truncated=bool(calls))
+        said = message["content"] or ""
+        questions = self._questions
+        found = (
+            await questions.awaited_score(self._task, said) if questions.awaits else questions.score(self._task, said)
+        )
+        score = found if isinstance(found, Score) else Score(found)
+        return Turn(reward=score.reward, done=True, truncated=bool(calls), metrics=score.metrics)
 
     async def close(self) -> None:
         """End the session, unless other episodes use it."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sluice.environments.base import Message, Score, Task, Turn
+from sluice.environments.base import Message, Score, Task, Turn, as_float, noted, number
 from sluice.environments.datasets import Row, rows
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
@@ -95,7 +96,11 @@ class Rewards:
     ) -> list[Score]:
         """Return the weighted sum for each completion, and each function's own reward as a measure.
 
-        A function that returns None for a completion does not count for it; if all do, its reward is missing.
+        A function that returns None or NaN for a completion does not count for it; if all do, its reward is missing.
+
+        Raises:
+            TypeError: if a function returns what is no number.
+            ValueError: if it does not return one reward for each completion, or one that is infinite.
         """
         totals: list[float | None] = [None] * len(completions)
         logged: list[dict[str, float]] = [{} for _ in completions]
@@ -107,15 +112,31 @@ class Rewards:
         given: dict[str, Any] = {name: values for name, values in columns.items() if name not in _OWN}
         given |= {"trainer_state": None, "log_metric": log_metric, "log_extra": lambda *_: None, **more}
         for name, function, weight in zip(self._names, self._functions, self._weights, strict=True):
-            found: Any = function(prompts=list(prompts), completions=list(completions), **_accepted(function, given))
-            values = list(await found if inspect.isawaitable(found) else found)
-            if len(values) != len(completions):
-                raise ValueError(f"{name} returned {len(values)} rewards for {len(completions)} completions")
-            for place, value in enumerate(values):
-                if value is not None:
-                    totals[place] = (totals[place] or 0.0) + weight * float(value)
-                    logged[place][name] = float(value)
+            with noted(f"raised by the reward function {name}"):
+                found: Any = function(
+                    prompts=list(prompts), completions=list(completions), **_accepted(function, given)
+                )
+                found = await found if inspect.isawaitable(found) else found
+            for place, value in enumerate(await _each(found, name, len(completions))):
+                reward = math.nan if value is None else as_float(value, f"a reward of {name}")
+                if math.isnan(reward):
+                    continue
+                logged[place][name] = number(reward, f"a reward of {name}")
+                totals[place] = (totals[place] or 0.0) + weight * reward
         return [Score(total, metrics) for total, metrics in zip(totals, logged, strict=True)]
+
+
+async def _each(found: Any, name: str, count: int) -> list[Any]:  # noqa: ANN401 - whatever was returned
+    """Return the rewards of a list, an array or an iterator, awaited where they have to be."""
+    try:
+        values = [] if isinstance(found, str | Mapping) else list(found)
+    except TypeError:
+        values = []
+    if len(values) != count:
+        raise ValueError(
+            f"{name} returned {found!r:.120} ({type(found).__name__}) for {count} completions: return a list with one reward for each"
+        )
+    return [await each if inspect.isawaitable(each) else each for each in values]
 
 
 def _accepted(function: RewardFunction, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,12 +156,12 @@ class _Rows:
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the rows of a split in an order that the seed determines."""
         if not self._dataset:
-            return [Task(f"{split}-{number}", {"row": {}}) for number in range(self._tasks)]
+            return [Task(f"{split}-{index}", {"row": {}}) for index in range(self._tasks)]
         found = []
-        for number, row in enumerate(rows(self._dataset, split)):
-            if self._limit is not None and number >= self._limit:
+        for index, row in enumerate(rows(self._dataset, split)):
+            if self._limit is not None and index >= self._limit:
                 break
-            found.append(Task(f"{split}-{number}", {"row": dict(row)}))
+            found.append(Task(f"{split}-{index}", {"row": dict(row)}))
         if split == "train":
             random.Random(seed).shuffle(found)  # noqa: S311 - an order, not a secret
         return found
@@ -184,7 +205,8 @@ class Questions:
         plain = isinstance(row["prompt"], str)
         said = completions if plain else [[{"role": "assistant", "content": each}] for each in completions]
         columns = {name: [value] * len(completions) for name, value in row.items()}
-        return await self._rewards.score([row["prompt"]] * len(completions), said, columns)
+        with noted(f"row {task.task_id}"):
+            return await self._rewards.score([row["prompt"]] * len(completions), said, columns)
 
 
 class Environments:
@@ -266,7 +288,8 @@ class ToolEpisode:
         if not callable(own := getattr(self._environment, "get_reward", None)):
             return score
         value = own()
-        value = float(await value if inspect.isawaitable(value) else value)
+        value = await value if inspect.isawaitable(value) else value
+        value = number(value, f"what get_reward of {type(self._environment).__name__} returned")
         return Score((score.reward or 0.0) + value, {**score.metrics, type(self._environment).__name__: value})
 
 

@@ -6,14 +6,15 @@ Apache-2.0: https://github.com/volcengine/verl, of January 2026.
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sluice.environments.base import Message, Score, Task
-from sluice.environments.datasets import Row, rows
-from sluice.environments.rewards import gsm8k_reward, math_reward
+from sluice.environments.base import Message, Score, Task, as_float, noted, number
+from sluice.environments.datasets import Row, place, rows
+from sluice.environments.rewards import CHECKS, gsm8k_reward, math_reward
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
@@ -58,19 +59,24 @@ def load(
     )
 
 
-def compare(data_source: str, solution_str: str, ground_truth: str, **_: object) -> float:
-    """Return 1 if the answer is the right one, else 0, for gsm8k and sets of mathematics.
+def compare(data_source: str, solution_str: str, ground_truth: object, **_: object) -> float:
+    """Return 1 if the answer is the right one, else 0, for gsm8k and sets of mathematics; `check_comparable` says what it takes."""
+    reward = gsm8k_reward if data_source.lower().endswith("gsm8k") else math_reward
+    return reward(solution_str, str(ground_truth))
+
+
+def check_comparable(data_source: str, ground_truth: object) -> None:
+    """Check that `compare` has a reward for a row.
 
     Raises:
-        ConfigError: if the data source is another one.
+        ValueError: if the data source is unknown, or the ground truth is no text or number that can be compared.
     """
-    if data_source.lower().endswith("gsm8k"):
-        return gsm8k_reward(solution_str, f"#### {ground_truth}")
-    if data_source.lower().startswith(_MATH):
-        return math_reward(solution_str, ground_truth)
-    raise ConfigError(
-        f"there is no reward for the data source {data_source!r}: set environment_args reward to a function, as path.py:compute_score"
-    )
+    is_gsm8k = data_source.lower().endswith("gsm8k")
+    if not is_gsm8k and not data_source.lower().startswith(_MATH):
+        raise ValueError(f"there is no reward for the data source {data_source!r}")
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
+        raise ValueError(f"its reward_model.ground_truth is {ground_truth!r:.80}, not a text or a number")  # noqa: TRY004 - of a row
+    CHECKS["gsm8k" if is_gsm8k else "math"](str(ground_truth))
 
 
 def _paths(named: str | Sequence[str]) -> list[str]:
@@ -107,12 +113,20 @@ class Rows:
         """
         found: list[Task] = []
         for file in self.train if split == "train" else self.evaluated or self.train:
-            for row in rows(file, split):
+            for index, row in enumerate(rows(file, split)):
                 if self.prompt not in row or not isinstance(row.get("reward_model"), Mapping):
                     raise ConfigError(
                         f"the rows of {file} have the columns {', '.join(row)}, not {self.prompt} and reward_model, as verl's files"
                         " have: for a file of questions and answers, use the environment question_answer"
                     )
+                if self.function is compare:
+                    try:
+                        check_comparable(str(row.get(self.source, "")), row["reward_model"].get("ground_truth"))
+                    except ValueError as error:
+                        raise ConfigError(
+                            f"{place(file, split, index)} does not fit: {error}; set environment_args reward to a function, as"
+                            " path.py:compute_score, or leave the row out"
+                        ) from error
                 found.append(Task(f"{split}-{len(found)}", {"row": dict(row)}))
         if split == "train":
             found = found[: self.limit]
@@ -130,15 +144,30 @@ class Rows:
     async def score(self, task: Task, completion: str) -> Score:
         """Return what the function says of an answer."""
         row: Row = task.data["row"]
-        found = self.function(
-            data_source=row.get(self.source, ""),
-            solution_str=completion,
-            ground_truth=row["reward_model"].get("ground_truth"),
-            extra_info=dict(row.get("extra_info") or {}),
-            **self.more,
-        )
-        said = await found if inspect.isawaitable(found) else found
-        if not isinstance(said, Mapping):
-            return Score(float(said))
-        numbers = {name: float(value) for name, value in said.items() if isinstance(value, int | float)}
-        return Score(float(said["score"]), {name: value for name, value in numbers.items() if name != "score"})
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        with noted(f"raised by the reward function {name}; row {task.task_id}"):
+            found = self.function(
+                data_source=row.get(self.source, ""),
+                solution_str=completion,
+                ground_truth=row["reward_model"].get("ground_truth"),
+                extra_info=dict(row.get("extra_info") or {}),
+                **self.more,
+            )
+            said = await found if inspect.isawaitable(found) else found
+        return _score(said, f"{name} for row {task.task_id}")
+
+
+def _score(said: Any, who: str) -> Score:  # noqa: ANN401 - whatever was returned
+    """Return what a function returned as a score: the numbers beside ``score`` are measures, texts are not."""
+    if not isinstance(said, Mapping):
+        if isinstance(said, list | tuple):
+            raise TypeError(f'{who} returned {said!r:.120}: return a number, or a dict with "score" and measures')
+        return Score(None if said is None else number(said, f"what {who} returned"))
+    if "score" not in said:
+        raise ValueError(f'{who} returned a dict without "score", but with {", ".join(map(str, said)) or "nothing"}')
+    measures = {
+        str(name): value for name, value in said.items() if name != "score" and hasattr(type(value), "__float__")
+    }
+    found = {name: as_float(value, f"the measure {name} of {who}") for name, value in measures.items()}
+    reward = None if said["score"] is None else number(said["score"], f"the score of {who}")
+    return Score(reward, {name: value for name, value in found.items() if math.isfinite(value)})
