@@ -15,6 +15,7 @@ import structlog
 
 from orchestrator_svc.config import EXTERNAL, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.curriculum import SHARED, Curriculum, overlong_counter
+from orchestrator_svc.first_rewards import FirstRewards
 from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Group, Reason, Stage
@@ -100,6 +101,7 @@ class Dispatcher:
         self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
         self._paused, self._space, self._desk = False, space, desk
         self._outage = Outage(config.max_failed_groups, config.max_failed_tasks, config.deadlines.outage_s)
+        self._first_rewards = FirstRewards(config.batch_size, config.max_reward)
         self._lost_since: float | None = None
         self._behind_since: float | None = None
         self._deadlines: dict[int, ServedDeadline] = {}
@@ -380,6 +382,8 @@ class Dispatcher:
             each.trajectory.episode_id: reward for each, reward in zip(scored.everyone, scored.rewards, strict=True)
         }
         self._status.group_scored(group.name, group.task_id, rewards)
+        for problem in self._first_rewards.take(group.environment, scored.rewards):
+            log.warning("the first rewards look wrong", environment=group.environment, problem=problem)
         replaced = scored.without_signal and (
             self._config.on_max_refills == "fail" or self.curriculum.refills < self._config.max_refills
         )

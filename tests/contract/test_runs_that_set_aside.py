@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from orchestrator_doubles import RolloutDouble
 from simulated_clock import SimulatedClock
+from structlog.testing import capture_logs
 from test_orchestrator_run import DEADLINE_S, LIMIT_S, TICK_S, Scene, make_scene, trained
 
 from orchestrator_svc import setting_aside
@@ -76,6 +77,15 @@ async def test_a_reward_beyond_the_bound_counts_as_missing(scene) -> None:
     report = await scene.run(**odd(scene, rewards=[0.0, 1e39]))
     check(scene, report, "REWARD_TOO_LARGE")
     assert report["set_aside"] == {}  # it never passed the door
+
+
+async def test_first_rewards_that_are_all_equal_are_said_and_the_run_goes_on(scene) -> None:
+    tasks = [f"train-{index}" for index in range(4)]
+    with capture_logs() as logs:
+        report = await scene.run(**odd(scene, rewards=[0.5, 0.5], odd=tasks))
+    assert (report["state"], report["steps"]) == ("succeeded", 4)
+    (said,) = [each["problem"] for each in logs if each["event"] == "the first rewards look wrong"]
+    assert "are 0.5, and most objectives learn nothing" in said
 
 
 @pytest.mark.parametrize(
