@@ -49,6 +49,7 @@ WAITS_S = 3.0
 """Wall time of programs of which some wait for ever; the others need a hundredth of it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hanging",
     ["while True: time.sleep(1)", "os.close(1); os.close(2); time.sleep(3600)", "sys.stdin.read(); time.sleep(3600)"],
@@ -71,6 +72,7 @@ async def test_a_program_that_waits_for_ever_is_wrong_and_no_other_of_its_group_
         assert (questions.failures, questions.processes_ended) == ({}, {})
 
 
+@pytest.mark.slow
 async def test_a_group_of_programs_that_all_wait_is_wrong_and_harms_no_process(tmp_path: Path) -> None:
     waits = "import time\nwhile True: time.sleep(1)"
     async with asks(tmp_path, "assert True", reward="code", limits={"wall_s": 1.0}) as questions:
@@ -229,6 +231,7 @@ async def test_a_judge_scores_once_what_is_asked_twice_and_its_key_stays_its_own
     assert "refused a request with status 401" in printed
 
 
+@pytest.mark.slow
 async def test_the_reward_of_a_judge_that_is_silent_is_missing(tmp_path: Path, judge, capfd) -> None:
     url, handler = judge
     async with asks(tmp_path, "yes", judge={"url": url, "model": "m", "timeout_s": 3}) as questions:
