@@ -14,7 +14,7 @@ from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import CommonConfig, Section, ServerConfig
 from sluice.config.schema import Value, deep_merge
 from sluice.environments.config import EnvironmentProcessesConfig
-from sluice.limits import FLOAT32_MAX, MAX_BRANCHES, MAX_REWARD, MAX_TRAJECTORIES
+from sluice.limits import FLOAT32_MAX, MAX_BRANCHES, MAX_REWARD, MAX_TEMPERATURE, MAX_TRAJECTORIES
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 
 NO_ADVANTAGE = "none"
@@ -34,7 +34,9 @@ _MOST_WEIGHT = 1e6
 class SamplingConfig(Section):
     """How training episodes are sampled. Plain on purpose: the engine's log-probabilities are then the policy's."""
 
-    temperature: float = Field(1.0, gt=0, description="Softmax temperature; trained tokens need one above 0.")
+    temperature: float = Field(
+        1.0, gt=0, le=MAX_TEMPERATURE, description="Softmax temperature; trained tokens need one above 0."
+    )
     max_tokens: int = Field(256, ge=1, description="Most tokens sampled per turn.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn; their tokens are kept.")
     ignore_eos: bool = Field(False, description="Ignore the tokens that end a turn and sample up to `max_tokens`.")
@@ -47,7 +49,7 @@ class AttemptsConfig(Section):
     split: str = Field("eval", description="Split of the environment that is evaluated.")
     prompts: int = Field(64, ge=1, description="Tasks per evaluation, the first ones of the split.")
     samples: int = Field(1, ge=0, description="Samples per task at `temperature`; 0 leaves them out.")
-    temperature: float = Field(1.0, gt=0, description="Softmax temperature of the samples.")
+    temperature: float = Field(1.0, gt=0, le=MAX_TEMPERATURE, description="Softmax temperature of the samples.")
     greedy: bool = Field(True, description="Also decode each task once without randomness.")
     concurrency: int = Field(16, ge=1, description="Tasks evaluated at a time.")
     deadline_s: float = Field(600.0, gt=0, description="Seconds for one evaluation; a longer one is given up.")

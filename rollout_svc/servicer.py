@@ -33,6 +33,7 @@ from rollout_svc.responses import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, Prompt, TextStream
 from sluice.clock import CLOCK, Clock
+from sluice.limits import MAX_TEMPERATURE
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc, tokens_pb2
@@ -516,7 +517,7 @@ def _prompt_violations(field: str, prompt_ids: Sequence[int], info: ModelInfo) -
 
 def _sampling_violations(wire: tokens_pb2.SamplingParams, info: ModelInfo) -> Iterator[tuple[str, str]]:
     for name, value, least, most in (
-        ("temperature", wire.temperature, 0.0, 100.0),
+        ("temperature", wire.temperature, 0.0, MAX_TEMPERATURE),
         ("min_p", wire.min_p, 0.0, 1.0),
         ("presence_penalty", wire.presence_penalty, -2.0, 2.0),
         ("frequency_penalty", wire.frequency_penalty, -2.0, 2.0),

@@ -14,6 +14,9 @@ MAX_MESSAGE_BYTES = 4 << 20
 MAX_SAMPLES = 256
 """Most samples of one Generate request."""
 
+MAX_TEMPERATURE = 100.0
+"""Highest temperature of a request."""
+
 MAX_TRAJECTORY_TOKENS = 262_144
 """Most tokens of a trajectory, prompt included."""
 

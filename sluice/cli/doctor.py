@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from sluice.cli.rl import CONFIG_FILE, check_run
+from sluice.cli.rl import CONFIG_FILE, begun_before, check_run
 from sluice.config import ConfigError, Options, RunConfig, load_run, service_names
 from sluice.doctor.finding import Finding, State, ok, wrong
 from sluice.doctor.machine import check_engine, check_machine
@@ -96,7 +96,7 @@ def _run_starts(config: RunConfig) -> Finding:
         check_run(config)
     except ConfigError as error:
         return wrong("run", str(error), "`sluice rl ... --dry-run` makes the same checks")
-    return ok("run", f"`sluice rl` would begin run {config.run}")
+    return ok("run", begun_before(config) or f"`sluice rl` would begin run {config.run}")
 
 
 def _print(findings: list[Finding]) -> None:

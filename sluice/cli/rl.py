@@ -200,11 +200,16 @@ def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
             raise ConfigError(
                 f"another process runs {run.run!r} in {directory}: stop it, or choose another name with --run NAME"
             )
-        if (directory / JOURNAL_FILE).exists() and not resume:
-            raise ConfigError(
-                f"run {run.run!r} exists in {directory}: continue it with --resume, or choose another with --run NAME"
-            )
+        if (begun := begun_before(run)) and not resume:
+            raise ConfigError(begun)
         yield directory
+
+
+def begun_before(run: RunConfig) -> str:
+    """Return what to do about a run that exists; empty if it has not begun."""
+    if not (run.run_dir / JOURNAL_FILE).exists():
+        return ""
+    return f"run {run.run!r} exists in {run.run_dir}: continue it with --resume, or choose another with --run NAME"
 
 
 def is_held(directory: Path) -> bool:

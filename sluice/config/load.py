@@ -106,7 +106,7 @@ def nest(path: Iterable[str], value: Value) -> dict[str, Any]:
 def file_layer(model: type[BaseModel], path: Path, section: str | None) -> Layer:
     """Read a TOML file. With `section` the whole file belongs to that table; otherwise it has tables of its own."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -123,6 +123,8 @@ def _canonical_table(annotation: FieldType, value: Value) -> Value:
         return None
     if isinstance(value, list) and (entry := entry_class(annotation)) is not None:
         return [_canonical_table(entry, each) for each in value]
+    if isinstance(value, bool) and bool not in (types := alternatives(annotation)) and {int, float} & {*types}:
+        return str(value).lower()  # as a text it is refused where a number is wanted, instead of being 0 or 1
     if not isinstance(value, Mapping) or table is None:
         return value
     renamed: dict[str, Any] = {}
@@ -387,6 +389,8 @@ def _validated(model: type[_Section], layers: Sequence[Layer]) -> _Section:
 
 def _describe(model: type[BaseModel], problem: ErrorDetails, layers: Sequence[Layer]) -> str:
     location = problem["loc"]
+    too_few = problem["type"] == "missing" and isinstance(location[-1], int)  # of a list of fixed length
+    location = location[:-1] if too_few else location
     name = ".".join(str(part) for part in location) or "settings"
     source = next((layer.label for layer in layers if location and layer.value(location) is not UNSET), "")
     keys = [part for part in location if isinstance(part, str)]
@@ -394,6 +398,7 @@ def _describe(model: type[BaseModel], problem: ErrorDetails, layers: Sequence[La
         near = suggestion(model, keys) if len(keys) == len(location) else ""  # a list of tables has no dotted path
         return f"{source}: unknown key {name!r}{near}" if source else f"unknown key {name!r}{near}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    message = f"needs more values than {problem['input']!r}" if too_few else message
     field = dict(leaf_paths(model)).get(tuple(keys))
     if problem["type"] == "string_pattern_mismatch" and field is not None:
         message = f"does not fit ({field.description})"

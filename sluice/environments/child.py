@@ -227,14 +227,21 @@ def _score_fields(score: Any, method: str) -> Answer:  # noqa: ANN401 - whatever
 
 
 def _described(error: BaseException) -> Answer:
-    """Return type, message and the environment's own lines of the traceback, all bounded."""
+    """Return type, message and the environment's own lines of the traceback, all bounded.
+
+    A wrong setting has none: its message says all.
+    """
     ours = {__file__, loading.__file__, base.__file__}
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in ours and not frame.filename.startswith("<frozen importlib")
     ]
-    trace = "".join(traceback.format_list(frames[-_TRACE_FRAMES:]))[-_TRACE_CHARACTERS:]
+    if isinstance(error, ConfigError):
+        frames = []
+    # One line each, without the marks below: a log shows the first line and the last.
+    lines = [f'  File "{each.filename}", line {each.lineno}, in {each.name}: {each.line}\n' for each in frames]
+    trace = "".join(lines[-_TRACE_FRAMES:])[-_TRACE_CHARACTERS:]
     try:
         message = "; ".join((str(error), *getattr(error, "__notes__", ())))[:_MESSAGE_CHARACTERS]
     except Exception as second:  # noqa: BLE001 - foreign code again

@@ -16,6 +16,8 @@ from trainer_double import start_double
 
 from sluice import file_systems
 from sluice.cli import doctor
+from sluice.cli.init_model import ModelShape, init_model
+from sluice.cli.rl import JOURNAL_FILE
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.doctor import machine, peers, settings
 from sluice.doctor.finding import Finding, State
@@ -243,3 +245,28 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(monkeypatch, capsys) ->
     assert doctor.run(["--json", "--model", "/no/such/model", "--orchestrator.environment", "question_answer"]) == 1
     found = {each["check"]: each for each in json.loads(capsys.readouterr().out)}
     assert "there is no directory /no/such/model" in found["run"]["found"]
+
+
+@pytest.mark.slow
+def test_a_run_that_exists_is_not_said_to_begin(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(doctor, "check_machine", list)
+    init_model(tmp_path / "model", ModelShape(layers=1))
+    (tmp_path / "rl.toml").write_text(f"""
+run = "words"
+output_dir = "{tmp_path}"
+model = "{tmp_path / "model"}"
+rollout.engine = "transformers"
+[orchestrator]
+environment = "examples/reverse_text/env.py:ReverseText"
+sampling.max_tokens = 8
+""")
+    words = ["--json", "@", str(tmp_path / "rl.toml")]
+
+    def said() -> str:
+        doctor.run(words)
+        return next(each["found"] for each in json.loads(capsys.readouterr().out) if each["check"] == "run")
+
+    assert said() == "`sluice rl` would begin run words"
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / JOURNAL_FILE).touch()
+    assert said().startswith(f"run 'words' exists in {tmp_path / 'words'}: continue it with --resume")

@@ -52,6 +52,28 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path, t
         load_run(["@", str(path)])
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_staleness = true", r"max_staleness: must be a valid integer.*got 'true' \(from .*wrong\.toml\)"),
+        ("[trainer]\nlr = false", r"trainer\.lr: must be a valid number.*got 'false'"),
+        ("[trainer]\nbetas = [0.9]", r"trainer\.betas: needs more values than \[0\.9\] \(from"),
+        ("[orchestrator.sampling]\ntemperature = 101", "temperature: must be less than or equal to 100"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_with_its_place(tmp_path, text, told):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        load_run(["@", str(path)])
+
+
+def test_a_byte_order_mark_is_no_setting(tmp_path):
+    path = tmp_path / "from_windows.toml"
+    path.write_bytes("\ufeffrun = 'words'\n".encode())
+    assert load_run(["@", str(path)]).run == "words"
+
+
 def test_text_of_the_wrong_form_names_the_characters_that_fit():
     with pytest.raises(ConfigError, match=r"run: does not fit .*lower-case letters.*got 'My Run'"):
         load_run(["--run", "My Run"])
