@@ -1,7 +1,8 @@
 """Keys of conversations: two histories that mean the same have the same key, however a client has rewritten them.
 
-A key is a chained hash. The root covers the template arguments and the tools, each message adds its canonical form. A history that
-extends another one therefore has all of its keys, and one pass over a request gives the key of every prefix.
+A key is a chained hash. The root covers the template arguments and the tools (the order of keys in a schema does not count), each message
+adds its canonical form. A history that extends another one therefore has all of its keys, and one pass over a request gives the key of
+every prefix.
 
 The canonical form of a message leaves out what clients change while they send a history back:
 
@@ -56,6 +57,10 @@ class ConversationKeys:
 def conversation_keys(conversation: tokens_pb2.Conversation) -> ConversationKeys:
     """Return the keys of a conversation."""
     root = tokens_pb2.Conversation(tools=conversation.tools, template_arguments=conversation.template_arguments)
+    for tool in root.tools:
+        if tool.HasField("parameters_json"):
+            tool.parameters_json = canonical_arguments(tool.parameters_json)[1]
+            tool.ClearField("parameters")
     key = xxhash.xxh3_128_digest(root.SerializeToString(deterministic=True))
     prefixes = []
     last = len(conversation.messages) - 1

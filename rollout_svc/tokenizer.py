@@ -19,6 +19,7 @@ from sluice.clock import CLOCK, Clock
 from sluice.render import ChatRenderer, TemplateArgumentError, TemplateError, tokenizer_digest
 from sluice.rpc import SluiceError
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
+from sluice.tool_schemas import tool_dict
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 if TYPE_CHECKING:
@@ -208,7 +209,10 @@ class ModelTokenizer:
         self._require_tokenizer("conversation")
         check_size(conversation)
         messages = [message_dict(message) for message in conversation.messages]
-        tools = [tool_dict(tool) for tool in conversation.tools] or None
+        try:
+            tools = [tool_dict(tool) for tool in conversation.tools] or None
+        except ValueError as error:
+            raise SluiceError.invalid_argument("conversation.tools", str(error)) from error
         with _template_errors():
             renderer = self._renderer(conversation.template_arguments.SerializeToString(deterministic=True))
         return renderer, messages, tools
@@ -465,14 +469,6 @@ def message_dict(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
         ]
     optional = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": message.reasoning}
     return fields | {key: value for key, value in optional.items() if value}
-
-
-def tool_dict(tool: tokens_pb2.Tool) -> dict[str, Any]:
-    """Return a tool in the form that chat templates read."""
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": struct_dict(tool.parameters)},
-    }
 
 
 def struct_dict(struct: Struct) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from gateway_svc.capture import (
 )
 from gateway_svc.dialects import openai_fields as fields
 from sluice.openai.dialect import MAX_MESSAGES, MAX_TOOLS, JsonObject, Unsigned
+from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, tokens_pb2
 
 NAME = "openai.chat"
@@ -138,7 +139,8 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: C
         if tool.function is None or tool.type != "function":
             request.note("left_out", f"tool.{tool.type[:32]}")
             continue
-        fields.add_tool(conversation, tool.function.name, tool.function.description, tool.function.parameters)
+        function = tool.function
+        conversation.tools.append(tool_message(function.name, function.description, function.parameters))
         if tool.function.strict:
             request.note("not_enforced", "strict")
     choice = (body.tool_choice or "auto") if isinstance(body.tool_choice, str | None) else "named"

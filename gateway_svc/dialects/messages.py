@@ -26,10 +26,11 @@ from gateway_svc.capture import (
     fault,
     settle_sampling,
 )
-from gateway_svc.dialects.openai_fields import RequestBody, add_tool, dumps, event
+from gateway_svc.dialects.openai_fields import RequestBody, dumps, event
 from sluice.openai.dialect import MAX_MESSAGES, MAX_TOOLS, JsonObject, Unsigned
 from sluice.openai.errors import STATUSES
 from sluice.rpc import SluiceError
+from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
 
 NAME = "anthropic.messages"
@@ -175,7 +176,7 @@ def _add_tools(conversation: tokens_pb2.Conversation, tools: Sequence[Tool], req
         if tool.type not in {None, "custom"}:
             request.note("left_out", f"tool.{(tool.type or '')[:32]}")
             continue
-        add_tool(conversation, tool.name, tool.description, tool.input_schema)
+        conversation.tools.append(tool_message(tool.name, tool.description, tool.input_schema))
         if tool.strict:
             request.note("not_enforced", "strict")
 

@@ -160,13 +160,6 @@ def _image(url: str, where: str) -> bytes:
         raise fault(where, f"the image is not base64: {error}") from error
 
 
-def add_tool(conversation: tokens_pb2.Conversation, name: str, description: str | None, parameters: Any) -> None:  # noqa: ANN401 - JSON
-    """Add a tool to a conversation."""
-    added = conversation.tools.add(name=name, description=description or "")
-    if parameters:
-        added.parameters.update(parameters)
-
-
 Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
 
 

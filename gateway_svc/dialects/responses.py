@@ -30,13 +30,13 @@ from gateway_svc.dialects.openai_fields import (
     Part,
     RequestBody,
     add_content,
-    add_tool,
     event,
     logprob_content,
 )
 from sluice.openai.dialect import MAX_MESSAGES, MAX_TOOLS, JsonObject, Unsigned
 from sluice.openai.errors import error_body
 from sluice.rpc import SluiceError
+from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
 
 NAME = "openai.responses"
@@ -158,7 +158,7 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ResponsesBody, reque
         if tool.type != "function" or tool.name is None:
             request.note("left_out", f"tool.{tool.type[:32]}")
             continue
-        add_tool(conversation, tool.name, tool.description, tool.parameters)
+        conversation.tools.append(tool_message(tool.name, tool.description, tool.parameters))
         if tool.strict:
             request.note("not_enforced", "strict")
     choice = (body.tool_choice or "auto") if isinstance(body.tool_choice, str | None) else "named"

@@ -10,6 +10,7 @@ from google.protobuf.json_format import ParseDict
 
 from sluice.environments.base import Message, Task
 from sluice.plain_data import plain_data
+from sluice.tool_schemas import tool_dict, tool_message
 from sluice.v1 import environment_pb2, tokens_pb2
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
@@ -58,21 +59,13 @@ def tool_messages(tools: Iterable[Mapping[str, Any]]) -> list[tokens_pb2.Tool]:
         function = tool.get("function", tool)
         if not function.get("name"):
             raise ValueError("one of the tools of an episode has no name")
-        message = tokens_pb2.Tool(name=function["name"], description=function.get("description") or "")
-        ParseDict(dict(function.get("parameters") or {}), message.parameters)
-        found.append(message)
+        found.append(tool_message(function["name"], function.get("description"), function.get("parameters")))
     return found
 
 
 def plain_tools(tools: Iterable[tokens_pb2.Tool]) -> list[dict[str, Any]]:
     """Return tools as the OpenAI API has them."""
-    return [
-        {
-            "type": "function",
-            "function": {"name": each.name, "description": each.description, "parameters": plain_data(each.parameters)},
-        }
-        for each in tools
-    ]
+    return [tool_dict(each) for each in tools]
 
 
 def plain_messages(messages: Iterable[tokens_pb2.ChatMessage]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from sluice.openai.errors import error_body
 from sluice.rpc import MAX_SAMPLES, SluiceError
+from sluice.tool_schemas import tool_message
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import Version
 
@@ -322,8 +323,8 @@ def chat_request(body: ChatRequest) -> rollout_pb2.GenerateRequest:
         request.sampling.max_tokens = body.max_completion_tokens
     request.conversation.messages.extend(_message(each) for each in body.messages)
     for tool in body.tools or [] if body.tool_choice != "none" else []:
-        added = request.conversation.tools.add(name=tool.function.name, description=tool.function.description or "")
-        added.parameters.update(tool.function.parameters or {})
+        function = tool.function
+        request.conversation.tools.append(tool_message(function.name, function.description, function.parameters))
     request.conversation.template_arguments.update(body.chat_template_kwargs or {})
     request.return_message = bool(request.conversation.tools)
     return request

@@ -304,7 +304,7 @@ CHANGES: dict[str, Callable[[tokens_pb2.Conversation], Any]] = {
     "speaker": lambda given: setattr(given.messages[1], "name", "Ann"),
     "order": lambda given: given.messages[0].CopyFrom(given.messages[1]),
     "description of a tool": lambda given: setattr(given.tools[0], "description", "Look."),
-    "parameters of a tool": lambda given: given.tools[0].parameters.update({"required": []}),
+    "parameters of a tool": lambda given: setattr(given.tools[0], "parameters_json", '{"required": []}'),
     "no tools": lambda given: given.tools.pop(),
     "template arguments": lambda given: given.template_arguments.update({"enable_thinking": False}),
     "image": lambda given: given.messages[1].parts.extend(

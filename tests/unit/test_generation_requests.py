@@ -13,9 +13,10 @@ from tiny_policy import TINY
 
 from rollout_svc.engines.base import ModelInfo, Sampling
 from rollout_svc.servicer import generation_request, sampling_of
-from rollout_svc.tokenizer import RENDER_DEADLINE_S, RENDER_THREADS, ModelTokenizer, struct_dict
+from rollout_svc.tokenizer import RENDER_DEADLINE_S, RENDER_THREADS, ModelTokenizer
 from sluice.cli.init_model import character_tokenizer
 from sluice.rpc import MAX_SAMPLES, SluiceError
+from sluice.tool_schemas import tool_dict
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 INFO = ModelInfo("model", "Qwen3ForCausalLM", 100, 32, "float32", (1,), "test")
@@ -122,7 +123,7 @@ def test_a_json_schema_reaches_the_template_the_same_way_every_time():
     tool.parameters.update(schema)
     for _ in range(3):
         tool = tokens_pb2.Tool.FromString(tool.SerializeToString())
-        plain = struct_dict(tool.parameters)
+        plain = tool_dict(tool)["function"]["parameters"]
         assert plain == schema
         assert list(plain) == ["properties", "required", "type"]
         assert repr(plain["properties"]) == "{'alpha': {}, 'zeta': {'maximum': 3, 'minimum': 0.5}}"
