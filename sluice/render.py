@@ -2,6 +2,9 @@
 
 SFT, rollout, capture and evaluation use it, so that the ids that are sampled, trained and continued by a later turn are the same.
 It checks that a template only appends: if more messages change the text of the earlier ones, it raises `TemplateError`.
+
+Only the template writes control tokens: in the text of a message, also an assistant's, in tools and in template arguments their names are
+text. A *marked* text is a rendered one in which these names begin with a stand-in (`sluice.control_tokens`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from sluice.control_tokens import SURROGATE, control_tokens, texts_of, with_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,8 +76,8 @@ class Seam:
     """Where messages are appended to an assistant's turn.
 
     Attributes:
-        turn_end: What ends the turn after the sampled text, such as an end token and a line feed.
-        addition: What the new messages add after it.
+        turn_end: Marked text that ends the turn after the sampled text, such as an end token and a line feed.
+        addition: Marked text that the new messages add after it.
     """
 
     turn_end: str
@@ -94,6 +99,7 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         _check_arguments(tokenizer, template_arguments or {})
         self._arguments = dict(template_arguments or {})
+        self._control = control_tokens(tokenizer)
         self._own_roles: set[str] = set()
 
     def text(
@@ -112,28 +118,81 @@ class ChatRenderer:
             raise TemplateError(
                 "the tokenizer has no chat template: send the prompt as text or token ids, or add a template"
             )
+        return self._rendered(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        hide: Callable[[str], str] = str,
+    ) -> str:
+        """Return the text of a conversation, each text of which is changed by a function."""
+        filled = functools.partial(self._filled, add_generation_prompt=add_generation_prompt, tools=tools, hide=hide)
         # Most templates read the arguments of a call as an object, and few as text. The others raise.
         forms = [_with_arguments(messages, _as_object)]
         if any(message.get("tool_calls") for message in messages):
             forms.append(_with_arguments(messages, _as_text))
         for form in forms[:-1]:
             with contextlib.suppress(TemplateError):
-                return self._filled(form, add_generation_prompt=add_generation_prompt, tools=tools)
-        return self._filled(forms[-1], add_generation_prompt=add_generation_prompt, tools=tools)
+                return filled(form)
+        return filled(forms[-1])
+
+    def _marked(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
+        """Return the marked text of a conversation.
+
+        Raises:
+            TemplateError: as `text`, or if it is not clear which control tokens the template has written.
+        """
+        text = self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        if SURROGATE.search(text):
+            raise TemplateError("these messages have half of a surrogate pair, which is not a character: remove it")
+        control = self._control
+        given = [messages, _with_arguments(messages, _as_object), tools or [], self._arguments]
+        if not any(map(control.may_be_in, texts_of(given))):
+            return text
+        for hide in control.hiding():
+            with contextlib.suppress(TemplateError):
+                hidden = self._rendered(messages, add_generation_prompt=add_generation_prompt, tools=tools, hide=hide)
+                if control.plain(hidden) == text:
+                    return control.marked(hidden)
+        raise TemplateError(
+            "a text of these messages has a control token, and the chat template decides by it what it writes, so that it is not clear "
+            "which control tokens are text: remove it"
+        )
+
+    def _encoded(self, marked: str) -> list[int]:
+        """Return the token ids of a marked text.
+
+        Raises:
+            TemplateError: if the tokenizer cannot encode a control token as text.
+        """
+        try:
+            return self._control.encode(marked, self.encode)
+        except ValueError as error:
+            raise TemplateError(f"{error}: remove it") from error
 
     def _filled(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        hide: Callable[[str], str],
     ) -> str:
         """Return the text of messages whose calls have the form that the template reads."""
         from jinja2 import TemplateError as JinjaError  # noqa: PLC0415  only where messages are rendered
 
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
+                with_texts(list(messages), hide),
+                tools=with_texts(list(tools), hide) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **self._arguments,
+                **with_texts(self._arguments, hide),
             )
         # A template is a program. On unexpected messages it can raise any of these.
         except (
@@ -151,7 +210,7 @@ class ChatRenderer:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens that the tokenizer would add: the template has written them."""
+        """Return the token ids of a text that writes its control tokens itself, without those that the tokenizer would add."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def render(
@@ -166,17 +225,17 @@ class ChatRenderer:
         Raises:
             TemplateError: if the template refuses the messages, or leaves a tool's result out.
         """
-        text = self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        marked, marks = _marked_results(messages)
+        text = self._marked(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        with_marks, marks = _marked_results(messages)
         if marks:
-            rendered = self.text(marked, add_generation_prompt=add_generation_prompt, tools=tools)
+            rendered = self.text(with_marks, add_generation_prompt=add_generation_prompt, tools=tools)
             missing = next((index for index, mark in marks.items() if mark not in rendered), None)
             if missing is not None:
                 raise TemplateError(
                     f"the chat template leaves out the tool's result in message {missing}: send it after an assistant message with the"
                     " call that it answers in `tool_calls`, or as a user message where the model takes no tools"
                 )
-        return self.encode(text)
+        return self._encoded(text)
 
     def render_continuation(
         self,
@@ -207,11 +266,11 @@ class ChatRenderer:
         if not new_messages:
             raise TemplateError("there are no messages to append: send at least one")
         seam = self._seam(new_messages, earlier, add_generation_prompt=add_generation_prompt, tools=tools)
-        end = self.encode(seam.turn_end)
+        end = self._encoded(seam.turn_end)
         given = next((n for n in range(len(end), 0, -1) if list(ids[-n:]) == end[:n]), 0)
-        added = self.encode(seam.turn_end + seam.addition)
+        added = self._encoded(seam.turn_end + seam.addition)
         if added[: len(end)] != end:  # a token spans the end of the turn and what follows
-            added = [*end, *self.encode(seam.addition)]
+            added = [*end, *self._encoded(seam.addition)]
         return [*ids, *added[given:]]
 
     def stands_for(
@@ -222,9 +281,9 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> bool:
-        """Return whether ids have the text that the template renders for a conversation.
+        """Return whether ids have the text and the control tokens that the template renders for a conversation.
 
-        The tokens may differ, since a model may sample others for the same text.
+        Other tokens may differ, since a model may sample others for the same text.
         """
         whole = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return list(ids) == whole or self._decoded(ids) == self._decoded(whole)
@@ -246,10 +305,10 @@ class ChatRenderer:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.text(messages[:index], add_generation_prompt=True, tools=tools)
-            whole = self.text(messages[: index + 1], add_generation_prompt=False, tools=tools)
-            context = self.encode(_appended(done, prompt, index))
-            answer = self.encode(_appended(prompt, whole, index))
+            prompt = self._marked(messages[:index], add_generation_prompt=True, tools=tools)
+            whole = self._marked(messages[: index + 1], add_generation_prompt=False, tools=tools)
+            context = self._encoded(_appended(done, prompt, index))
+            answer = self._encoded(_appended(prompt, whole, index))
             learned = self._learned(answer)
             ids += context + answer
             mask += [False] * len(context) + [True] * learned + [False] * (len(answer) - learned)
@@ -308,7 +367,7 @@ class ChatRenderer:
         before = earlier[:-1] or [_QUESTION]
         calls = earlier[-1].get("tool_calls") if earlier else _calls_of_results(new_messages)
         turn = earlier[-1] if earlier else {"role": "assistant", "content": "", "tool_calls": calls}
-        whole = self.text([*before, turn, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
+        whole = self._marked([*before, turn, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
         stand_ins: list[Message] = [_ANSWER]
         if calls:
             stand_ins.insert(0, {"role": "assistant", "content": "", "tool_calls": _marked_calls(calls)})
@@ -364,8 +423,8 @@ class ChatRenderer:
             TemplateError: if the template does not render the stand-in once, or renders it differently when messages follow.
         """
         turn = [*before, stand_in]
-        text = self.text([*turn, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
-        alone = self.text(turn, add_generation_prompt=False, tools=tools)
+        text = self._marked([*turn, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
+        alone = self._marked(turn, add_generation_prompt=False, tools=tools)
         if text.count(SENTINEL) != 1 or alone.count(SENTINEL) != 1:
             raise TemplateError(
                 "the chat template does not render an earlier assistant turn exactly once, so that turns cannot be "
@@ -394,7 +453,9 @@ class ChatRenderer:
             TemplateError: if it is not clear where the call ends.
         """
         with contextlib.suppress(TemplateError):
-            _, mark, end = self.text([*before, _ANSWER], add_generation_prompt=False, tools=tools).rpartition(SENTINEL)
+            _, mark, end = self._marked([*before, _ANSWER], add_generation_prompt=False, tools=tools).rpartition(
+                SENTINEL
+            )
             if mark and rest.endswith(end):
                 return end
         starts = [rest.rfind(str(token)) for token in self.tokenizer.all_special_tokens]
@@ -405,7 +466,15 @@ class ChatRenderer:
             )
         return rest[max(starts) :]
 
-    def _decoded(self, ids: Sequence[int]) -> str:
+    def _decoded(self, ids: Sequence[int]) -> list[int | str]:
+        """Return the text of ids, and then their control tokens and the texts between them."""
+        parts: list[int | str] = [self._text_of(ids)]
+        for control, group in itertools.groupby(ids, self._control.has):
+            some = list(group)
+            parts += some if control else [self._text_of(some)]
+        return parts
+
+    def _text_of(self, ids: Sequence[int]) -> str:
         """Return the text of ids with their special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
