@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from sluice.v1 import common_pb2 as sluice_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sluice/v1/tokens.proto\x12\tsluice.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16sluice/v1/common.proto\"N\n\x0bVersionSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x30\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"\xce\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x14\n\x0ctop_logprobs\x18\n \x01(\r\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x08\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12<\n\nlogit_bias\x18\x0f \x03(\x0b\x32(.sluice.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"V\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xb3\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12%\n\x05parts\x18\x03 \x03(\x0b\x32\x16.sluice.v1.ContentPart\x12\'\n\ntool_calls\x18\x04 \x03(\x0b\x32\x13.sluice.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x11\n\treasoning\x18\x07 \x01(\t\"\x8d\x01\n\x0c\x43onversation\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\x1e\n\x05tools\x18\x02 \x03(\x0b\x32\x0f.sluice.v1.Tool\x12\x33\n\x12template_arguments\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0bTopLogprobs\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"*\n\nTurnReward\x12\x0c\n\x04turn\x18\x01 \x01(\r\x12\x0e\n\x06reward\x18\x02 \x01(\x01\"\xfd\x03\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x12\n\nepisode_id\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x11\n\tmask_runs\x18\x06 \x03(\r\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12-\n\rversion_spans\x18\x08 \x03(\x0b\x32\x16.sluice.v1.VersionSpan\x12\x13\n\x0btemperature\x18\t \x01(\x02\x12.\n\rfinish_reason\x18\n \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x13\n\x06reward\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12+\n\x0cturn_rewards\x18\x0c \x03(\x0b\x32\x15.sluice.v1.TurnReward\x12\x15\n\rtoken_rewards\x18\r \x03(\x02\x12\x12\n\nadvantages\x18\x0e \x03(\x02\x12\x14\n\x0cref_logprobs\x18\x0f \x03(\x02\x12\x18\n\x10teacher_logprobs\x18\x10 \x03(\x02\x12\x11\n\tturn_runs\x18\x11 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x12 \x01(\t\x12\x11\n\tobjective\x18\x13 \x01(\t\x12\x16\n\x0e\x62ranch_rewards\x18\x14 \x03(\x01\x42\t\n\x07_reward*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12!\n\x1d\x46INISH_REASON_VERSION_RETIRED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*w\n\x11TrajectoryOutcome\x12\"\n\x1eTRAJECTORY_OUTCOME_UNSPECIFIED\x10\x00\x12\x1e\n\x1aTRAJECTORY_OUTCOME_TRAINED\x10\x01\x12\x1e\n\x1aTRAJECTORY_OUTCOME_DROPPED\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sluice/v1/tokens.proto\x12\tsluice.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16sluice/v1/common.proto\"N\n\x0bVersionSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x30\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"\xce\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x14\n\x0ctop_logprobs\x18\n \x01(\r\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x08\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12<\n\nlogit_bias\x18\x0f \x03(\x0b\x32(.sluice.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x88\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1c\n\x0fparameters_json\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\x12\n\x10_parameters_json\"6\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xb3\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12%\n\x05parts\x18\x03 \x03(\x0b\x32\x16.sluice.v1.ContentPart\x12\'\n\ntool_calls\x18\x04 \x03(\x0b\x32\x13.sluice.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x11\n\treasoning\x18\x07 \x01(\t\"\x8d\x01\n\x0c\x43onversation\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\x1e\n\x05tools\x18\x02 \x03(\x0b\x32\x0f.sluice.v1.Tool\x12\x33\n\x12template_arguments\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0bTopLogprobs\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"*\n\nTurnReward\x12\x0c\n\x04turn\x18\x01 \x01(\r\x12\x0e\n\x06reward\x18\x02 \x01(\x01\"\xfd\x03\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x12\n\nepisode_id\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x11\n\tmask_runs\x18\x06 \x03(\r\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12-\n\rversion_spans\x18\x08 \x03(\x0b\x32\x16.sluice.v1.VersionSpan\x12\x13\n\x0btemperature\x18\t \x01(\x02\x12.\n\rfinish_reason\x18\n \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x13\n\x06reward\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12+\n\x0cturn_rewards\x18\x0c \x03(\x0b\x32\x15.sluice.v1.TurnReward\x12\x15\n\rtoken_rewards\x18\r \x03(\x02\x12\x12\n\nadvantages\x18\x0e \x03(\x02\x12\x14\n\x0cref_logprobs\x18\x0f \x03(\x02\x12\x18\n\x10teacher_logprobs\x18\x10 \x03(\x02\x12\x11\n\tturn_runs\x18\x11 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x12 \x01(\t\x12\x11\n\tobjective\x18\x13 \x01(\t\x12\x16\n\x0e\x62ranch_rewards\x18\x14 \x03(\x01\x42\t\n\x07_reward*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12!\n\x1d\x46INISH_REASON_VERSION_RETIRED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*w\n\x11TrajectoryOutcome\x12\"\n\x1eTRAJECTORY_OUTCOME_UNSPECIFIED\x10\x00\x12\x1e\n\x1aTRAJECTORY_OUTCOME_TRAINED\x10\x01\x12\x1e\n\x1aTRAJECTORY_OUTCOME_DROPPED\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1919
-  _globals['_FINISHREASON']._serialized_end=2099
-  _globals['_TRAJECTORYOUTCOME']._serialized_start=2101
-  _globals['_TRAJECTORYOUTCOME']._serialized_end=2220
+  _globals['_FINISHREASON']._serialized_start=1970
+  _globals['_FINISHREASON']._serialized_end=2150
+  _globals['_TRAJECTORYOUTCOME']._serialized_start=2152
+  _globals['_TRAJECTORYOUTCOME']._serialized_end=2271
   _globals['_VERSIONSPAN']._serialized_start=91
   _globals['_VERSIONSPAN']._serialized_end=169
   _globals['_SAMPLINGPARAMS']._serialized_start=172
@@ -47,20 +47,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=626
   _globals['_TOOLCALL']._serialized_start=764
   _globals['_TOOLCALL']._serialized_end=819
-  _globals['_TOOL']._serialized_start=821
-  _globals['_TOOL']._serialized_end=907
-  _globals['_CONTENTPART']._serialized_start=909
-  _globals['_CONTENTPART']._serialized_end=963
-  _globals['_CHATMESSAGE']._serialized_start=966
-  _globals['_CHATMESSAGE']._serialized_end=1145
-  _globals['_CONVERSATION']._serialized_start=1148
-  _globals['_CONVERSATION']._serialized_end=1289
-  _globals['_TOKENIDS']._serialized_start=1291
-  _globals['_TOKENIDS']._serialized_end=1314
-  _globals['_TOPLOGPROBS']._serialized_start=1316
-  _globals['_TOPLOGPROBS']._serialized_end=1360
-  _globals['_TURNREWARD']._serialized_start=1362
-  _globals['_TURNREWARD']._serialized_end=1404
-  _globals['_TRAJECTORY']._serialized_start=1407
-  _globals['_TRAJECTORY']._serialized_end=1916
+  _globals['_TOOL']._serialized_start=822
+  _globals['_TOOL']._serialized_end=958
+  _globals['_CONTENTPART']._serialized_start=960
+  _globals['_CONTENTPART']._serialized_end=1014
+  _globals['_CHATMESSAGE']._serialized_start=1017
+  _globals['_CHATMESSAGE']._serialized_end=1196
+  _globals['_CONVERSATION']._serialized_start=1199
+  _globals['_CONVERSATION']._serialized_end=1340
+  _globals['_TOKENIDS']._serialized_start=1342
+  _globals['_TOKENIDS']._serialized_end=1365
+  _globals['_TOPLOGPROBS']._serialized_start=1367
+  _globals['_TOPLOGPROBS']._serialized_end=1411
+  _globals['_TURNREWARD']._serialized_start=1413
+  _globals['_TURNREWARD']._serialized_end=1455
+  _globals['_TRAJECTORY']._serialized_start=1458
+  _globals['_TRAJECTORY']._serialized_end=1967
 # @@protoc_insertion_point(module_scope)

@@ -291,13 +291,20 @@ class Tool(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name, unique among the tools of a request."""
     description: _builtins.str
     """What it does, for the model to read."""
+    parameters_json: _builtins.str
+    """The same schema as JSON text. If it is set, the chat template gets it with this order and these numbers, and `parameters` is not
+    read. Text of a JSON object.
+    """
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct:
-        """JSON Schema of the arguments."""
+        """JSON Schema of the arguments. A Struct keeps neither the order of keys nor the kind of numbers: without `parameters_json` the chat
+        template gets its keys sorted, and whole numbers as integers.
+        """
 
     def __init__(
         self,
@@ -305,12 +312,15 @@ class Tool(_message.Message):
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters: _struct_pb2.Struct | None = ...,
+        parameters_json: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parameters_json", b"_parameters_json", "parameters", b"parameters", "parameters_json", b"parameters_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parameters_json", b"_parameters_json", "description", b"description", "name", b"name", "parameters", b"parameters", "parameters_json", b"parameters_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__parameters_json: _TypeAlias = _typing.Literal["parameters_json"]  # noqa: Y015
+    _WhichOneofArgType__parameters_json: _TypeAlias = _typing.Literal["_parameters_json", b"_parameters_json"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parameters_json) -> _WhichOneofReturnType__parameters_json | None: ...
 
 Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
