@@ -15,7 +15,7 @@ import hashlib
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,10 @@ LONGEST_REASON = 500
 
 class TemplateError(ValueError):
     """A chat template is missing, refuses the messages, or does not render a conversation by appending."""
+
+
+class RewritesError(TemplateError):
+    """The chat template changes the text of earlier messages when others are added."""
 
 
 class TemplateArgumentError(TemplateError):
@@ -288,14 +292,24 @@ class ChatRenderer:
         whole = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return list(ids) == whole or self._decoded(ids) == self._decoded(whole)
 
-    def render_sft(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Rendered:
+    def render_sft(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        learned: Container[int] | None = None,
+    ) -> Rendered:
         """Return the token ids of a whole conversation and a mask of the assistant's turns with their end tokens.
 
         Each turn is encoded separately, as it would be sampled: after the generation prompt.
 
+        Args:
+            messages: The conversation.
+            tools: Schemas of its tools.
+            learned: Places of the assistant's messages that are learned; None for all.
+
         Raises:
-            TemplateError: if there is no assistant turn, if one is not text, or if the template changes earlier text when messages
-                are added, such as one that removes earlier reasoning.
+            RewritesError: if the template changes earlier text when messages are added, such as one that removes earlier reasoning.
+            TemplateError: if there is no turn to learn, or one is not text.
         """
         messages = [_with_text(message, index) for index, message in enumerate(messages)]
         self._check_roles(messages, tools)
@@ -305,17 +319,49 @@ class ChatRenderer:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self._marked(messages[:index], add_generation_prompt=True, tools=tools)
-            whole = self._marked(messages[: index + 1], add_generation_prompt=False, tools=tools)
-            context = self._encoded(_appended(done, prompt, index))
-            answer = self._encoded(_appended(prompt, whole, index))
-            learned = self._learned(answer)
-            ids += context + answer
-            mask += [False] * len(context) + [True] * learned + [False] * (len(answer) - learned)
-            done = whole
+            turn, done = self._turn(messages[: index + 1], tools, done)
+            ids += turn.ids
+            mask += turn.loss_mask if learned is None or index in learned else [False] * len(turn.ids)
         if not any(mask):
             raise TemplateError("this conversation has no assistant turn to learn: add one or drop the row")
         return Rendered(ids, mask)
+
+    def render_turns(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        learned: Container[int] | None = None,
+    ) -> list[Rendered]:
+        """Return rows in which each turn is learned after the text that the model will see then.
+
+        It is one row as of `render_sft` if the template only appends; otherwise, one for each turn that is learned.
+
+        Raises:
+            TemplateError: as `render_sft`, or if the template changes a turn when it is not the last.
+        """
+        try:
+            return [self.render_sft(messages, tools, learned)]
+        except RewritesError:
+            texts = [_with_text(message, index) for index, message in enumerate(messages)]
+            turns = [
+                index
+                for index, message in enumerate(texts)
+                if message["role"] == "assistant" and (learned is None or index in learned)
+            ]
+            return [self._turn(texts[: index + 1], tools)[0] for index in turns]
+
+    def _turn(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, done: str = ""
+    ) -> tuple[Rendered, str]:
+        """Return the row of the last message, an assistant's, after what is `done`; and the marked text of all."""
+        index = len(messages) - 1
+        prompt = self._marked(messages[:index], add_generation_prompt=True, tools=tools)
+        whole = self._marked(messages, add_generation_prompt=False, tools=tools)
+        context = self._encoded(_appended(done, prompt, index))
+        answer = self._encoded(_appended(prompt, whole, index))
+        count = self._learned(answer)
+        mask = [False] * len(context) + [True] * count + [False] * (len(answer) - count)
+        return Rendered(context + answer, mask), whole
 
     def render_completion(self, prompt: str, completion: str) -> Rendered:
         """Return the token ids of plain text and its completion, without a template. The completion and an end token are learned."""
@@ -344,8 +390,14 @@ class ChatRenderer:
             self._own_roles.add(role)
 
     def _learned(self, answer: list[int]) -> int:
-        """Return how many ids of an assistant turn are learned: up to its last end token. Templates add line feeds after it."""
+        """Return how many ids of an assistant turn are learned: up to its last end token. Templates add line feeds after it.
+
+        A turn may end with another token than the tokenizer's own end: then it is the last control token, if only white space follows.
+        """
         ends = [position for position, token in enumerate(answer) if token == self.tokenizer.eos_token_id]
+        if not ends:
+            last = max((place for place, token in enumerate(answer) if self._control.has(token)), default=None)
+            ends = [last] if last is not None and not self._text_of(answer[last + 1 :]).strip() else []
         return ends[-1] + 1 if ends else len(answer)
 
     def _seam(
@@ -612,12 +664,12 @@ def _appended(before: str, after: str, index: int) -> str:
     """Return what `after` adds to `before`.
 
     Raises:
-        TemplateError: if `after` does not begin with `before`.
+        RewritesError: if `after` does not begin with `before`.
     """
     if not after.startswith(before):
-        raise TemplateError(
+        raise RewritesError(
             f"the chat template changes the text before message {index} once that message is added (templates that "
-            "strip earlier reasoning do): give one row per assistant turn, or a template that only appends"
+            "strip earlier reasoning do): give a template that only appends"
         )
     return after[len(before) :]
 

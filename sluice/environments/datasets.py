@@ -48,7 +48,7 @@ def place(dataset: str, split: str, index: int) -> str:
     path = Path(dataset)
     before = 0
     for file in [path] if path.is_file() else _files(path, split):
-        for number, _ in _numbered(file) if file.suffix == ".jsonl" else enumerate(_file(file)):
+        for number, _ in jsonl_rows(file) if file.suffix == ".jsonl" else enumerate(_file(file)):
             if before == index:
                 return f"line {number} of {file}" if file.suffix == ".jsonl" else f"row {number} of {file}"
             before += 1
@@ -87,25 +87,35 @@ def _file(path: Path) -> Iterable[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    return (row for _, row in _numbered(path))
+    return (row for _, row in jsonl_rows(path))
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of a JSONL file with the numbers of their lines, from 1."""
+def jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a JSONL file with the numbers of their lines, from 1.
+
+    Lines end at line feeds alone: other characters that end lines elsewhere, such as U+2028, are text.
+
+    Raises:
+        ConfigError: with the line if it is not a JSON object.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"line {number} of {path} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"line {number} of {path} is not a JSON object")
-        yield number, row
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except ValueError as error:
+                    raise ConfigError(
+                        f"line {number} of {path} is not JSON: {error}; put one JSON object on each line (JSONL)"
+                    ) from error
+                if not isinstance(row, dict):
+                    raise ConfigError(
+                        f"line {number} of {path} is not a JSON object: put one object on each line (JSONL)"
+                    )
+                yield number, row
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _parquet(path: Path) -> Iterator[Row]:

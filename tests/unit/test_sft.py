@@ -125,7 +125,7 @@ def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_pa
     [
         ([chat("a", "b"), {"text": "x"}], r"r.jsonl:2: a row needs `messages`"),
         ([chat("a", "b" * 100)], r"r.jsonl:1 has \d+ tokens, more than max_length 50"),
-        ([[1]], r"r.jsonl:1 is not a JSON object"),
+        ([[1]], r"line 1 of .*r.jsonl is not a JSON object"),
         ([{"messages": [{"role": "user", "content": "x"}]}], "no assistant turn"),
         ([chat("a", "b"), {"messages": [{"content": "x"}]}], "r.jsonl:2 contains malformed messages .KeyError"),
         ([{"messages": "x"}], "r.jsonl:1 contains malformed messages"),
@@ -157,7 +157,7 @@ def test_a_dataset_directory_is_read_by_split(model_dir, tmp_path, monkeypatch):
 def test_a_file_that_is_no_text_is_named(model_dir, tmp_path):
     (tmp_path / "r.jsonl").write_bytes(b"\xff\xfe")
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    with pytest.raises(ConfigError, match=r"r\.jsonl:1 is not JSON .'utf-8' codec"):
+    with pytest.raises(ConfigError, match=r"line 1 of .*r\.jsonl is not JSON: 'utf-8' codec"):
         demonstrations(tmp_path / "r.jsonl", renderer)
 
 

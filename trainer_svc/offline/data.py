@@ -5,7 +5,6 @@ An example is one training row for a demonstration, and two rows of one group fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sluice.config import ConfigError, reason_of
+from sluice.environments.datasets import jsonl_rows
 from sluice.models import check_hub_dataset
 from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.batch.rows import Sequence
@@ -28,9 +28,15 @@ from trainer_svc.parallel.ranks import ALONE, Ranks
 
 Row: TypeAlias = Mapping[str, Any]
 
+Render: TypeAlias = Callable[[Row], Rows[tuple[Rendered, ...]]]
+"""Makes the examples of a row: one row for a demonstration, the chosen and the rejected one for a pair."""
+
 CHOSEN, REJECTED = 1.0, 0.0
 """Rewards of a pair's rows; the loss tells the answers apart by them."""
 
+
+_LEARNED = ("weight", "loss", "train")
+"""Fields with which data sets say of a message whether it is learned."""
 
 SAME = "chosen and rejected are the same: drop the row"
 
@@ -52,23 +58,8 @@ def _read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
 
 
 def _file_rows(data: str) -> Iterator[tuple[str, Row]]:
-    try:
-        with Path(data).open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                name = f"{data}:{number}"
-                try:
-                    row = json.loads(line.decode("utf-8"))
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                    raise ConfigError(
-                        f"{name} is not JSON ({error}): put one JSON object on each line (JSONL)"
-                    ) from error
-                if not isinstance(row, dict):
-                    raise ConfigError(f"{name} is not a JSON object: put one object on each line (JSONL)")
-                yield name, row
-    except OSError as error:
-        raise ConfigError(f"cannot read {data}: {error.strerror}") from error
+    for number, row in jsonl_rows(Path(data)):
+        yield f"{data}:{number}", row
 
 
 def _dataset_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
@@ -81,33 +72,88 @@ def _dataset_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
     except (OSError, ValueError, DatasetsError) as error:
         raise ConfigError(f"cannot load split {split} of the dataset {name}: {reason_of(error)}") from error
     for number, row in enumerate(rows):
-        yield f"{name}[{split}][{number}]", row
+        yield f"{name}[{split}][{number}]", {key: _without_padding(value) for key, value in row.items()}
+
+
+def _without_padding(value: Any) -> Any:  # noqa: ANN401 - whatever a row has
+    """Return a value of a row of Arrow without the nulls that it adds: a struct has every field that any row has.
+
+    The content of a message stays null where a row has it so.
+    """
+    if isinstance(value, Mapping):
+        is_message = "role" in value
+        return {
+            name: _without_padding(each)
+            for name, each in value.items()
+            if each is not None or (is_message and name == "content")
+        }
+    return [_without_padding(each) for each in value] if isinstance(value, list) else value
 
 
 # Rendering: one row of the data to one or two lists of token ids.
 
 
-def render_demonstration(renderer: ChatRenderer, row: Row) -> tuple[Rendered]:
-    """Return the token ids and the loss mask of a demonstration.
+def render_demonstration(renderer: ChatRenderer, row: Row) -> list[tuple[Rendered, ...]]:
+    """Return the examples of a demonstration, each with one row: token ids and their loss mask.
+
+    They are several where the chat template changes earlier turns (`ChatRenderer.render_turns`). Turns of a prompt are not learned.
 
     Raises:
         TemplateError: if the row has neither `messages` nor `prompt` and `completion`, or cannot be rendered.
     """
+    prompt, completion, tools = row.get("prompt"), row.get("completion"), row.get("tools")
     if row.get("messages"):
-        return (renderer.render_sft(row["messages"], row.get("tools")),)
-    prompt, completion = row.get("prompt"), row.get("completion")
+        return [(each,) for each in renderer.render_turns(*_learned(row["messages"], tools))]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return (renderer.render_completion(prompt, completion),)
+        return [(renderer.render_completion(prompt, completion),)]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return (renderer.render_sft([*prompt, *completion], row.get("tools")),)
+        turns = renderer.render_turns(*_learned([*prompt, *completion], tools, len(prompt)))
+        return [(each,) for each in turns]
     raise TemplateError(
         "a row needs `messages`, or `prompt` and `completion`, both texts or both lists of messages; this one has "
         + _described(row)
     )
 
 
-def render_pair(renderer: ChatRenderer, row: Row) -> tuple[Rendered, Rendered]:
-    """Return token ids and loss masks of the chosen and of the rejected answer, each after the prompt, which is not learned.
+_Messages: TypeAlias = Rows[Mapping[str, Any]]
+
+
+def _learned(
+    messages: _Messages, tools: _Messages | None, first: int = 0
+) -> tuple[_Messages, _Messages | None, set[int]]:
+    """Return messages without the fields that say whether they are learned, the tools, and the places of those that are.
+
+    Args:
+        messages: The conversation.
+        tools: Its tools.
+        first: Place of the first message that may be learned.
+
+    Raises:
+        TemplateError: if a field says what is not done here.
+    """
+    bare: list[Mapping[str, Any]] = []
+    learned: set[int] = set()
+    for index, message in enumerate(messages):
+        said = {name: message[name] for name in _LEARNED if message.get(name) is not None}
+        for name, value in said.items():
+            if value not in (0, 1):
+                raise TemplateError(
+                    f"message {index} has {name} = {value!r}: a turn is learned (1, true) or not (0, false)"
+                )
+            if value and message["role"] != "assistant":
+                raise TemplateError(
+                    f"message {index} of the {message['role']} has {name} = {value!r}: only turns of the assistant are learned; remove it"
+                )
+        bare.append({name: value for name, value in message.items() if name not in _LEARNED})
+        if message["role"] == "assistant" and index >= first and all(said.values()):
+            learned.add(index)
+    return bare, tools, learned
+
+
+def render_pair(renderer: ChatRenderer, row: Row) -> list[tuple[Rendered, ...]]:
+    """Return the example of a pair: token ids and loss masks of the chosen and of the rejected answer, each after the prompt.
+
+    The prompt is not learned.
 
     Raises:
         TemplateError: if the row is not a pair, or cannot be rendered.
@@ -125,8 +171,11 @@ def render_pair(renderer: ChatRenderer, row: Row) -> tuple[Rendered, Rendered]:
             prompt, chosen, rejected = chosen[: len(common)], chosen[len(common) :], rejected[len(common) :]
         elif isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        tools = row.get("tools")
-        pair = (_answer(renderer, prompt, chosen, tools), _answer(renderer, prompt, rejected, tools))
+        tools, first = row.get("tools"), len(prompt)
+        pair = (
+            renderer.render_sft(*_learned([*prompt, *chosen], tools, first)),
+            renderer.render_sft(*_learned([*prompt, *rejected], tools, first)),
+        )
     else:
         raise TemplateError(
             "a row needs `prompt`, `chosen` and `rejected`, all texts or all lists of messages; this one has "
@@ -134,24 +183,7 @@ def render_pair(renderer: ChatRenderer, row: Row) -> tuple[Rendered, Rendered]:
         )
     if pair[0].ids == pair[1].ids:
         raise TemplateError(SAME)
-    return pair
-
-
-def _answer(
-    renderer: ChatRenderer,
-    prompt: Rows[Mapping[str, Any]],
-    answer: Rows[Mapping[str, Any]],
-    tools: Rows[Mapping[str, Any]] | None,
-) -> Rendered:
-    rendered = renderer.render_sft([*prompt, *answer], tools)
-    if not any(message["role"] == "assistant" for message in prompt):
-        return rendered
-    # Turns are rendered one after another, so the rendered prompt is a prefix of the whole.
-    given = len(renderer.render_sft(prompt, tools).ids)
-    mask = [False] * given + rendered.loss_mask[given:]
-    if not any(mask):
-        raise TemplateError("an answer has no assistant turn to learn: add one or drop the row")
-    return Rendered(rendered.ids, mask)
+    return [pair]
 
 
 def _described(row: Row) -> str:
@@ -176,9 +208,7 @@ class Examples:
         return self.count
 
 
-def load_examples(
-    data: str, split: str, render: Callable[[Row], tuple[Rendered, ...]], *, max_length: int, drop_long: bool
-) -> Examples:
+def load_examples(data: str, split: str, render: Render, *, max_length: int, drop_long: bool) -> Examples:
     """Read and render all rows of a JSONL file, a dataset directory or a hub dataset; `max_length` is in tokens.
 
     Raises:
@@ -188,22 +218,23 @@ def load_examples(
     dropped = 0
     for name, row in _read_rows(data, split):
         try:
-            rendered = render(row)
+            examples = render(row)
         except TemplateError as error:
             raise ConfigError(f"{name}: {error}") from error
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{name} contains malformed messages ({error!r}): give objects with role and content"
             ) from error
-        length = max(len(each.ids) for each in rendered)
-        if length <= max_length:
-            kept.append([(np.array(each.ids, np.int32), np.array(each.loss_mask)) for each in rendered])
-        elif drop_long:
-            dropped += 1
-        else:
-            raise ConfigError(
-                f"{name} has {length} tokens, more than max_length {max_length}: raise it, or set on_long to drop"
-            )
+        for rendered in examples:
+            length = max(len(each.ids) for each in rendered)
+            if length <= max_length:
+                kept.append([(np.array(each.ids, np.int32), np.array(each.loss_mask)) for each in rendered])
+            elif drop_long:
+                dropped += 1
+            else:
+                raise ConfigError(
+                    f"{name} has {length} tokens, more than max_length {max_length}: raise it, or set on_long to drop"
+                )
     if not kept:
         raise ConfigError(f"{data} holds no usable row ({dropped} were longer than max_length): raise max_length")
 
@@ -260,7 +291,7 @@ class Data:
         return Data(change(self.train), self.held_out and change(self.held_out))
 
 
-def load_data(config: OfflineConfig, render: Callable[[Row], tuple[Rendered, ...]]) -> Data:
+def load_data(config: OfflineConfig, render: Render) -> Data:
     """Read the examples to train on and those held out."""
     read = partial(load_examples, render=render, max_length=config.max_length, drop_long=config.on_long == "drop")
     data = read(config.data, config.split)
