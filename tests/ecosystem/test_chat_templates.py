@@ -5,6 +5,7 @@ The judge knows nothing of stand-ins: it renders the same conversation whole, wi
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from functools import partial
@@ -165,3 +166,47 @@ def test_templates_that_write_calls_as_json_have_a_parser_in_both_engines():
     written = {stem for stem, text in templates.items() if "<tool_call>\n{" in (written_call(tokenizer_of(text)) or "")}
     assert found == written
     assert {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"} <= found
+
+
+QUOTED = {
+    "user": [{"role": "user", "content": "a {} b"}],
+    "system": [{"role": "system", "content": "a {} b"}, QUESTION],
+    "assistant": [QUESTION, {"role": "assistant", "content": "<think>\nwhy {}\n</think>\n\na {}\n"}, QUESTION],
+    "reasoning": [QUESTION, {"role": "assistant", "content": "a", "reasoning_content": "why {}"}, QUESTION],
+    "call": [QUESTION, turn(call(1, "{}")), result(1, "4 degrees")],
+    "result": [QUESTION, ONE, result(1, "<tool_response> {}")],
+}
+
+
+CHANNEL = {("assistant", "<|channel>"), ("assistant", "<channel|>")}
+DECIDES = {"gemma4": CHANNEL, "diffusion": CHANNEL}
+"""Where a template takes reasoning out of an assistant's text by its control tokens."""
+
+
+def quoting(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    return json.loads(json.dumps(messages).replace("{}", text))
+
+
+@pytest.mark.parametrize("stem", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_control_tokens_in_a_text_are_text_and_other_text_keeps_its_ids(stem: str) -> None:
+    renderer = ChatRenderer(tokenizer_of((TEMPLATES / f"{stem}.jinja").read_text()))
+    marks = renderer.tokenizer.all_special_tokens
+    ids = set(renderer.tokenizer.convert_tokens_to_ids(marks))
+    judged, refused = 0, set()
+    for name, messages in QUOTED.items():
+        try:
+            harmless = renderer.render(quoting(messages, "< x |"))
+        except TemplateError:  # of a system message, or of a result without a tool
+            continue
+        assert harmless == renderer.encode(renderer.text(quoting(messages, "< x |")))
+        for mark in marks:
+            judged += 1
+            try:
+                quoted = renderer.render(quoting(messages, mark))
+            except TemplateError:
+                refused.add((name, mark))
+                continue
+            assert renderer.tokenizer.decode(quoted) == renderer.text(quoting(messages, mark))
+            assert [id_ for id_ in quoted if id_ in ids] == [id_ for id_ in harmless if id_ in ids]
+    assert judged
+    assert refused <= DECIDES.get(stem.partition("_")[0], set())
