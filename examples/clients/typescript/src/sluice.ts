@@ -60,7 +60,8 @@ export class Episode {
 
   /** Samples what the assistant says next; `messages` are all so far. */
   async generate(messages: Message[], options: { tools?: Tool[]; sampling?: Sampling; timeoutMs?: number } = {}): Promise<Reply> {
-    const tools = (options.tools ?? []).map((each) => ({ ...each, parameters: each.parameters && struct(each.parameters) }));
+    const tools = (options.tools ?? []).map(({ parameters, ...tool }) => // as text too, which keeps the order of keys
+      parameters ? { ...tool, parameters: struct(parameters), parameters_json: JSON.stringify(parameters) } : tool);
     const request = { episode_id: this.id, request_id: randomUUID(), conversation: { messages, tools }, sampling: options.sampling };
     const [made] = (await this.agent.call("Generate", request, options.timeoutMs ?? 600_000)).generations;
     return {
