@@ -444,10 +444,15 @@ def check_size(conversation: tokens_pb2.Conversation) -> None:
         )
     for field, size, most in (
         ("template_arguments", conversation.template_arguments.ByteSize(), MAX_ARGUMENT_BYTES),
-        ("tools", sum(tool.ByteSize() for tool in conversation.tools), MAX_TOOLS_BYTES),
+        ("tools", sum(map(_rendered_size, conversation.tools)), MAX_TOOLS_BYTES),
     ):
         if size > most:
             raise SluiceError.invalid_argument(f"conversation.{field}", f"take {size} bytes; the limit is {most}")
+
+
+def _rendered_size(tool: tokens_pb2.Tool) -> int:
+    """Return the size of what a template gets of a tool: its schema may be in it twice."""
+    return tool.ByteSize() - (tool.parameters.ByteSize() if tool.HasField("parameters_json") else 0)
 
 
 def message_dict(message: tokens_pb2.ChatMessage) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from gateway_svc.dialects import chat, messages, responses
 from gateway_svc.dialects.chat import ChatBody
 from gateway_svc.dialects.messages import MessagesBody
 from gateway_svc.dialects.responses import ResponsesBody
-from rollout_svc.tokenizer import ModelTokenizer
+from rollout_svc.tokenizer import MAX_TOOLS_BYTES, ModelTokenizer, check_size
 from sluice.cli.init_model import character_tokenizer
 from sluice.environments.wire import plain_tools, tool_messages
 from sluice.openai.dialect import ChatRequest, chat_request
@@ -126,3 +126,12 @@ def test_a_client_that_writes_a_schema_in_another_order_goes_on_with_its_convers
     )
     assert conversation_keys(first) == conversation_keys(again)
     assert conversation_keys(first) != conversation_keys(other)
+
+
+def test_the_size_of_a_schema_counts_once():
+    def conversation(size: int) -> tokens_pb2.Conversation:
+        return tokens_pb2.Conversation(messages=ASK, tools=[tool_message("f", None, {"description": "x" * size})])
+
+    check_size(conversation(MAX_TOOLS_BYTES - 100))
+    with pytest.raises(SluiceError, match=r"conversation\.tools"):
+        check_size(conversation(MAX_TOOLS_BYTES))
