@@ -132,7 +132,7 @@ def test_plain_text_is_joined_as_it_is_and_gets_an_end_token(characters):
 def test_a_template_that_rewrites_earlier_turns_is_named():
     renderer = ChatRenderer(word_piece(THINKING))
     assert renderer.render([user("hello")])
-    with pytest.raises(TemplateError, match="changes the text before message 3.*give a template that only appends"):
+    with pytest.raises(TemplateError, match=r"changes the text before message 3.*give a template that only appends"):
         renderer.render_sft([user("a"), assistant("b"), user("c"), assistant("d")])
 
 
