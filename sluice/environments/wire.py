@@ -15,27 +15,39 @@ from sluice.v1 import environment_pb2, tokens_pb2
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 
+_OF_TRAINING = {"weight", "loss", "train"}
+"""Fields with which data sets say whether SFT learns a message: nothing to a prompt."""
+
 
 def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
     """Return messages in their wire form.
 
     Raises:
-        ValueError: if a message has no role, an unknown field, or a field that is not text.
+        ValueError: if a message has no role, an unknown field that is not empty, or a field that is not text.
     """
     return [_chat_message(message) for message in messages]
 
 
 def _chat_message(message: Message) -> tokens_pb2.ChatMessage:
-    unknown = sorted(set(message) - _MESSAGE_FIELDS)
+    given = {name for name, value in message.items() if not (value is None or value is False or value == [])}
+    unknown = sorted(given - _MESSAGE_FIELDS - _OF_TRAINING)
     if unknown or "role" not in message:
         problem = f"the unknown fields {', '.join(unknown)}" if unknown else "no role"
         raise ValueError(f"a message of the environment has {problem}; known are {', '.join(sorted(_MESSAGE_FIELDS))}")
     texts: dict[str, Any] = {name: message.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
+    texts["content"] = _text(texts["content"])
     texts["reasoning"] = message.get("reasoning") or message.get("reasoning_content") or ""
     for name, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"field {name} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
     return tokens_pb2.ChatMessage(**texts, tool_calls=[_tool_call(call) for call in message.get("tool_calls") or ()])
+
+
+def _text(content: Any) -> Any:  # noqa: ANN401 - whatever an environment gave
+    """Return the text of a list of parts that are text; other content as it is."""
+    if isinstance(content, list) and all(isinstance(each, Mapping) and each.get("type") == "text" for each in content):
+        return "".join(each.get("text") or "" for each in content)
+    return content
 
 
 def _tool_call(call: Mapping[str, Any]) -> tokens_pb2.ToolCall:

@@ -147,6 +147,21 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class Said(Body):
+    """A part of a conversation. Clients send back what they were sent: an unknown key is no error if its value says nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, data: Any) -> Any:  # noqa: ANN401 - whatever was sent
+        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if name in cls.model_fields or not (value is None or value is False or value == [])
+        }
+
+
 class StreamOptions(Body):
     """Options of a streamed response."""
 
@@ -203,21 +218,21 @@ class GenerationBody(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class TextPart(Body):
+class TextPart(Said):
     """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Body):
+class CalledFunction(Said):
     """The function in a tool call."""
 
     name: str
     arguments: str = ""
 
 
-class ToolCall(Body):
+class ToolCall(Said):
     """A tool call of the assistant."""
 
     id: str
@@ -225,7 +240,7 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-class ChatMessage(Body):
+class ChatMessage(Said):
     """One message. The chat template decides which roles exist."""
 
     role: str

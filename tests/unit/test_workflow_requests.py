@@ -45,6 +45,14 @@ def test_messages_keep_their_tool_calls_ids_names_and_reasoning() -> None:
     assert list(flat.tool_calls) == [tokens_pb2.ToolCall(id="call-2", name="add", arguments='{"a": 2}')]
 
 
+def test_fields_that_say_nothing_are_absent_and_parts_of_text_are_text() -> None:
+    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "weight": 1, "train": False}
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    plain, joined = chat_messages([{"role": "user", "content": "hi", **empty}, {"role": "user", "content": parts}])
+    assert plain == tokens_pb2.ChatMessage(role="user", content="hi")
+    assert joined == tokens_pb2.ChatMessage(role="user", content="one two")
+
+
 @pytest.mark.parametrize(
     ("message", "problem"),
     [

@@ -45,6 +45,14 @@ class TestChat:
         answer = await chat(client, messages=[{"role": "user", "content": parts}], extra_body=IDS)
         assert answer.prompt_token_ids == CHAT_PROMPT
 
+    async def test_a_message_comes_back_as_the_client_library_writes_it(self, client):
+        said = (await chat(client)).choices[0].message.model_dump()
+        assert said["annotations"] is said["audio"] is said["function_call"] is None
+        messages = [*USER, said | {"annotations": []}, *USER]
+        bare = [*USER, {"role": "assistant", "content": said["content"]}, *USER]
+        prompts = [(await chat(client, messages=each, extra_body=IDS)).prompt_token_ids for each in (messages, bare)]
+        assert prompts[0] == prompts[1]
+
     async def test_gives_token_ids_and_the_versions_that_sampled_them(self, client, model):
         answer = await chat(client, extra_body=IDS | PAST_THE_END)
         assert answer.prompt_token_ids == CHAT_PROMPT
