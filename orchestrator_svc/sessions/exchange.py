@@ -93,6 +93,7 @@ async def answer_exchange(
         else:
             name_request(request.log_id[:_LOG_ID_CHARACTERS])
             answer, takes_parts = await _answered(request, begin, record, get), request.takes_parts
+        arriving.end(call)  # before its client knows the answer, and sends what needs the room
         for message in _messages(answer, takes_parts=takes_parts):
             async with writing:  # gRPC takes one message at a time
                 await write(message)
