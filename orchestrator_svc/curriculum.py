@@ -28,6 +28,7 @@ NO_SIGNAL = "NO_SIGNAL"
 FAULTS = frozenset(
     {
         "EPISODE_DEADLINE",
+        "REQUEST_REFUSED",
         "MISSING_REWARD",
         "REWARD_TOO_LARGE",
         "ENVIRONMENT_DIED",
@@ -38,7 +39,7 @@ FAULTS = frozenset(
 )
 """Why a group failed if its task may be at fault: these count towards quarantine."""
 
-SHARED = (FAULTS - {"REWARD_TOO_LARGE"}) | {"EPISODE_FAILED"}
+SHARED = (FAULTS - {"REWARD_TOO_LARGE", "REQUEST_REFUSED"}) | {"EPISODE_FAILED"}
 """Why groups of many tasks fail if something is down that they share, such as a judge or the replicas."""
 
 ENDED = frozenset({NO_SIGNAL, "OVERLONG", "NO_TOKENS"})

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import grpc
 import structlog
 
 from orchestrator_svc.config import EXTERNAL, EnvironmentConfig, OrchestratorConfig
@@ -367,7 +368,10 @@ class Dispatcher:
             heals = error.reason != EnvironmentReason.GIVEN_UP
             raise _GroupFailedError(reason, error.message, heals=heals) from error
         except SluiceError as error:
-            raise _GroupFailedError(Reason.EPISODE_FAILED, str(error)) from error
+            # What a replica will never take, such as a prompt that is too long, is the task's.
+            refused = error.code is grpc.StatusCode.INVALID_ARGUMENT
+            reason = Reason.REQUEST_REFUSED if refused else Reason.EPISODE_FAILED
+            raise _GroupFailedError(reason, str(error), heals=not refused) from error
         except (JournalError, NoAgentError):
             raise
         except Exception as error:  # an environment or a workflow may raise anything

@@ -102,6 +102,29 @@ async def test_a_task_that_kills_its_process_is_put_in_quarantine_and_named(scen
     assert named(report, "sound")["quarantined"] == []
 
 
+async def test_a_task_whose_request_is_refused_is_put_in_quarantine_and_named(scene) -> None:
+    path = scene.directory / "named_env.py"
+    path.write_text(
+        "from letters_env import Letters\nclass Named(Letters):\n"
+        "    def messages(self, task): return [{'role': 'user', 'content': task.task_id}]\n"
+    )
+
+    def answered(request, index) -> str:
+        if request.conversation.messages[0].content == "train-1":
+            raise SluiceError.invalid_argument("conversation", "has 900 tokens; at most 64 fit this model")
+        return "a"
+
+    scene.replicas[0].text = answered
+    settings = {"environment": f"{path}:Named", "environment_args": {"count": 3}, "quarantine_after": 2}
+    report = await scene.run(**settings, max_steps=6)
+    (found,) = report["environments"]
+    (task,) = found["quarantined"]
+    assert (report["state"], task["failures"]) == ("succeeded", 2)
+    assert task["problem"].startswith("REQUEST_REFUSED: ")
+    assert "at most 64 fit this model" in task["problem"]
+    assert report["groups_failed"] == {"REQUEST_REFUSED": 2}
+
+
 async def test_a_run_all_of_whose_tasks_are_in_quarantine_fails_and_says_why(scene) -> None:
     every = {"deadly": ["train-0", "train-1"], "count": 2}
     with pytest.raises(FailedForGoodError, match="every task of the run is in quarantine"):
