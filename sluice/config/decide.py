@@ -366,7 +366,6 @@ def check_tables_fit(run: CommonConfig) -> None:
     _check_estimators(run)
     _check_columns(run)
     _check_deadlines(run)
-    _check_lengths(run)
 
 
 def _check_adapters(run: CommonConfig) -> None:
@@ -417,22 +416,6 @@ def _check_deadlines(run: CommonConfig) -> None:
             f" {longest:g} s from one report to the next (twice trainer.deadlines.step_s, push_s and save_s): set it to"
             f" {longest:g} or more, or lower those"
         )
-
-
-def _check_lengths(run: CommonConfig) -> None:
-    """Refuse answers that are as long as the whole sequence may be: no prompt would fit before them."""
-    from sluice.models import sizes_on_disk  # noqa: PLC0415  which itself needs this package
-
-    environments = getattr(_section(run, "orchestrator"), "mix", None)
-    setting, longest = "rollout.max_model_len", getattr(_section(run, "rollout"), "max_model_len", None)
-    if longest is None and run.model and (sizes := sizes_on_disk(run.model)) is not None:
-        setting, longest = f"the longest sequence of {run.model}", sizes.positions
-    for each in environments or ():
-        if longest is not None and each.sampling.max_tokens >= longest:
-            raise ConfigError(
-                f"sampling.max_tokens of environment {each.name} is {each.sampling.max_tokens}, and {setting} is {longest}: no prompt"
-                " would fit before such an answer; lower the first, or raise the other"
-            )
 
 
 def check_objective(environment: str, objective: str, known: Iterable[str]) -> None:

@@ -94,18 +94,6 @@ def test_the_example_fits_together() -> None:
     ]
 
 
-def test_an_answer_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -> None:
-    words = ["--orchestrator.environment", "a", "--orchestrator.sampling.max-tokens", "64"]
-    check_tables_fit(load_run([*words, "--rollout.max-model-len", "65"]))
-    with pytest.raises(
-        ConfigError, match=r"max_tokens of environment a is 64, and rollout\.max_model_len is 64: no prompt"
-    ):
-        check_tables_fit(load_run([*words, "--rollout.max-model-len", "64"]))
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 32}')
-    with pytest.raises(ConfigError, match=rf"is 64, and the longest sequence of {tmp_path} is 32: no prompt"):
-        check_tables_fit(load_run([*words, "--model", str(tmp_path)]))
-
-
 def test_memory_is_looked_at_more_often_the_less_room_is_left() -> None:
     assert memory_look_s(8192.0, 0.0) == memory_look_s(1e9, 0.0) == 1.0
     assert memory_look_s(4096.0, 0.0) == 0.5
