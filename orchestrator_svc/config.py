@@ -248,7 +248,7 @@ class DeadlinesConfig(Section):
     episode_s: float = Field(
         900.0,
         gt=0,
-        description="Seconds for a group; a later one is dropped and counted. Time in which all its requests wait for a replica does not count, nor does scoring, which has limits of its own (`environment_processes.score_s`).",
+        description="Seconds for an episode, and for a group whose episodes are one request. A later one is lost and counted; its group keeps the other episodes, unless a single one is left and `advantage` compares episodes. Time in which its requests wait for a replica does not count, nor does scoring, which has limits of its own (`environment_processes.score_s`).",
     )
     outage_s: float = Field(
         3600.0,

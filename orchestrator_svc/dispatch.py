@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import grpc
 import structlog
 
 from orchestrator_svc.config import EXTERNAL, EnvironmentConfig, OrchestratorConfig
-from orchestrator_svc.curriculum import SHARED, Curriculum, overlong_counter
+from orchestrator_svc.curriculum import FAULTS, SHARED, Curriculum, overlong_counter
 from orchestrator_svc.first_rewards import FirstRewards
 from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.episodes import JournaledEpisodes
@@ -30,13 +30,14 @@ from orchestrator_svc.sessions.absence import NoAgentError
 from orchestrator_svc.sessions.desk import Desk
 from orchestrator_svc.sifting import ScoredGroup, sift
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.workflows import GroupRunner, Sampling
+from orchestrator_svc.workflows import GroupRunner, Sampling, loss
+from sluice.advantages import ESTIMATORS
 from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.environments.worker import Reason as EnvironmentReason
 from sluice.rpc import SluiceError
-from sluice.sampling.served import ServedDeadline
+from sluice.sampling.served import OverdueError, ServedDeadline
 from sluice.tasks import Turn
 from sluice.v1 import journal_pb2, orchestrator_pb2
 from sluice.versions import Version, versions_of
@@ -356,29 +357,29 @@ class Dispatcher:
                 for each in records:
                     each.trajectory.objective = settings.objective
                 most_tokens = task.max_tokens or settings.sampling.max_tokens
-                return sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
-        except TimeoutError as error:
-            if not deadline.expired:  # the workflow's own
-                raise _GroupFailedError(Reason.EPISODE_FAILED, repr(error)) from error
-            problem = f"not done in {limit_s:g} s of work (orchestrator.deadlines.episode_s)"
-            raise _GroupFailedError(Reason.EPISODE_DEADLINE, problem) from error
-        except EnvironmentFailedError as error:
-            # A call whose process another one ended says nothing about its task.
-            reason = error.reason if error.culprit else Reason.EPISODE_FAILED
-            heals = error.reason != EnvironmentReason.GIVEN_UP
-            raise _GroupFailedError(reason, error.message, heals=heals) from error
-        except SluiceError as error:
-            # What a replica will never take, such as a prompt that is too long, is the task's.
-            refused = error.code is grpc.StatusCode.INVALID_ARGUMENT
-            reason = Reason.REQUEST_REFUSED if refused else Reason.EPISODE_FAILED
-            raise _GroupFailedError(reason, str(error), heals=not refused) from error
+                scored = sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
         except (JournalError, NoAgentError):
             raise
+        except EnvironmentFailedError as error:
+            heals = error.reason != EnvironmentReason.GIVEN_UP
+            raise _GroupFailedError(loss(error), error.message, heals=heals) from error
+        except OverdueError as error:
+            raise _GroupFailedError(loss(error), str(error)) from error
+        except (SluiceError, TimeoutError) as error:
+            reason = loss(error)
+            reason = reason if reason in FAULTS else _reason_of(group.lost)
+            heals = reason != Reason.REQUEST_REFUSED
+            raise _GroupFailedError(reason, str(error) or repr(error), heals=heals) from error
         except Exception as error:  # an environment or a workflow may raise anything
             log.exception("group failed unexpectedly", group=group.name, task=group.task_id)
             raise _GroupFailedError(Reason.EPISODE_FAILED, repr(error)) from error
         finally:
             self._deadlines.pop(group.number, None)
+        lost = 0 if settings.workflow == EXTERNAL else group.episodes - _count(scored.everyone)
+        if lost > 0 and _count(scored.records) == 1 and settings.advantage in ESTIMATORS:
+            problem = f"{lost} of {group.episodes} episodes were lost, and {settings.advantage} cannot compare the only one left"
+            raise _GroupFailedError(_reason_of(group.lost), problem)
+        return scored
 
     def _end(self, group: Group, scored: ScoredGroup) -> None:
         """Record what the episodes of a group brought, and accept it unless they brought nothing to train."""
@@ -397,6 +398,9 @@ class Dispatcher:
         ended = journal_pb2.EpisodesEnded(
             group=group.number, attempt=group.attempt, episodes=_ended_episodes(group, scored, places)
         )
+        # Sessions of external agents say by themselves how they ended.
+        if self.curriculum.environments[group.environment].workflow != EXTERNAL:
+            ended.episodes.extend(_missing(group, ended.episodes))
         self._journal.record(journal_pb2.Fact(episodes_ended=ended))
         if replaced:
             self._succeeded()
@@ -535,6 +539,16 @@ class Dispatcher:
             self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
 
 
+def _reason_of(lost: Mapping[int, str]) -> str:
+    """Return why a group that lost episodes brings nothing: first what may be the fault of its task."""
+    return next((each for each in lost.values() if each in FAULTS), Reason.EPISODE_FAILED)
+
+
+def _count(records: Iterable[orchestrator_pb2.TrajectoryRecord]) -> int:
+    """Return the number of episodes: one that forked has several records."""
+    return len({each.trajectory.episode_id for each in records})
+
+
 def _ended_episodes(
     group: Group, scored: ScoredGroup, places: Sequence[journal_pb2.PayloadPlace]
 ) -> list[journal_pb2.EndedEpisode]:
@@ -543,13 +557,14 @@ def _ended_episodes(
     An episode whose trajectories may not be trained for several reasons is split by them.
     """
     ended: dict[tuple[str, str], journal_pb2.EndedEpisode] = {}
+    numbers = _numbers(group, [each.trajectory.episode_id for each in scored.everyone])
     kept = {id(record): place for record, place in zip(scored.records, places, strict=True)}
     for record, reward in zip(scored.everyone, scored.rewards, strict=True):
         trajectory = record.trajectory
         reason = scored.untrainable.get(trajectory.trajectory_id, "")
         episode = ended.setdefault(
             (trajectory.episode_id, reason),
-            journal_pb2.EndedEpisode(episode=_episode_number(group, trajectory.episode_id, len(ended)), reason=reason),
+            journal_pb2.EndedEpisode(episode=numbers[trajectory.episode_id], reason=reason),
         )
         if reward is not None:
             episode.reward = reward
@@ -560,7 +575,18 @@ def _ended_episodes(
     return list(ended.values())
 
 
-def _episode_number(group: Group, episode_id: str, otherwise: int) -> int:
-    """Return the number of an episode within its group, which our workflows put behind the group's name."""
-    number = episode_id.removeprefix(f"{group.name}-")
-    return int(number) if number.isdecimal() else otherwise
+def _numbers(group: Group, episode_ids: Iterable[str]) -> dict[str, int]:
+    """Return the number of each episode within its group: our workflows put it behind the group's name, others get free ones."""
+    names = dict.fromkeys(episode_ids)
+    given = {each: each.removeprefix(f"{group.name}-") for each in names}
+    numbers = {each: int(number) for each, number in given.items() if number.isdecimal()}
+    taken = {*numbers.values(), *group.lost}
+    free = (each for each in itertools.count() if each not in taken)
+    return {each: numbers[each] if each in numbers else next(free) for each in names}
+
+
+def _missing(group: Group, ended: Iterable[journal_pb2.EndedEpisode]) -> list[journal_pb2.EndedEpisode]:
+    """Return the episodes that a workflow left out without a word."""
+    known = {*group.lost, *(each.episode for each in ended)}
+    missing = [each for each in range(group.episodes) if each not in known][: max(0, group.episodes - len(known))]
+    return [journal_pb2.EndedEpisode(episode=each, reason=Reason.EPISODE_FAILED) for each in missing]

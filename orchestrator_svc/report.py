@@ -297,6 +297,7 @@ class RunReporter:
                     for each in self._status.refusals.describe()
                 ],
                 "groups_failed": dict(ledger.failed_groups),
+                "episodes_lost": dict(ledger.lost_episodes),
                 "redraws_dropped": dict(ledger.redraws_dropped),
                 "tokens_generated": generated["tokens"],
                 "requests": generated["requests"],

@@ -284,6 +284,8 @@ class RunStatus:
             "environment",
         )
         yield counter("sluice_run_groups_failed", "Groups that failed, by reason.", failed, "reason")
+        lost = {reason: float(count) for reason, count in ledger.lost_episodes.items()}
+        yield counter("sluice_run_episodes_lost", "Episodes that trained groups lack, by reason.", lost, "reason")
         happened = {name: float(count) for name, count in self._pool.counts.items()}
         yield counter("sluice_run_sampling_events", "What happened to requests at replicas.", happened, "event")
         yield gauge("sluice_run_step_metric", "Metrics of the last step, as in metrics.jsonl.", self.metrics, "name")

@@ -7,7 +7,7 @@ question again until its answer is good enough (`retry`). Settings may name any 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
@@ -17,6 +17,7 @@ import structlog
 import xxhash
 
 from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig
+from orchestrator_svc.journal.ledger import Reason
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.retry import RetriedQuestion, RetriedQuestions
 from sluice.config import ConfigError
@@ -30,7 +31,7 @@ from sluice.loading import load_attribute
 from sluice.rpc import SluiceError
 from sluice.sampling.generation import derived_seed
 from sluice.sampling.policy import PolicyEngine
-from sluice.sampling.served import ServedDeadline
+from sluice.sampling.served import OverdueError, ServedDeadline
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version, append_spans
 
@@ -69,6 +70,15 @@ class Sampling:
 
 class EpisodeLog(Protocol):
     """What is kept of a group's episodes while they run, so that a start continues them where a killed process stopped."""
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """Why an episode was lost, by the number of each that was: it is not run again."""
+        ...
+
+    def keep_loss(self, episode: int, reason: str) -> None:
+        """Keep that an episode is lost, and why."""
+        ...
 
     def attempt(self, episode: int) -> int:
         """Return the attempt that an episode is at, from 0."""
@@ -115,6 +125,19 @@ class EpisodeData:
     log: EpisodeLog | None = None
 
 
+def loss(error: Exception) -> str:
+    """Return why an episode, or a group, that ended with an error brings nothing, as a reason of GetRun."""
+    if isinstance(error, OverdueError):
+        return Reason.EPISODE_DEADLINE
+    # A call whose process another one ended says nothing about its task.
+    if isinstance(error, EnvironmentFailedError) and error.culprit:
+        return error.reason
+    # What a replica will never take, such as a prompt that is too long, is the task's.
+    if isinstance(error, SluiceError) and error.code is grpc.StatusCode.INVALID_ARGUMENT:
+        return Reason.REQUEST_REFUSED
+    return Reason.EPISODE_FAILED
+
+
 class RolloutWorkflow(Protocol):
     """Runs the episodes of one task. The name of the method is AReaL's, whose workflows have the same form."""
 
@@ -123,7 +146,8 @@ class RolloutWorkflow(Protocol):
 
         Returns:
             One record per trajectory, with tokens and conversation, named ``group_id-...``; with the reward if the workflow
-            knows it, else the environment scores the last message. Fewer than wanted if some attempts failed.
+            knows it, else the environment scores the last message. Fewer than wanted if some attempts failed: run each within
+            `engine.episode()`, so that one that is late costs only itself.
 
         Raises:
             SluiceError: if the group as a whole cannot be run.
@@ -296,7 +320,7 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """Runs the episodes of a group side by side, turn by turn.
+    """Runs the episodes of a group side by side, turn by turn, each with a deadline of its own.
 
     Sampled ids are kept: what follows is appended to them, they are never encoded again.
 
@@ -308,39 +332,40 @@ class MultiTurn:
         self._environment, self._max_turns = environment, max_turns
 
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
-        """Run all episodes; those that fail are left out.
+        """Run all episodes; those that fail or are late are left out.
 
         Raises:
-            EnvironmentFailedError: if all fail, and one of them by what the environment did for this task, or because it was given up.
-            SluiceError: if all fail for other reasons.
+            EnvironmentFailedError: if all do, and one of them by what the environment did for this task, or because it was given up.
+            OverdueError: if all do, and one of them because it was late.
+            SluiceError: if all do for other reasons.
         """
-        with engine.side_by_side(data.episodes) as ended:
+        lost = () if data.log is None else data.log.lost  # by an earlier process
+        left = [each for each in range(data.episodes) if each not in lost]
+        if not left:
+            raise _most_telling([], data.group_id)
+        with engine.side_by_side(len(left)) as ended:
 
             async def run(index: int) -> orchestrator_pb2.TrajectoryRecord:
                 try:
-                    return await _until_it_fits(data, index, partial(self._attempt, engine, data, index))
+                    async with engine.episode() as own:
+                        return await _until_it_fits(data, index, partial(self._attempt, own, data, index))
+                except JournalError:
+                    raise
+                except Exception as error:
+                    log.warning("an episode is lost", group=data.group_id, episode=index, error=repr(error))
+                    if data.log is not None:
+                        data.log.keep_loss(index, loss(error))
+                    raise
                 finally:
                     ended()
 
-            outcomes = await asyncio.gather(*map(run, range(data.episodes)), return_exceptions=True)
-        records = []
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, BaseException):
-                if not isinstance(outcome, Exception) or isinstance(outcome, JournalError):
-                    raise outcome
-                log.warning("episode failed", group=data.group_id, episode=index, error=repr(outcome))
-            else:
-                records.append(outcome)
+            outcomes = await asyncio.gather(*map(run, left), return_exceptions=True)
+        for each in outcomes:
+            if isinstance(each, JournalError) or not isinstance(each, (Exception, orchestrator_pb2.TrajectoryRecord)):
+                raise each
+        records = [each for each in outcomes if isinstance(each, orchestrator_pb2.TrajectoryRecord)]
         if not records:
-            faults = [each for each in outcomes if isinstance(each, EnvironmentFailedError) and each.culprit]
-            for_good = [
-                each
-                for each in outcomes
-                if isinstance(each, EnvironmentFailedError) and each.reason == EnvironmentReason.GIVEN_UP
-            ]
-            if faults or for_good:
-                raise (faults or for_good)[0]
-            raise SluiceError.aborted("EPISODES_FAILED", f"every episode of group {data.group_id} failed; see the log")
+            raise _most_telling([each for each in outcomes if isinstance(each, Exception)], data.group_id)
         return records
 
     async def _attempt(
@@ -498,6 +523,16 @@ class _Transcript:
         record.conversation.tools.extend(self.tools)
         record.metrics.update(self.metrics)
         return record
+
+
+def _most_telling(errors: Sequence[Exception], group_id: str) -> Exception:
+    """Return what to say of a group all of whose episodes are lost: first what may be the fault of its task."""
+    failed = [each for each in errors if isinstance(each, EnvironmentFailedError)]
+    faults = [each for each in failed if each.culprit]
+    late = [each for each in errors if isinstance(each, OverdueError)]
+    given_up = [each for each in failed if each.reason == EnvironmentReason.GIVEN_UP]
+    other = SluiceError.aborted("EPISODES_FAILED", f"every episode of group {group_id} failed; see the log")
+    return [*faults, *late, *given_up, other][0]
 
 
 _ATTEMPTS = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -22,6 +22,17 @@ class JournaledEpisodes:
 
     def __init__(self, journal: Journal, group: Group) -> None:
         self._journal, self._group = journal, group
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """Why an episode was lost, by the number of each that was."""
+        return self._group.lost
+
+    def keep_loss(self, episode: int, reason: str) -> None:
+        """Keep that an episode is lost: no process runs it again while the group is at this attempt."""
+        lost = journal_pb2.EpisodesEnded(group=self._group.number, attempt=self._group.attempt)
+        lost.episodes.add(episode=episode, reason=reason)
+        self._journal.record(journal_pb2.Fact(episodes_ended=lost))
 
     def attempt(self, episode: int) -> int:
         """Return the last attempt of which something was kept; at least that of the group."""

@@ -154,6 +154,16 @@ class Group:
         ]
 
     @property
+    def lost(self) -> dict[int, str]:
+        """Why an episode ended without a trajectory, by the number of each that did."""
+        return {
+            episode.episode: episode.reason
+            for fact in self.ended
+            for episode in fact.episodes
+            if not (episode.trajectories or episode.untrainable)
+        }
+
+    @property
     def sampled(self) -> list[Place]:
         """Where answers of replicas lie that it needs, in no order: none once it is accepted."""
         sessions = () if self.external is None else self.external.requests
@@ -250,6 +260,7 @@ class Ledger:
         accepted: Trajectories that were generated and scored.
         trained: Trajectories that took part in an optimizer step of the present weights' history.
         failed_groups: Groups that ended without a trajectory, by reason.
+        lost_episodes: Episodes without a trajectory in groups that were accepted without them, by reason.
         set_aside: Trajectories of accepted groups that can never be trained, by reason.
         redraws: Tasks that have to be drawn again, in order.
         redraws_dropped: Tasks that had to be drawn again and will not be, by reason.
@@ -280,6 +291,7 @@ class Ledger:
     accepted: int = 0
     trained: int = 0
     failed_groups: Counter[str] = field(default_factory=Counter)
+    lost_episodes: Counter[str] = field(default_factory=Counter)
     set_aside: dict[str, SetAside] = field(default_factory=dict)
     redraws: list[Redraw] = field(default_factory=list)
     redraws_dropped: Counter[str] = field(default_factory=Counter)
@@ -482,6 +494,7 @@ class Ledger:
         group = self._running(fact.group)
         group.versions = tuple(sorted({Version.from_proto(each) for each in fact.policy_versions})) or group.versions
         group.oldest = self._oldest(group)
+        self.lost_episodes.update(group.lost.values())
         group.generations, group.turns = [], {}
         self._forget_external(group)
         self._move(group, Stage.READY)

@@ -105,7 +105,7 @@ def weight_digests(run_dir: Path) -> dict[str, str]:
 
 
 def report_tables(run_dir: Path) -> list[Table]:
-    """Return tables about a run: the mix of its environments, their pools, the tasks in quarantine, and what was set aside.
+    """Return tables about a run: the mix of its environments, their pools, the tasks in quarantine, what was lost and what was set aside.
 
     There is none for a run with a single environment all of whose groups were accepted and trained.
     """
@@ -132,10 +132,12 @@ def report_tables(run_dir: Path) -> list[Table]:
     aside = _table("set aside, because it can never be trained", "reason", ("trajectories", "problem"))
     for reason, found in (report.get("set_aside") or {}).items():
         aside.add_row(reason, str(found["trajectories"]), found["problem"])
+    lost = _table("episodes that their groups were trained without", "reason", ("episodes",))
+    for reason, count in (report.get("episodes_lost") or {}).items():
+        lost.add_row(reason, str(count))
     by_pool = any(name != "new" for each in environments for name in each["groups_by_pool"])
-    return [
-        table for table, shown in ((mix, told), (pools, by_pool), (faulty, faulty.rows), (aside, aside.rows)) if shown
-    ]
+    tables = (mix, told), (pools, by_pool), (faulty, faulty.rows), (lost, lost.rows), (aside, aside.rows)
+    return [table for table, shown in tables if shown]
 
 
 def _table(title: str, first: str, others: Sequence[str]) -> Table:

@@ -219,6 +219,21 @@ class PolicyEngine:
         """Say that the answers to the requests are scored in the block, which has limits of its own."""
         return nullcontext() if self._deadline is None else self._deadline.scoring()
 
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[PolicyEngine]:
+        """Run one of several episodes of a group in the block, with the engine that this yields: it has a deadline of its own.
+
+        Without it, all episodes together have one deadline, and those that are done are lost with one that is late.
+
+        Raises:
+            OverdueError: if the episode is late; the others go on.
+        """
+        if self._deadline is None:
+            yield self
+            return
+        async with self._deadline.part() as own:
+            yield self.timed(own)
+
     def side_by_side(self, episodes: int) -> AbstractContextManager[Callable[[], None]]:
         """Say that a group runs so many episodes side by side in the block; each calls what this gives at its end."""
         return nullcontext(lambda: None) if self.lockstep is None else self.lockstep.side_by_side(episodes)

@@ -1,7 +1,7 @@
 """How long something was served: its deadline counts no time in which it waited for a replica, or was scored.
 
-A group whose requests wait in a queue, or for a replica, says nothing about its task; scoring has limits of its own. `ServedTime` is the pure state machine,
-`ServedDeadline` ends a block of code by it.
+An episode whose requests wait in a queue, or for a replica, says nothing about its task; scoring has limits of its own. `ServedTime` is the pure state machine,
+`ServedDeadline` ends a block of code by it. The deadline of a group has a `part` for each episode that runs by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,17 @@ from sluice.clock import CLOCK, Clock
 from sluice.v1 import rollout_pb2
 
 
+class OverdueError(TimeoutError):
+    """A block was served for longer than its deadline allows.
+
+    Args:
+        limit_s: Seconds that it allows.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"not done in {limit_s:g} s of work (orchestrator.deadlines.episode_s)")
+
+
 class Place(Enum):
     """Where a request is."""
 
@@ -25,8 +36,8 @@ class Place(Enum):
     """A replica has it, and does not work at it: it is full, paused, or switches to other weights."""
     SERVED = "served"
     """A replica works at it."""
-    SCORED = "scored"
-    """It was answered, and the environment scores the answers, within limits of its own."""
+    LIMITED = "limited"
+    """It is something with a limit of its own: the environment scores answers, or an episode runs by itself."""
 
 
 def place_of(chunk: rollout_pb2.StreamChunk) -> Place:
@@ -37,8 +48,8 @@ def place_of(chunk: rollout_pb2.StreamChunk) -> Place:
 class ServedTime:
     """Adds up the seconds in which something was worked at. Pure: the caller passes the time in monotonic seconds.
 
-    Those are the seconds in which a replica served one of its requests, and those in which it had no request under way and was not
-    scored: then its environment worked.
+    Those are the seconds in which a replica served one of its requests, and those in which it had no request under way and nothing
+    with a limit of its own: then its environment worked.
     """
 
     def __init__(self, now: float) -> None:
@@ -81,34 +92,56 @@ class ServedDeadline:
         self._time = ServedTime(clock())
         self._expire: Callable[[], None] = lambda: None
         self._due: asyncio.Handle | None = None
-        self.expired = False
+        self._parts: set[ServedDeadline] = set()
 
     @property
     def nowhere(self) -> bool:
         """Whether a request waits for a replica to be there."""
-        return self._time.nowhere
+        return self._time.nowhere or any(each.nowhere for each in self._parts)
 
     @contextlib.asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
         """Run a block that is cancelled when the limit is reached.
 
         Raises:
-            TimeoutError: if it was; `expired` is true then.
+            OverdueError: if it was.
         """
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(None) as cancelling:
+        loop, expired = asyncio.get_running_loop(), False
+        try:
+            async with asyncio.timeout(None) as cancelling:
 
-            def expire() -> None:
-                self.expired = True
-                cancelling.reschedule(loop.time())
+                def expire() -> None:
+                    nonlocal expired
+                    expired = True
+                    cancelling.reschedule(loop.time())
 
-            self._expire = expire
-            self._schedule()
-            try:
-                yield
-            finally:
-                self._expire = lambda: None
-                self._cancel()
+                self._expire = expire
+                self._schedule()
+                try:
+                    yield
+                finally:
+                    self._expire = lambda: None
+                    self._cancel()
+        except TimeoutError as error:
+            if self._limit_s is None or not expired:  # the block's own
+                raise
+            raise OverdueError(self._limit_s) from error
+
+    @contextlib.asynccontextmanager
+    async def part(self) -> AsyncIterator[ServedDeadline]:
+        """Run a block with a deadline of its own, of the same length; this one does not count its time.
+
+        Raises:
+            OverdueError: if the block was served for too long.
+        """
+        part = ServedDeadline(self._limit_s, self._clock)
+        self._parts.add(part)
+        try:
+            with self._elsewhere():
+                async with part.limit():
+                    yield part
+        finally:
+            self._parts.remove(part)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[Place], None]]:
@@ -130,8 +163,13 @@ class ServedDeadline:
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
         """Do not count the block's time: answers are scored in it."""
+        with self._elsewhere():
+            yield
+
+    @contextlib.contextmanager
+    def _elsewhere(self) -> Iterator[None]:
         with self.request() as moved:
-            moved(Place.SCORED)
+            moved(Place.LIMITED)
             yield
 
     def _move(self, before: Place | None, after: Place | None) -> None:

@@ -71,7 +71,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     """Answers with ``n`` samples whose text is scripted.
 
     Like a real replica it answers a repeated request id from memory, and refuses the id for any other content. Before `gate`
-    a request waits in its queue, or is worked at if it `works`.
+    a request waits in its queue, or is worked at if it `works`; one that is not `gated` does not wait.
     """
 
     name: str = "replica-0"
@@ -84,6 +84,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     status_failure: SluiceError | None = None
     refuses_holds: bool = False
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    gated: Callable[[rollout_pb2.GenerateRequest], bool] = lambda request: True
     works: bool = False
     text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
     prompt: Callable[[rollout_pb2.GenerateRequest], list[int]] = lambda request: [1, 2, 3]
@@ -126,7 +127,8 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
             raise SluiceError.failed_precondition("VERSION_TOO_OLD", "not there yet")
         version = self.version
         self.calls.append(Sampled(request, version))
-        await self.gate.wait()
+        if self.gated(request):
+            await self.gate.wait()
         prompt = list(request.token_ids.ids) or self.prompt(request)
         begun = prompt[len(prompt) - request.continued_tokens :]
         samples = []

@@ -939,6 +939,52 @@ async def test_an_episode_beyond_its_deadline_is_dropped_and_counted(scene) -> N
     assert scene.report()["groups_failed"] == {"EPISODE_DEADLINE": 2}
 
 
+@pytest.mark.parametrize(
+    ("advantage", "episodes", "keeps"), [("centered", 3, True), ("centered", 2, False), ("none", 2, True)]
+)
+async def test_a_group_that_loses_a_late_episode_keeps_the_others_if_they_can_be_trained(
+    scene, advantage, episodes, keeps
+) -> None:
+    replica, clock = scene.replicas[0], SimulatedClock()
+    replica.works = True
+    replica.gate.clear()
+    replica.gated = lambda request: request.request_id.endswith("g1/0/1.1")
+    limits = {"episode_s": LIMIT_S, "start_s": 10 * LIMIT_S, "lost_s": 10 * LIMIT_S}
+    task = scene.start(
+        environment=f"{Path(__file__).parent / 'dialogue_environment.py'}:Dialogue",
+        advantage=advantage,
+        group_size=episodes,
+        batch_size=1,
+        max_steps=2,
+        pacing={"enabled": False},
+        deadlines=limits,
+        clock=clock,
+    )
+    await scene.until(lambda: any(each.request.request_id.endswith("g1/0/1.1") for each in replica.calls))
+    await clock.until(task.done, step_s=TICK_S * LIMIT_S)
+    await task
+    report = scene.report()
+    of_first = {name for name in trained(scene) if name.startswith("g1-")}
+    assert of_first == ({f"g1-{each}" for each in range(episodes)} - {"g1-1"} if keeps else set())
+    assert report["episodes_lost"] == ({"EPISODE_DEADLINE": 1} if keeps else {})
+    assert report["groups_failed"] == ({} if keeps else {"EPISODE_DEADLINE": 1})
+    ended = [fact.episodes_ended.episodes for _, fact in read_facts(scene.run_dir) if fact.episodes_ended.group == 1]
+    lost = [(each.episode, each.reason) for episodes in ended for each in episodes if not each.trajectories]
+    assert lost == [(1, "EPISODE_DEADLINE")]
+
+
+async def test_episodes_that_a_workflow_leaves_out_are_counted(scene) -> None:
+    (scene.directory / "halves.py").write_text(
+        "from orchestrator_svc.workflows import SingleTurn\n"
+        "class Halves(SingleTurn):\n"
+        "    def __init__(self, environment, config):\n        super().__init__(environment)\n"
+        "    async def arun_episode(self, engine, data):\n"
+        "        return (await super().arun_episode(engine, data))[::2]\n"
+    )
+    report = await scene.run(workflow=f"{scene.directory / 'halves.py'}:Halves", group_size=4, max_steps=1)
+    assert report["episodes_lost"] == {"EPISODE_FAILED": 4}
+
+
 async def test_time_in_which_a_group_waits_for_a_replica_does_not_count_against_its_task(scene) -> None:
     """The replica answers polls and samples nothing: it is paused, held or full."""
     replica, clock = scene.replicas[0], SimulatedClock()

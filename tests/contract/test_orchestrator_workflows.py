@@ -31,6 +31,7 @@ from sluice.sampling import pool as pool_module
 from sluice.sampling.config import ReplicasConfig
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
+from sluice.sampling.served import ServedDeadline
 from sluice.v1 import journal_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
@@ -265,6 +266,37 @@ async def test_a_start_replays_an_episode_from_its_recorded_turns_or_begins_it_a
     assert record.trajectory.turn_runs == [2, 2, 2]
     assert [each.reward for each in record.trajectory.turn_rewards] == [1, 2, 3]
     assert len(record.trajectory.logprobs) == 6
+
+
+async def test_a_late_episode_is_lost_alone_and_no_later_process_runs_it_again(tmp_path) -> None:
+    clock, replica = SimulatedClock(), RolloutDouble(works=True)
+    replica.gate.clear()
+    replica.gated = lambda request: request.request_id.endswith("/1.1")
+    first = Journal(tmp_path, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
+    first.record(journal_pb2.Fact(task_drawn=journal_pb2.TaskDrawn(group=1, task_id="t", episodes=3)))
+
+    async def run(engine: PolicyEngine, journal: Journal) -> list[str]:
+        deadline = ServedDeadline(CALL_S, clock)
+        data = replace(episode(3), log=JournaledEpisodes(journal, journal.ledger.groups[1]))
+        async with deadline.limit():
+            records = await run_episodes(engine.timed(deadline), data)
+        return [each.trajectory.trajectory_id for each in records]
+
+    async with engine_over(replica) as (engine, _):
+        running = asyncio.create_task(run(engine, first))
+        await until(lambda: len(replica.calls) == 8)
+        await clock.until(lambda: first.ledger.groups[1].lost, step_s=1.0)
+        assert await running == ["g1-0", "g1-2"]
+        await first.close()
+        second = Journal(tmp_path, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
+        assert await run(engine, second) == ["g1-0", "g1-2"]
+        assert second.ledger.groups[1].lost == {1: "EPISODE_DEADLINE"}
+        for each in (0, 2):
+            JournaledEpisodes(second, second.ledger.groups[1]).keep_loss(each, "EPISODE_FAILED")
+        with pytest.raises(SluiceError, match="every episode of group g1"):
+            await run(engine, second)
+        await second.close()
+    assert len(replica.calls) == 8, "the second process asked for nothing"
 
 
 async def test_an_episode_that_needs_more_turns_than_allowed_is_truncated() -> None:

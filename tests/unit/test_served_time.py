@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from simulated_clock import SimulatedClock
 
-from sluice.sampling.served import Place, ServedDeadline, ServedTime, place_of
+from sluice.sampling.served import OverdueError, Place, ServedDeadline, ServedTime, place_of
 from sluice.v1 import rollout_pb2
 
 
@@ -24,7 +24,7 @@ def test_time_counts_while_nothing_is_asked_for_and_while_a_replica_serves() -> 
     time.move(Place.SERVED, None, 23.0)
     time.move(Place.QUEUED, None, 50.0)
     assert time.seconds(51.0) == 2.0 + 3.0 + 1.0
-    time.move(None, Place.SCORED, 51.0)
+    time.move(None, Place.LIMITED, 51.0)
     assert (time.seconds(99.0), time.nowhere) == (6.0, False)
 
 
@@ -65,9 +65,47 @@ async def test_a_block_ends_when_it_was_served_for_too_long() -> None:
     await clock.advance(209.0)
     assert not task.done()
     await clock.advance(2.0)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(OverdueError, match="10 s of work"):
         await task
-    assert deadline.expired
+
+
+async def test_each_part_has_a_deadline_of_its_own_and_the_whole_counts_none_of_their_time() -> None:
+    clock = SimulatedClock()
+    deadline = ServedDeadline(10.0, clock)
+    replica_is_back = asyncio.Event()
+
+    async def episode(own: Place, seconds: float) -> float:
+        async with deadline.part() as part:
+            with part.request() as at:
+                at(own)
+                await clock.sleep(seconds)
+                if own is Place.NOWHERE:
+                    await replica_is_back.wait()
+        return clock()
+
+    async def work() -> list[object]:
+        places = (Place.SERVED, 9.0), (Place.SERVED, 11.0), (Place.NOWHERE, 50.0)
+        return await asyncio.gather(*(episode(*each) for each in places), return_exceptions=True)
+
+    async def whole() -> list[object]:
+        async with deadline.limit():
+            await clock.sleep(5.0)
+            found = await work()
+            await clock.sleep(4.0)
+            return found
+
+    began = clock()
+    task = asyncio.create_task(whole())
+    await clock.advance(30.0)
+    assert deadline.nowhere
+    await clock.advance(30.0)
+    assert not task.done()
+    replica_is_back.set()
+    await clock.advance(4.0)
+    done, late, waited = await task
+    assert (done, waited) == (began + 14.0, began + 60.0)
+    assert isinstance(late, OverdueError)
+    assert (deadline.nowhere, clock.waits) == (False, 0)
 
 
 async def test_a_timeout_of_the_block_itself_is_not_that_of_the_deadline() -> None:
@@ -77,9 +115,9 @@ async def test_a_timeout_of_the_block_itself_is_not_that_of_the_deadline() -> No
     async def work() -> None:
         raise TimeoutError
 
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError) as error:
         await limited(deadline, work)
-    assert not deadline.expired
+    assert not isinstance(error.value, OverdueError)
     assert clock.waits == 0
 
 
