@@ -858,13 +858,23 @@ async def test_a_judge_that_is_down_pauses_the_run_and_puts_no_task_in_quarantin
     assert states[-5:-1] == [orchestrator_pb2.RunState.Value(f"RUN_STATE_{name}") for name in names]
 
 
-async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
-    scene.replicas[0].failures = [SluiceError.invalid_argument("prompt", "too long")]
-    with pytest.raises(FailedForGoodError, match=r"outage_s.*too long"):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SluiceError.failed_precondition("WEIGHTS_FIXED", "out of order"), r"outage_s.*out of order"),
+        (
+            SluiceError.invalid_argument("prompt", "too long"),
+            r"^(?!.*outage_s).*3 groups in a row.*too long",
+        ),  # for good
+    ],
+)
+async def test_groups_that_all_fail_end_the_run_with_the_reason(scene, error: SluiceError, told: str) -> None:
+    scene.replicas[0].failures = [error]
+    with pytest.raises(FailedForGoodError, match=told):
         await failing(scene, max_failed_groups=3)
     report = scene.report()
     assert report["state"] == "failed"
-    assert "too long" in report["error"]
+    assert error.message in report["error"]
 
 
 async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late_episode(scene) -> None:
