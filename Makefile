@@ -7,8 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-# Processes that run tests side by side, one file at a time each; two more than cores, since many tests wait for processes.
-TEST_WORKERS ?= 4
+# Processes that run tests side by side, one file at a time each; one more than cores, since many tests wait for processes.
+TEST_WORKERS ?= 3
 # A test that fails is run once more, alone: see tests/run_suite.py.
 SUITE := $(BIN)/python tests/run_suite.py
 PYTEST_OPTIONS = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=5
