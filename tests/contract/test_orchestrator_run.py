@@ -44,6 +44,7 @@ from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.environments.base import Task
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import SluiceError
+from sluice.tasks import settle
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version
 
@@ -70,12 +71,22 @@ class Scene:
         self.trainer_address, self.replica_addresses = addresses
         self.target = target
         self.run_dir = directory / "test"
+        self._running: list[asyncio.Task[None]] = []
 
     def start(self, *, common: dict | None = None, clock: Clock = CLOCK, **settings) -> asyncio.Task[None]:
         """Begin a run; settings are those of the table [orchestrator]."""
         config = orchestrator_settings(self.directory, self.target, **settings)
         shared = common_settings(self.directory, self.trainer_address, self.replica_addresses, **(common or {}))
-        return asyncio.create_task(serve(shared, config, clock))
+        running = asyncio.create_task(serve(shared, config, clock))
+        self._running.append(running)
+        return running
+
+    async def close(self) -> None:
+        """End what a test that failed has left running: gRPC aborts the process if its event loop ends before its servers."""
+        left = [each for each in self._running if not each.done()]
+        for each in left:
+            each.cancel()
+        await settle(*left, timeout_s=DEADLINE_S)
 
     async def run(self, **settings) -> dict:
         """Run to the end; gives the report."""
@@ -141,7 +152,9 @@ async def make_scene(directory, stack, replicas) -> Scene:
     targets = [await stack.enter_async_context(serve_rollout(each)) for each in replicas]
     socket = Path(tempfile.mkdtemp(prefix="sluice-"))  # a socket's path must be short
     stack.callback(shutil.rmtree, socket)
-    return Scene(directory, trainer, replicas, (address, targets), f"unix:{socket}/orchestrator")
+    scene = Scene(directory, trainer, replicas, (address, targets), f"unix:{socket}/orchestrator")
+    stack.push_async_callback(scene.close)
+    return scene
 
 
 async def finished(run: asyncio.Task[None], clock: SimulatedClock) -> None:
