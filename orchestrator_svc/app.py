@@ -8,6 +8,7 @@ import fcntl
 import gc
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -52,6 +53,7 @@ from sluice.file_systems import check_file_system, no_locks
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller, is_local_peer
+from sluice.rpc.later import Later
 from sluice.sampling.lockstep import Lockstep
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
@@ -84,6 +86,8 @@ _SWITCH_S = 0.0005
 """Seconds after which a thread that computes hands the interpreter over. The event loop asks for it after each system call, while the
 threads of journal and files may be at work."""
 
+_READING = "the orchestrator reads its journal, which takes longer the older the run is: repeat the call"
+
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -102,13 +106,18 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
         TooMuchSetAsideError: if it paused because too much was set aside, and nobody let it go on.
     """
     try:
-        async with asyncio.timeout(None) as ending, _built(common, config, clock) as (run, status, servicers):
+        servicers = _Servicers(
+            Later(OrchestratorServicer, _READING),
+            Later(SessionServicer, _READING),
+            Later(EpisodeServicer, _READING),  # type: ignore[type-abstract]  # gateways sample: it has no Generate
+        )
+        server = _server(common, config, servicers)
+        async with asyncio.timeout(None) as ending, _built(common, config, clock, server, servicers) as (run, status):
             gc.collect()
             gc.freeze()  # what is loaded by now stays, and is not looked at again
             gc.set_threshold(*_COLLECTIONS)
             sys.setswitchinterval(_SWITCH_S)
-            server = _server(common, config, servicers)
-            await server.start()
+            await server.set_serving(True)
             ended = asyncio.Event()
             running = asyncio.create_task(
                 _to_the_end(run, status.events, config.deadlines.watchers_s, ended, stays=config.serve_after_end),
@@ -174,9 +183,10 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicers: _Servic
         call_log=common.run_dir / "calls/orchestrator.jsonl",
     )
     add = orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server
-    server.add(add, servicers.orchestrator, SERVICE_NAME)
-    server.add(session_pb2_grpc.add_SessionServiceServicer_to_server, servicers.sessions, SESSIONS)
-    server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicers.episodes, EPISODES)
+    server.add(add, servicers.orchestrator.registered, SERVICE_NAME)
+    server.add(session_pb2_grpc.add_SessionServiceServicer_to_server, servicers.sessions.registered, SESSIONS)
+    server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicers.episodes.registered, EPISODES)
+    server.set_serving(False)
     return server
 
 
@@ -208,6 +218,17 @@ def only_writer(directory: Path) -> Iterator[None]:
         host_files.close(lock)
 
 
+@contextlib.asynccontextmanager
+async def _opened(server: RpcServer, run_dir: Path) -> AsyncIterator[None]:
+    """Open the port of the only orchestrator of a run's directory while the block lasts."""
+    with only_writer(run_dir):
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop(0)
+
+
 def _check_file_system(directory: Path) -> None:
     """Refuse a file system that a journal cannot work on; warn of one of a network, which it may not work on."""
     problem = check_file_system(directory)
@@ -220,9 +241,9 @@ def _check_file_system(directory: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def _built(
-    common: CommonConfig, config: OrchestratorConfig, clock: Clock
-) -> AsyncIterator[tuple[Run, RunStatus, _Servicers]]:
-    """Build the run and its parts; those with files or processes are closed in reverse order."""
+    common: CommonConfig, config: OrchestratorConfig, clock: Clock, server: RpcServer, servicers: _Servicers
+) -> AsyncIterator[tuple[Run, RunStatus]]:
+    """Build the run and its parts; those with files or processes are closed in reverse order. The port is open before the journal is read."""
     start_limit = (config.deadlines.start_s, "orchestrator.deadlines.start_s")
     async with contextlib.AsyncExitStack() as stack:
         processes = {
@@ -253,9 +274,8 @@ async def _built(
 
         waiting = Waiting(clock)
 
-        stack.enter_context(only_writer(common.run_dir))
-        # Of an old run it reads a million facts: signals, and the environments' processes, are served meanwhile.
-        journal = await asyncio.to_thread(_journal, common, config, _following(curriculum, pace, share, waiting, clock))
+        await stack.enter_async_context(_opened(server, common.run_dir))
+        journal = await _read(partial(_journal, common, config, _following(curriculum, pace, share, waiting, clock)))
         settings = LiveSettings(common, config)
         settings.restore(journal.ledger.settings)
         if config.release_quarantine:
@@ -305,10 +325,9 @@ async def _built(
             )
             for each in config.mix
         }
-        bound = StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent)
         scheduler = Scheduler(
             journal.ledger,
-            bound,
+            StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent),
             window_fraction=config.window_fraction,
             on_stale=OnStale(config.on_stale),
             max_steps=config.max_steps,
@@ -386,17 +405,14 @@ async def _built(
             disks=disks,
             clock=clock,
         )
-        yield (
-            run,
-            status,
-            _Servicers(
-                OrchestratorServicer(common.run, run, status, announcements),
-                SessionServicer(desk, pool),
-                EpisodeServicer(  # type: ignore[abstract]  # gateways sample: it has no Generate
-                    common.run, desk, offers=any(each.workflow == EXTERNAL for each in config.mix)
-                ),
+        servicers.ready(
+            OrchestratorServicer(common.run, run, status, announcements),
+            SessionServicer(desk, pool),
+            EpisodeServicer(  # type: ignore[abstract]  # gateways sample: it has no Generate
+                common.run, desk, offers=any(each.workflow == EXTERNAL for each in config.mix)
             ),
         )
+        yield run, status
 
 
 def _recorder(common: CommonConfig, config: OrchestratorConfig) -> Recorder:
@@ -440,11 +456,15 @@ def _posed(curriculum: Curriculum, group: Group) -> Posed | None:
 
 
 class _Servicers(NamedTuple):
-    """What the orchestrator serves."""
+    """What the orchestrator serves, once it has read its journal."""
 
-    orchestrator: OrchestratorServicer
-    sessions: SessionServicer
-    episodes: EpisodeServicer
+    orchestrator: Later[OrchestratorServicer]
+    sessions: Later[SessionServicer]
+    episodes: Later[EpisodeServicer]
+
+    def ready(self, orchestrator: OrchestratorServicer, sessions: SessionServicer, episodes: EpisodeServicer) -> None:
+        """Answer the calls from now on."""
+        self.orchestrator.servicer, self.sessions.servicer, self.episodes.servicer = orchestrator, sessions, episodes
 
 
 async def _close_files(journal: Journal, recorder: Recorder) -> None:
@@ -455,7 +475,31 @@ async def _close_files(journal: Journal, recorder: Recorder) -> None:
             raise outcome
 
 
-def _journal(common: CommonConfig, config: OrchestratorConfig, follow: Callable[[journal_pb2.Fact], None]) -> Journal:
+async def _read(journal: Callable[[threading.Event], Journal]) -> Journal:
+    """Open the journal in a thread: of an old run that reads a million facts, and calls and signals are answered meanwhile.
+
+    A cancellation gives the reading up and waits for its end, so that nothing is written after the lock of the run is gone.
+    """
+    given_up = threading.Event()
+    reading = asyncio.ensure_future(asyncio.to_thread(journal, given_up))
+    try:
+        return await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        given_up.set()
+        await asyncio.wait({reading}, timeout=_LEAST_END_S)
+        if reading.done() and reading.exception() is None:  # it had come to the end before
+            await reading.result().close()
+        elif not reading.done():
+            log.warning("the disk does not let the reading of the journal end")
+        raise
+
+
+def _journal(
+    common: CommonConfig,
+    config: OrchestratorConfig,
+    follow: Callable[[journal_pb2.Fact], None],
+    given_up: threading.Event,
+) -> Journal:
     """Open the run's journal; `follow` gets its facts.
 
     Raises:
@@ -479,6 +523,7 @@ def _journal(common: CommonConfig, config: OrchestratorConfig, follow: Callable[
                 queue_bytes=config.journal.queue_mb << 20,
             ),
             follow=follow,
+            given_up=given_up,
         )
     except JournalError as error:
         raise ConfigError(str(error)) from error

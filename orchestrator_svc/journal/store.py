@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import gc
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +134,7 @@ class Journal:
         software_version: Release of the program, for people to read.
         limits: When the journal writes, and how much may wait.
         follow: Gets every fact after the ledger took it, those of earlier processes first.
+        given_up: Set by another thread while the constructor reads: nobody wants the journal any more.
         disk: Does the writing.
         clock: Times the waits for the disk.
 
@@ -142,7 +144,7 @@ class Journal:
         kept_bytes: Size of all payloads so far: of those that were on disk at the start, and of those that `keep` took.
 
     Raises:
-        JournalError: if the journal belongs to something else or cannot be read.
+        JournalError: if the journal belongs to something else, cannot be read or was given up.
     """
 
     def __init__(
@@ -154,12 +156,14 @@ class Journal:
         software_version: str = "",
         limits: JournalLimits | None = None,
         follow: Callable[[journal_pb2.Fact], None] | None = None,
+        given_up: threading.Event | None = None,
         disk: Disk | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._directory = run_dir / "journal"
         self._follow = follow
+        self._given_up = given_up or threading.Event()
         self._disk, self._clock = disk or Disk(), clock
         self._connection = _open(run_dir / DATABASE, environment)
         self._run = self._connection.execute  # in the journal's thread only, but for this constructor
@@ -189,6 +193,8 @@ class Journal:
                 ledger.apply(seq, fact)
                 if self._follow is not None:
                     self._follow(fact)
+                if self._given_up.is_set():
+                    break
             # A row that was lost behind the last fact must not have its number given to another one.
             highest = self._run("SELECT seq FROM sqlite_sequence WHERE name = 'facts'").fetchone()
         except (LedgerError, DecodeError, sqlite3.DatabaseError) as error:
@@ -200,6 +206,11 @@ class Journal:
         finally:
             if collects:
                 gc.enable()
+        if self._given_up.is_set():
+            self._connection.close()
+            raise JournalError(
+                f"reading {self._directory.parent / DATABASE} was given up: start the run again to continue it"
+            )
         ledger.last_seq = max(ledger.last_seq, highest[0] if highest else 0)
         return ledger
 

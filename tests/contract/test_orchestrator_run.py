@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from orchestrator_doubles import (
     RolloutDouble,
     TrainerDouble,
@@ -27,7 +28,7 @@ from simulated_clock import SimulatedClock
 
 from orchestrator_svc import evaluation as evaluation_module
 from orchestrator_svc import training as training_module
-from orchestrator_svc.app import serve
+from orchestrator_svc.app import EPISODES, SERVICE_NAME, SESSIONS, only_writer, serve
 from orchestrator_svc.audit import audit
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.evaluation import EvalResult, EvalSample
@@ -44,8 +45,21 @@ from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.environments.base import Task
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import SluiceError
+from sluice.rpc.access import INFO_SERVICE
 from sluice.tasks import settle
-from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2, trainer_pb2
+from sluice.v1 import (
+    common_pb2,
+    common_pb2_grpc,
+    episode_pb2,
+    episode_pb2_grpc,
+    orchestrator_pb2,
+    orchestrator_pb2_grpc,
+    rollout_pb2,
+    session_pb2,
+    session_pb2_grpc,
+    tokens_pb2,
+    trainer_pb2,
+)
 from sluice.versions import Lineage, Version
 
 pytestmark = pytest.mark.slow
@@ -569,23 +583,73 @@ async def test_a_trainer_that_loses_the_first_epoch_of_a_process_makes_no_step_a
     assert [(line["step"], line["policy/epoch"]) for line in step_lines(scene)] == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
 
-async def test_the_event_loop_is_free_while_the_journal_is_read(scene, monkeypatch) -> None:
-    reads, went_on, served = threading.Event(), threading.Event(), []
-    fold = Journal._fold
+class SlowReading:
+    """Holds the reading of a journal until `go_on` is set, in the thread that reads."""
 
-    def slow(journal: Journal) -> object:
-        reads.set()
-        served.append(went_on.wait(DEADLINE_S))
-        return fold(journal)
+    def __init__(self, monkeypatch) -> None:
+        self.reads, self.go_on = threading.Event(), threading.Event()
+        fold = Journal._fold
 
-    async def serve() -> None:
-        while not reads.is_set():  # noqa: ASYNC110 - set in a thread
-            await asyncio.sleep(0.01)
-        went_on.set()
+        def slow(journal: Journal) -> object:
+            self.reads.set()
+            assert self.go_on.wait(DEADLINE_S)
+            return fold(journal)
 
-    monkeypatch.setattr(Journal, "_fold", slow)
-    await asyncio.gather(scene.run(), serve())
-    assert served == [True]
+        monkeypatch.setattr(Journal, "_fold", slow)
+
+
+async def test_the_port_is_open_while_the_journal_is_read_and_calls_are_told_to_wait(scene, monkeypatch) -> None:
+    reading = SlowReading(monkeypatch)
+    task = scene.start()
+    await scene.until(reading.reads.is_set)
+    statuses = health_pb2.HealthCheckResponse
+    async with grpc.aio.insecure_channel(scene.target) as channel, asyncio.timeout(DEADLINE_S):
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for name in ("", SERVICE_NAME, SESSIONS, EPISODES):
+            assert (await check(health_pb2.HealthCheckRequest(service=name))).status == statuses.NOT_SERVING
+        assert (await check(health_pb2.HealthCheckRequest(service=INFO_SERVICE))).status == statuses.SERVING
+
+        run = orchestrator_pb2.GetRunRequest(run="runs/test")
+        calls = [
+            orchestrator_pb2_grpc.OrchestratorServiceStub(channel).GetRun(run),
+            session_pb2_grpc.SessionServiceStub(channel).FindSession(session_pb2.FindSessionRequest()),
+            episode_pb2_grpc.EpisodeServiceStub(channel).LeaseTasks(episode_pb2.LeaseTasksRequest(run="runs/test")),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            error = SluiceError.from_rpc(caught.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "STARTING")
+            assert error.retry_after_s == 1.0
+        stream = orchestrator_pb2_grpc.OrchestratorServiceStub(channel).WatchRun(
+            orchestrator_pb2.WatchRunRequest(run="runs/test")
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="reads its journal"):
+            await stream.read()
+        info = await common_pb2_grpc.ServerInfoServiceStub(channel).GetServerInfo(common_pb2.GetServerInfoRequest())
+        assert list(info.unimplemented_rpcs) == [f"{EPISODES}/Generate", f"{EPISODES}/GenerateStream"]
+
+        reading.go_on.set()
+        async with scene.client() as client:
+            scene.trainer.saving.clear()
+            await scene.until_run(client, lambda run: run.step)
+        assert (await check(health_pb2.HealthCheckRequest())).status == statuses.SERVING
+        scene.trainer.saving.set()
+        await task
+
+
+async def test_a_start_that_a_signal_ends_while_it_reads_its_journal_writes_nothing(scene, monkeypatch) -> None:
+    reading = SlowReading(monkeypatch)
+    task = scene.start()
+    await scene.until(reading.reads.is_set)
+    task.cancel()  # as the first signal does before the service handles signals itself
+    asyncio.get_running_loop().call_soon(reading.go_on.set)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not list(read_facts(scene.run_dir))
+    with only_writer(scene.run_dir):
+        pass
 
 
 def step_lines(scene: Scene) -> list[dict[str, float]]:

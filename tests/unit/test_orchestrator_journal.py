@@ -58,6 +58,26 @@ def batches(found: list[Batch]) -> list[tuple[str, list[int]]]:
     return [(batch.batch_id, [group.number for group in batch.groups]) for batch in found]
 
 
+async def test_a_reading_that_is_given_up_ends_at_the_next_fact_and_writes_nothing(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    for number in range(1, 4):
+        journal.record(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=number)))
+    await journal.close()
+    before, followed, given_up = list(read_facts(tmp_path)), [], threading.Event()
+
+    def follow(fact: pb.Fact) -> None:
+        followed.append(fact)
+        given_up.set()
+
+    with pytest.raises(JournalError, match="start the run again"):
+        open_journal(tmp_path, follow=follow, given_up=given_up)
+    assert len(followed) == 1
+    assert list(read_facts(tmp_path)) == before
+    again = open_journal(tmp_path)
+    assert again.ledger.allotted == 3
+    await again.close()
+
+
 async def test_a_start_has_the_state_that_was_durable(tmp_path) -> None:
     journal = open_journal(tmp_path)
     begin_epoch(journal)
