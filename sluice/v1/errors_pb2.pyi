@@ -257,7 +257,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_STARTING: _ErrorReason.ValueType  # 77
     """TrainerService.
 
-    The trainer loads its model.
+    The trainer loads its model; or the orchestrator reads its journal, or takes up the group of the call again.
     """
     ERROR_REASON_NO_EPOCH: _ErrorReason.ValueType  # 78
     """No epoch is open."""
@@ -675,7 +675,7 @@ ERROR_REASON_CHECKPOINTS_AHEAD: ErrorReason.ValueType  # 76
 ERROR_REASON_STARTING: ErrorReason.ValueType  # 77
 """TrainerService.
 
-The trainer loads its model.
+The trainer loads its model; or the orchestrator reads its journal, or takes up the group of the call again.
 """
 ERROR_REASON_NO_EPOCH: ErrorReason.ValueType  # 78
 """No epoch is open."""
