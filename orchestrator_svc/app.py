@@ -47,7 +47,7 @@ from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, c
 from sluice import host_files
 from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock
-from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, TooMuchSetAsideError, UnfinishedError
+from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.file_systems import check_file_system, no_locks
 from sluice.peers import missing_peers_reported
@@ -161,9 +161,9 @@ async def _to_the_end(run: Run, events: EventLog, watchers_s: float, ended: asyn
     try:
         await run.run()
         stop = not stays
-        if run.gave_up:
+        if run.gave_up is not None:
             stop = True
-            raise TooMuchSetAsideError(run.gave_up)
+            raise run.gave_up
     finally:
         events.end()
         await events.all_read(watchers_s)

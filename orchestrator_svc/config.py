@@ -321,6 +321,11 @@ class ExternalConfig(Section):
         gt=0,
         description="Seconds in which no agent has an episode of an environment, although some are on offer, after which the log and GetRun say so. If other environments can be played, those episodes are put off until an agent asks; otherwise the run waits on.",
     )
+    absent_s: float = Field(
+        0,
+        ge=0,
+        description="Seconds in which no agent has an episode of an environment and none asks for one, after which the run writes a checkpoint and fails; started again it continues. 0: never.",
+    )
     attempts: int = Field(
         4,
         ge=1,

@@ -30,6 +30,7 @@ from orchestrator_svc.setting_aside import SetAsideShare
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.training import Training
 from sluice.clock import CLOCK, Clock
+from sluice.config import FailedForGoodError, TooMuchSetAsideError
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.v1 import journal_pb2, orchestrator_pb2
@@ -54,7 +55,7 @@ class Run:
         disks: Asks the disks for their room; `run` looks regularly, and pauses while one is short of it.
 
     Attributes:
-        gave_up: Why the run ended if it had paused because too much was set aside; empty otherwise.
+        gave_up: Why the run ended in order before its end: it waited too long for somebody; None if it did not.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Run:
         self._desk, self._share, self._clock = desk, share, clock
         self._disks, self._space = disks, disks.space
         self._give_up_at: float | None = None  # when a pause is over that too much set aside began
-        self.gave_up = ""
+        self.gave_up: FailedForGoodError | None = None
         self._settings, self._config = settings, settings.config
         self._journal, self._status, self._pool, self._announcements = journal, status, pool, announcements
         self._dispatcher, self._training = dispatcher, training
@@ -130,7 +131,7 @@ class Run:
             self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, "paused by an operator")
 
     async def resume(self, principal: str) -> None:
-        """Start groups again; what was set aside so far is accepted.
+        """Start groups again; what was set aside so far is accepted, and agents that were missed are waited for anew.
 
         Args:
             principal: Name of who says so.
@@ -142,6 +143,7 @@ class Run:
             self._journal.record(journal_pb2.Fact(run_resumed=journal_pb2.RunResumed(principal=principal)))
             await self._journal.durable()
         self._give_up_at = None
+        self._desk.missing.asked()
         self._dispatcher.resume()
         if waits_for := self._dispatcher.outage or self._space.short:
             self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, f"waits for {waits_for}")
@@ -161,8 +163,22 @@ class Run:
             )
             log.error("paused: too much is set aside", problem=problem, ends_in_s=limit_s)
         elif self._give_up_at is not None and now >= self._give_up_at and not self._stop_reason:
-            self.gave_up = self._share.exceeded or "too much was set aside"
-            self.stop(f"nobody let the paused run go on within {limit_s:g} s: {self.gave_up}")
+            problem = self._share.exceeded or "too much was set aside"
+            self.gave_up = TooMuchSetAsideError(problem)
+            self.stop(f"nobody let the paused run go on within {limit_s:g} s: {problem}")
+
+    def _mind_agents(self) -> None:
+        """End the run in order if an environment has had no agent for too long."""
+        limit_s = self._config.external.absent_s
+        name, absent_s = self._desk.missing.longest(self._clock())
+        if not limit_s or absent_s < limit_s or self._stop_reason or self._dispatcher.paused:
+            return
+        problem = (
+            f"no agent has had an episode of environment {name}, or asked for one, for {limit_s:g} s (orchestrator.external.absent_s):"
+            " start agents that lease episodes through a gateway, then start the run again: it continues"
+        )
+        self.gave_up = FailedForGoodError(problem)
+        self.stop(problem)
 
     async def _mind_room(self) -> None:
         """Look at the disks: pause while one is short of room."""
@@ -353,6 +369,7 @@ class Run:
             await self._clock.sleep(self._config.load_report_s)
             self._status.report_load()
             self._mind_share()
+            self._mind_agents()
 
     async def _look_at_disks(self) -> None:
         while True:

@@ -267,6 +267,11 @@ class ExternalEpisodes:
         return all(each.settled for each in self.slots)
 
     @property
+    def abandoned(self) -> bool:
+        """Whether no agent has an episode of it, and none has submitted one: there is nothing to lose."""
+        return not self.leases and not any(self.sessions)
+
+    @property
     def on_offer(self) -> list[int]:
         """Episodes that may be lent."""
         return [index for index, each in enumerate(self.slots) if not each.lease_id and not each.over]

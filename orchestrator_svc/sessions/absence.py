@@ -51,17 +51,32 @@ class MissingAgents:
                 self.away.add(name)
         if not self.away:
             return []
-        offered = (each for each in groups if each.stage is Stage.RUNNING and each.external is None)
-        return [each.number for each in offered if each.environment in self.away]
+        return [
+            each.number
+            for each in groups
+            if each.stage is Stage.RUNNING and each.environment in self.away and may_be_put_off(each)
+        ]
 
     def look(self, groups: Iterable[Group], now: float) -> list[str]:
         """Look at the live groups; return the environments that are missed from now on."""
         if not self._environments:
             return []
         running = [each for each in groups if each.stage is Stage.RUNNING and each.environment in self._environments]
-        served = {each.environment for each in running if each.external is not None}
+        served = {each.environment for each in running if each.external is not None and each.external.leases}
+        self.away -= served
         waiting = Counter(each.environment for each in running if each.environment not in served)
-        self._since = {name: self._since.get(name, now) for name in waiting}
+        # Of an environment that is away nothing is on offer.
+        self._since = {name: self._since.get(name, now) for name in waiting.keys() | self.away}
         before = self.groups
-        self.groups = {name: waiting[name] for name, since in self._since.items() if now - since >= self._notice_s}
-        return [name for name in self.groups if name not in before]
+        self.groups = {name: count for name, count in waiting.items() if now - self._since[name] >= self._notice_s}
+        return [name for name in self.groups if name not in before and name not in self.away]
+
+    def longest(self, now: float) -> tuple[str, float]:
+        """Return the environment that has had no agent for the longest time, and the seconds; "" and 0 if none is missed."""
+        name = min(self._since, key=self._since.__getitem__, default="")
+        return (name, now - self._since[name]) if name else ("", 0.0)
+
+
+def may_be_put_off(group: Group) -> bool:
+    """Return whether an external group waits for its first agent, or all that came have left without a result."""
+    return group.external is None or group.external.abandoned

@@ -226,14 +226,16 @@ class Desk:
         self._put_off.discard(group)
 
     def put_off(self, group: int) -> None:
-        """Let a group end that no agent has come for; one that comes before it has ended keeps it."""
+        """Let a group end that no agent has; one that comes before it has ended keeps it."""
         if group in self.openings:
             self._put_off.add(group)
             self.waiting.wake(group)
 
-    def is_put_off(self, group: int) -> bool:
-        """Whether a group ends because no agent came for it."""
-        return group in self._put_off
+    def take_put_off(self, group: int) -> bool:
+        """Return whether a group was put off since the last call."""
+        was_put_off = group in self._put_off
+        self._put_off.discard(group)
+        return was_put_off
 
     def posed(self, group: Group) -> Posed:
         """Return what the episodes of a group are about.

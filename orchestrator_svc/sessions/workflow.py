@@ -15,7 +15,7 @@ from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import EPISODE, ExternalEpisodes, Session, Target
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.report import NOT_TRAINED
-from orchestrator_svc.sessions.absence import NoAgentError
+from orchestrator_svc.sessions.absence import NoAgentError, may_be_put_off
 from orchestrator_svc.sessions.desk import Desk, Posed
 from orchestrator_svc.sessions.trajectories import Built, TreeError, build, episode_reward
 from orchestrator_svc.workflows import EpisodeData
@@ -83,7 +83,7 @@ class External:
             external = groups[number].external
             if external is not None and external.complete:
                 return external
-            if external is None and desk.is_put_off(number):
+            if desk.take_put_off(number) and may_be_put_off(groups[number]):
                 raise NoAgentError
             now = desk.clock()
             if until is None and external is not None:  # it waits for its first agent as long as it takes

@@ -19,7 +19,7 @@ from test_orchestrator_run import DEADLINE_S, Scene, finished, make_scene, train
 from orchestrator_svc.audit import audit
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from orchestrator_svc.sessions.desk import BACK_S
-from sluice.config import ConfigError, SecurityConfig
+from sluice.config import ConfigError, FailedForGoodError, SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.rpc.principals import add_token
 from sluice.v1 import episode_pb2, session_pb2
@@ -86,10 +86,15 @@ async def until_serving(task: asyncio.Task, agent: Gateway) -> None:
     """Wait until the orchestrator lists the replica, or raise what ended it."""
 
     async def listed() -> None:
-        calls = agent.sessions.WatchReplicas(session_pb2.WatchReplicasRequest(), wait_for_ready=True)
-        async for answer in calls:
-            if [each.replica for each in answer.replicas if each.usable] == ["replica-0"]:
-                return
+        while True:
+            calls = agent.sessions.WatchReplicas(session_pb2.WatchReplicasRequest(), wait_for_ready=True)
+            try:
+                async for answer in calls:
+                    if [each.replica for each in answer.replicas if each.usable] == ["replica-0"]:
+                        return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:  # it may still read its journal
+                    raise
 
     asked = asyncio.create_task(listed())
     await asyncio.wait({asked, task}, return_when=asyncio.FIRST_COMPLETED)
@@ -158,6 +163,48 @@ async def test_other_environments_are_trained_while_no_agent_comes_and_its_share
     assert {(each.reason, each.redraw) for each in put_off} == {("NO_AGENT", True)}
     groups = {each.group_id for batch in scene.trainer.history.values() for each in batch}
     assert task.group_id in groups, "what the agent played is trained"
+
+
+async def test_other_environments_are_trained_after_all_agents_have_left(scene) -> None:
+    letters = f"{scene.directory / 'letters_env.py'}:Letters"
+    mix = [{"name": "ours", "environment": letters}, {"name": "theirs", "environment": letters, "workflow": "external"}]
+    external = {"notice_s": IDLE_S, "lease_s": IDLE_S, "idle_s": IDLE_S, "group_s": 1e6}
+    settings = {"environment": "", "environments": mix, "pacing": {"enabled": False}, "external": external}
+    limits = {"start_s": 1e6, "lost_s": 1e6, "step_s": 1e6, "update_s": 1e6, "episode_s": 1e6}
+    clock = SimulatedClock()
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
+        running = scene.start(**settings, max_steps=4, deadlines=limits, clock=clock)
+        await until_serving(running, agent)
+        (task,) = await agent.lease()
+        opened = await agent.open(task.lease_id)
+        await agent.turn(opened.episode_id, [], scene.replicas[0].version)
+        await clock.until(running.done, step_s=0.5)
+        await running
+    report = scene.report()
+    assert (report["steps"], report["groups_failed"], report["sessions_ended"]) == (4, {}, {"IDLE": 1})
+    assert not any(name.startswith(f"{task.group_id}-") for name in trained(scene))
+
+
+async def test_a_run_whose_agents_are_away_for_too_long_ends_in_order_and_says_why(scene) -> None:
+    external = {"notice_s": IDLE_S, "absent_s": 10 * IDLE_S}
+    limits = {"start_s": 1e6, "lost_s": 1e6, "step_s": 1e6, "update_s": 1e6}
+    clock = SimulatedClock()
+    async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
+        running = scene.start(**{**EXTERNAL, "external": external}, deadlines=limits, clock=clock)
+        await until_serving(running, agent)
+        began = clock()
+        for _ in range(4):
+            await play(agent, scene)
+        await clock.until(running.done, step_s=0.5)
+        with pytest.raises(
+            FailedForGoodError, match=r"no agent .* environment .* for 50 s \(orchestrator.external.absent_s\)"
+        ):
+            await running
+    assert clock() - began >= 10 * IDLE_S
+    report = scene.report()
+    assert (report["state"], report["steps"]) == ("stopped", 1)
+    assert "absent_s" in report["stop_reason"]
+    assert scene.trainer.checkpoints == [1], "what was trained is kept"
 
 
 async def test_an_episode_without_a_reward_is_scored_by_its_environment_branch_by_branch(scene) -> None:
