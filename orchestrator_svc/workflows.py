@@ -7,6 +7,7 @@ question again until its answer is good enough (`retry`). Settings may name any 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -391,7 +392,9 @@ class MultiTurn:
     ) -> bool:
         """Let the environment answer a turn; return whether the episode has ended."""
         last = transcript.finish_reason == tokens_pb2.FINISH_REASON_LENGTH or turn == self._max_turns - 1
-        answer = await episode.step(said, last=last)
+        # A step of a question that is asked again is its scoring, which has limits of its own.
+        with engine.scoring() if isinstance(episode, RetriedQuestion) else contextlib.nullcontext():
+            answer = await episode.step(said, last=last)
         transcript.keep_turn(turn, answer)
         if answer.reward is not None:
             transcript.rewards.append(tokens_pb2.TurnReward(turn=turn, reward=answer.reward))

@@ -1025,7 +1025,10 @@ async def test_time_in_which_a_group_waits_for_a_replica_does_not_count_against_
     assert report["environments"][0]["quarantined_count"] == 0
 
 
-async def test_scoring_has_limits_of_its_own(scene) -> None:
+@pytest.mark.parametrize(
+    "how", [{"workflow": "single_turn"}, {"workflow": "retry", "group_size": 1, "batch_size": 1, "advantage": "none"}]
+)
+async def test_scoring_has_limits_of_its_own(scene, how) -> None:
     scored = scene.directory / "scored"
     (scene.directory / "slow.py").write_text(f"""
 import pathlib, time
@@ -1057,6 +1060,7 @@ class Slow:
         deadlines=limits,
         max_steps=1,
         clock=clock,
+        **how,
     )
     await scene.until((scene.directory / "scoring").exists)
     for _ in range(4):
