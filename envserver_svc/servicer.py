@@ -110,6 +110,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             multi_turn=self._processes.multi_turn,
             max_episodes=self._config.most_episodes,
             features=[SCORE] if self._processes.single_turn else [],
+            scoring_s=self._processes.scoring.each_s,
+            scores_together=self._processes.scoring.together,
         )
 
     async def ListTasks(

@@ -398,6 +398,8 @@ def _scoring_s(environment: Any) -> float:  # noqa: ANN401 - a user's class
 
 def _scores_together(environment: Any) -> bool:  # noqa: ANN401 - a user's class
     """Return whether the completions of a group are scored at the same time."""
+    if isinstance(said := getattr(environment, "scores_together", None), bool):  # a server says it
+        return said
     return not hasattr(environment, "score_batch") and _is_coroutine(getattr(environment, "score", None))
 
 

@@ -525,6 +525,11 @@ class EnvironmentProcesses:
             withheld = sorted(os.environ.keys() - variables.keys())
             log.info("environment is ready", name=self.name, processes=self._most, variables_withheld=withheld)
 
+    @property
+    def scoring(self) -> ScoringTime:
+        """How long a group may be scored; the environment's part of it is known once it has started."""
+        return self._scoring
+
     def _too_short(self) -> str:
         """Return why `score_s` is refused."""
         scoring, count = self._scoring, self._group_size

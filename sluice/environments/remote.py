@@ -61,7 +61,7 @@ def connect_environment(address: str, **security: Any) -> RemoteEnvironment:  # 
             " name one of them"
         )
     kind = _Both if single and multi else RemoteQuestions if single else RemoteEpisodes
-    return kind(address, settings, described.environment)
+    return kind(address, settings, described)
 
 
 async def describe(address: str, security: SecurityConfig, clock: Clock = CLOCK) -> environment_pb2.DescribeResponse:
@@ -90,11 +90,16 @@ class RemoteEnvironment:
     Args:
         address: Host and port.
         security: How to reach it.
-        name: Name of the environment.
+        described: What it says of its environment.
+
+    Attributes:
+        scoring_s: Most seconds that it takes to score one completion; 0 without such a limit.
+        scores_together: Whether it scores the completions of a group at the same time.
     """
 
-    def __init__(self, address: str, security: SecurityConfig, name: str) -> None:
-        self.name = name
+    def __init__(self, address: str, security: SecurityConfig, described: environment_pb2.DescribeResponse) -> None:
+        self.name = described.environment
+        self.scoring_s, self.scores_together = described.scoring_s, described.scores_together
         self._address, self._security = address, security
         self._connected: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
 

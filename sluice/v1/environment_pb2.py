@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from sluice.v1 import tokens_pb2 as sluice_dot_v1_dot_tokens__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsluice/v1/environment.proto\x12\tsluice.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16sluice/v1/tokens.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x91\x01\n\x10\x44\x65scribeResponse\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06splits\x18\x03 \x03(\t\x12\x12\n\nmulti_turn\x18\x04 \x01(\x08\x12\x14\n\x0cmax_episodes\x18\x06 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x03(\tJ\x04\x08\x05\x10\x06R\x05tools\"V\n\x10ListTasksRequest\x12\r\n\x05split\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"W\n\x11ListTasksResponse\x12)\n\x05tasks\x18\x01 \x03(\x0b\x32\x1a.sluice.v1.EnvironmentTask\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x81\x01\n\x0f\x45nvironmentTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12%\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_tokensJ\x04\x08\x02\x10\x03R\x08messages\"Z\n\x0cResetRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12(\n\x04task\x18\x02 \x01(\x0b\x32\x1a.sluice.v1.EnvironmentTask\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"Y\n\rResetResponse\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\x1e\n\x05tools\x18\x02 \x03(\x0b\x32\x0f.sluice.v1.Tool\"\x96\x01\n\x0bStepRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12\'\n\x07message\x18\x03 \x01(\x0b\x32\x16.sluice.v1.ChatMessage\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x0c\n\x04last\x18\x05 \x01(\x08\"\xe0\x01\n\x0cStepResponse\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12\x35\n\x07metrics\x18\x05 \x03(\x0b\x32$.sluice.v1.StepResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"x\n\x0cScoreRequest\x12(\n\x04task\x18\x01 \x01(\x0b\x32\x1a.sluice.v1.EnvironmentTask\x12.\n\rconversations\x18\x03 \x03(\x0b\x32\x17.sluice.v1.ConversationJ\x04\x08\x02\x10\x03R\x08messages\"N\n\rScoreResponse\x12 \n\x06scores\x18\x03 \x03(\x0b\x32\x10.sluice.v1.ScoreJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x06rewardR\x07metrics\"\x87\x01\n\x05Score\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12.\n\x07metrics\x18\x02 \x03(\x0b\x32\x1d.sluice.v1.Score.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\")\n\x13\x43loseEpisodeRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseEpisodeResponse2\xa3\x03\n\x12\x45nvironmentService\x12\x43\n\x08\x44\x65scribe\x12\x1a.sluice.v1.DescribeRequest\x1a\x1b.sluice.v1.DescribeResponse\x12\x46\n\tListTasks\x12\x1b.sluice.v1.ListTasksRequest\x1a\x1c.sluice.v1.ListTasksResponse\x12:\n\x05Reset\x12\x17.sluice.v1.ResetRequest\x1a\x18.sluice.v1.ResetResponse\x12\x37\n\x04Step\x12\x16.sluice.v1.StepRequest\x1a\x17.sluice.v1.StepResponse\x12:\n\x05Score\x12\x17.sluice.v1.ScoreRequest\x1a\x18.sluice.v1.ScoreResponse\x12O\n\x0c\x43loseEpisode\x12\x1e.sluice.v1.CloseEpisodeRequest\x1a\x1f.sluice.v1.CloseEpisodeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsluice/v1/environment.proto\x12\tsluice.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16sluice/v1/tokens.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xbd\x01\n\x10\x44\x65scribeResponse\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06splits\x18\x03 \x03(\t\x12\x12\n\nmulti_turn\x18\x04 \x01(\x08\x12\x14\n\x0cmax_episodes\x18\x06 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x03(\t\x12\x11\n\tscoring_s\x18P \x01(\x01\x12\x17\n\x0fscores_together\x18Q \x01(\x08J\x04\x08\x05\x10\x06R\x05tools\"V\n\x10ListTasksRequest\x12\r\n\x05split\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"W\n\x11ListTasksResponse\x12)\n\x05tasks\x18\x01 \x03(\x0b\x32\x1a.sluice.v1.EnvironmentTask\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x81\x01\n\x0f\x45nvironmentTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12%\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_tokensJ\x04\x08\x02\x10\x03R\x08messages\"Z\n\x0cResetRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12(\n\x04task\x18\x02 \x01(\x0b\x32\x1a.sluice.v1.EnvironmentTask\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"Y\n\rResetResponse\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\x1e\n\x05tools\x18\x02 \x03(\x0b\x32\x0f.sluice.v1.Tool\"\x96\x01\n\x0bStepRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12\'\n\x07message\x18\x03 \x01(\x0b\x32\x16.sluice.v1.ChatMessage\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x0c\n\x04last\x18\x05 \x01(\x08\"\xe0\x01\n\x0cStepResponse\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12\x35\n\x07metrics\x18\x05 \x03(\x0b\x32$.sluice.v1.StepResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"x\n\x0cScoreRequest\x12(\n\x04task\x18\x01 \x01(\x0b\x32\x1a.sluice.v1.EnvironmentTask\x12.\n\rconversations\x18\x03 \x03(\x0b\x32\x17.sluice.v1.ConversationJ\x04\x08\x02\x10\x03R\x08messages\"N\n\rScoreResponse\x12 \n\x06scores\x18\x03 \x03(\x0b\x32\x10.sluice.v1.ScoreJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x06rewardR\x07metrics\"\x87\x01\n\x05Score\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12.\n\x07metrics\x18\x02 \x03(\x0b\x32\x1d.sluice.v1.Score.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\")\n\x13\x43loseEpisodeRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseEpisodeResponse2\xa3\x03\n\x12\x45nvironmentService\x12\x43\n\x08\x44\x65scribe\x12\x1a.sluice.v1.DescribeRequest\x1a\x1b.sluice.v1.DescribeResponse\x12\x46\n\tListTasks\x12\x1b.sluice.v1.ListTasksRequest\x1a\x1c.sluice.v1.ListTasksResponse\x12:\n\x05Reset\x12\x17.sluice.v1.ResetRequest\x1a\x18.sluice.v1.ResetResponse\x12\x37\n\x04Step\x12\x16.sluice.v1.StepRequest\x1a\x17.sluice.v1.StepResponse\x12:\n\x05Score\x12\x17.sluice.v1.ScoreRequest\x1a\x18.sluice.v1.ScoreResponse\x12O\n\x0c\x43loseEpisode\x12\x1e.sluice.v1.CloseEpisodeRequest\x1a\x1f.sluice.v1.CloseEpisodeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,35 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=96
   _globals['_DESCRIBEREQUEST']._serialized_end=113
   _globals['_DESCRIBERESPONSE']._serialized_start=116
-  _globals['_DESCRIBERESPONSE']._serialized_end=261
-  _globals['_LISTTASKSREQUEST']._serialized_start=263
-  _globals['_LISTTASKSREQUEST']._serialized_end=349
-  _globals['_LISTTASKSRESPONSE']._serialized_start=351
-  _globals['_LISTTASKSRESPONSE']._serialized_end=438
-  _globals['_ENVIRONMENTTASK']._serialized_start=441
-  _globals['_ENVIRONMENTTASK']._serialized_end=570
-  _globals['_RESETREQUEST']._serialized_start=572
-  _globals['_RESETREQUEST']._serialized_end=662
-  _globals['_RESETRESPONSE']._serialized_start=664
-  _globals['_RESETRESPONSE']._serialized_end=753
-  _globals['_STEPREQUEST']._serialized_start=756
-  _globals['_STEPREQUEST']._serialized_end=906
-  _globals['_STEPRESPONSE']._serialized_start=909
-  _globals['_STEPRESPONSE']._serialized_end=1133
-  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_start=1076
-  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_end=1122
-  _globals['_SCOREREQUEST']._serialized_start=1135
-  _globals['_SCOREREQUEST']._serialized_end=1255
-  _globals['_SCORERESPONSE']._serialized_start=1257
-  _globals['_SCORERESPONSE']._serialized_end=1335
-  _globals['_SCORE']._serialized_start=1338
-  _globals['_SCORE']._serialized_end=1473
-  _globals['_SCORE_METRICSENTRY']._serialized_start=1076
-  _globals['_SCORE_METRICSENTRY']._serialized_end=1122
-  _globals['_CLOSEEPISODEREQUEST']._serialized_start=1475
-  _globals['_CLOSEEPISODEREQUEST']._serialized_end=1516
-  _globals['_CLOSEEPISODERESPONSE']._serialized_start=1518
-  _globals['_CLOSEEPISODERESPONSE']._serialized_end=1540
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=1543
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1962
+  _globals['_DESCRIBERESPONSE']._serialized_end=305
+  _globals['_LISTTASKSREQUEST']._serialized_start=307
+  _globals['_LISTTASKSREQUEST']._serialized_end=393
+  _globals['_LISTTASKSRESPONSE']._serialized_start=395
+  _globals['_LISTTASKSRESPONSE']._serialized_end=482
+  _globals['_ENVIRONMENTTASK']._serialized_start=485
+  _globals['_ENVIRONMENTTASK']._serialized_end=614
+  _globals['_RESETREQUEST']._serialized_start=616
+  _globals['_RESETREQUEST']._serialized_end=706
+  _globals['_RESETRESPONSE']._serialized_start=708
+  _globals['_RESETRESPONSE']._serialized_end=797
+  _globals['_STEPREQUEST']._serialized_start=800
+  _globals['_STEPREQUEST']._serialized_end=950
+  _globals['_STEPRESPONSE']._serialized_start=953
+  _globals['_STEPRESPONSE']._serialized_end=1177
+  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_start=1120
+  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_end=1166
+  _globals['_SCOREREQUEST']._serialized_start=1179
+  _globals['_SCOREREQUEST']._serialized_end=1299
+  _globals['_SCORERESPONSE']._serialized_start=1301
+  _globals['_SCORERESPONSE']._serialized_end=1379
+  _globals['_SCORE']._serialized_start=1382
+  _globals['_SCORE']._serialized_end=1517
+  _globals['_SCORE_METRICSENTRY']._serialized_start=1120
+  _globals['_SCORE_METRICSENTRY']._serialized_end=1166
+  _globals['_CLOSEEPISODEREQUEST']._serialized_start=1519
+  _globals['_CLOSEEPISODEREQUEST']._serialized_end=1560
+  _globals['_CLOSEEPISODERESPONSE']._serialized_start=1562
+  _globals['_CLOSEEPISODERESPONSE']._serialized_end=1584
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=1587
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=2006
 # @@protoc_insertion_point(module_scope)

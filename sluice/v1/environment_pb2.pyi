@@ -49,6 +49,8 @@ class DescribeResponse(_message.Message):
     MULTI_TURN_FIELD_NUMBER: _builtins.int
     MAX_EPISODES_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    SCORING_S_FIELD_NUMBER: _builtins.int
+    SCORES_TOGETHER_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
     """Name, such as "reverse_text"."""
     version: _builtins.str
@@ -57,6 +59,12 @@ class DescribeResponse(_message.Message):
     """True if Step answers turns. An environment with neither this nor the feature "score" cannot be trained."""
     max_episodes: _builtins.int
     """Most episodes that it serves at a time; 0: no limit."""
+    scoring_s: _builtins.float
+    """Most seconds that Score takes for one conversation, because the environment ends what takes longer: the run waits as long as its group
+    may take. 0: no such limit; the run waits as long as its settings say.
+    """
+    scores_together: _builtins.bool
+    """Whether the conversations of one call are scored at the same time, so that all of them take no longer than one."""
     @_builtins.property
     def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Splits that it has, such as "train" and "eval"."""
@@ -74,10 +82,12 @@ class DescribeResponse(_message.Message):
         multi_turn: _builtins.bool = ...,
         max_episodes: _builtins.int = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
+        scoring_s: _builtins.float = ...,
+        scores_together: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "features", b"features", "max_episodes", b"max_episodes", "multi_turn", b"multi_turn", "splits", b"splits", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "features", b"features", "max_episodes", b"max_episodes", "multi_turn", b"multi_turn", "scores_together", b"scores_together", "scoring_s", b"scoring_s", "splits", b"splits", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

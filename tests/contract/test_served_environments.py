@@ -31,7 +31,7 @@ from sluice.config import CommonConfig, ConfigError, SecurityConfig
 from sluice.environments import Task, Turn, remote
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.episode import OpenEpisode
-from sluice.environments.processes import EnvironmentProcesses
+from sluice.environments.processes import SCORE_S, EnvironmentProcesses
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.rpc import SluiceError, connect
 from sluice.rpc.server import free_ports
@@ -85,10 +85,10 @@ async def served(reference: str, address: str, clock: Clock = CLOCK, **settings)
             await serving
 
 
-def used(address: str, **arguments) -> EnvironmentProcesses:
+def used(address: str, *, score_s: float = LIMIT_S, **arguments) -> EnvironmentProcesses:
     """What a run makes of the address."""
-    config = EnvironmentProcessesConfig(count=1, call_s=LIMIT_S, score_s=LIMIT_S)
-    return EnvironmentProcesses(f"grpc://{address}", arguments, config, (LIMIT_S, "start_s"))
+    config = EnvironmentProcessesConfig(count=1, call_s=LIMIT_S, score_s=score_s)
+    return EnvironmentProcesses(f"grpc://{address}", arguments, config, (LIMIT_S, "start_s"), "test", group_size=4)
 
 
 @contextlib.asynccontextmanager
@@ -115,6 +115,21 @@ async def test_questions_are_listed_posed_and_scored_as_in_a_process_of_the_run(
         assert await there.messages(tasks[5]) == [{"role": "user", "content": "5 2.5 7"}]
         assert await there.score(tasks[5], ["", "four", "raise", "x"]) == [2.5, 6.5, None, 3.5]
         assert there.failures["missing"] == 1
+
+
+@pytest.mark.parametrize(("define", "group_s"), [("def score", 4 * 40.0), ("async def score", 40.0)])
+async def test_a_server_says_how_long_its_environment_may_score(tmp_path, address, define, group_s) -> None:
+    limited = QUESTIONS.replace("def score", define).replace(
+        '    name = "questions"', '    name, scoring_s = "questions", 40.0'
+    )
+    (tmp_path / "env.py").write_text(limited)
+    async with asyncio.timeout(DEADLINE_S), served(f"{tmp_path}/env.py:Questions", address):
+        async with used(address, score_s=0.0) as there:
+            assert there.scoring.limit_s(4) == group_s + SCORE_S
+        async with used(address, score_s=group_s):
+            pass
+        with pytest.raises(ConfigError, match=rf"test\.score_s is .* may take {group_s:g} s for a group"):
+            await used(address, score_s=group_s - 1.0).__aenter__()
 
 
 async def test_an_episode_takes_the_turns_that_it_takes_in_a_process_of_the_run(address) -> None:
