@@ -17,6 +17,7 @@ from gateway_svc.http import paced
 from gateway_svc.recording import RecordedSessions
 from gateway_svc.sessions import RequestIdentity, SessionRef
 from sluice.rpc import MAX_MESSAGE_BYTES, MAX_SAMPLES, SluiceError
+from sluice.rpc.parts import PART_BYTES
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2
 
 DIALECT = "grpc"
@@ -62,7 +63,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         """Sample and record."""
         async for part in self._sample(request, context, stream=False):
             if isinstance(part, Result):
-                return _one_message(part)
+                return _one_message(part, request)
         raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
 
     async def GenerateStream(
@@ -70,9 +71,15 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
     ) -> AsyncIterator[episode_pb2.EpisodeServiceGenerateStreamResponse]:
         """Sample and record, with the text meanwhile."""
         async for part in self._sample(request.request, context, stream=True):
+            if request.takes_parts and isinstance(part, Result) and not _fits(part):
+                whole = memoryview(part.SerializeToString())
+                for start in range(0, len(whole), PART_BYTES):
+                    content = bytes(whole[start : start + PART_BYTES])
+                    yield episode_pb2.EpisodeServiceGenerateStreamResponse(result_part=content)
+                continue
             answer = episode_pb2.EpisodeServiceGenerateStreamResponse()
             if isinstance(part, Result):
-                answer.result.CopyFrom(_one_message(part))
+                answer.result.CopyFrom(_one_message(part, request.request))
             elif isinstance(part, Delta):
                 answer.deltas.add(index=part.index, text=part.reasoning + part.content)
             yield answer
@@ -116,19 +123,25 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
                 yield part
 
 
-def _one_message(result: Result) -> Result:
+def _fits(result: Result) -> bool:
+    """Return whether a result fits a message."""
+    return result.ByteSize() + _WRAPPING_BYTES <= MAX_MESSAGE_BYTES
+
+
+def _one_message(result: Result, request: episode_pb2.EpisodeServiceGenerateRequest) -> Result:
     """Return a result that fits a message.
 
     Raises:
         SluiceError: FAILED_PRECONDITION.
     """
-    if (size := result.ByteSize() + _WRAPPING_BYTES) > MAX_MESSAGE_BYTES:
-        raise SluiceError.failed_precondition(
-            "MESSAGE_TOO_LARGE",
-            f"message_bytes: the reply is recorded, but has {size} bytes, and the contracts allow {MAX_MESSAGE_BYTES}: ask for fewer or"
-            " shorter samples, or over HTTP",
-        )
-    return result
+    if _fits(result):
+        return result
+    again = "repeat the request" if request.request_id else "give requests a request_id, and send them"
+    raise SluiceError.failed_precondition(
+        "MESSAGE_TOO_LARGE",
+        f"message_bytes: the reply is recorded, but has {result.ByteSize()} bytes, and the contracts allow {MAX_MESSAGE_BYTES}: {again}"
+        " with GenerateStream and takes_parts; or ask for fewer or shorter samples, or over HTTP",
+    )
 
 
 def _captured(request: episode_pb2.EpisodeServiceGenerateRequest) -> CapturedRequest:

@@ -418,6 +418,9 @@ class EpisodeServiceGenerateStreamRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    TAKES_PARTS_FIELD_NUMBER: _builtins.int
+    takes_parts: _builtins.bool
+    """The result may come in parts. Without this, one that is larger than a message fails (reason MESSAGE_TOO_LARGE)."""
     @_builtins.property
     def request(self) -> Global___EpisodeServiceGenerateRequest:
         """What to sample."""
@@ -426,10 +429,11 @@ class EpisodeServiceGenerateStreamRequest(_message.Message):
         self,
         *,
         request: Global___EpisodeServiceGenerateRequest | None = ...,
+        takes_parts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "takes_parts", b"takes_parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -443,6 +447,11 @@ class EpisodeServiceGenerateStreamResponse(_message.Message):
 
     DELTAS_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    RESULT_PART_FIELD_NUMBER: _builtins.int
+    result_part: _builtins.bytes
+    """In place of a `result` that is larger than a message: the next part of it, in the last messages of the stream. The parts, joined in
+    order, are a serialised EpisodeServiceGenerateResponse.
+    """
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpisodeTextDelta]:
         """Text of samples that follows the text already sent; both are empty where a request waits: it says that the call is alive."""
@@ -456,10 +465,11 @@ class EpisodeServiceGenerateStreamResponse(_message.Message):
         *,
         deltas: _abc.Iterable[Global___EpisodeTextDelta] | None = ...,
         result: Global___EpisodeServiceGenerateResponse | None = ...,
+        result_part: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "result", b"result", "result_part", b"result_part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,7 +119,8 @@ class EpisodeServiceServicer:
         """Samples the assistant's next message and records it: what is returned is in the journal. Messages that the episode has
         sampled or continued before keep their exact token ids. Idempotent by request_id.
         Errors: NOT_FOUND (episode), FAILED_PRECONDITION (the episode ended), INVALID_ARGUMENT (the template refuses the messages;
-        sampling that may not be trained), RESOURCE_EXHAUSTED (too many requests wait; RetryInfo).
+        sampling that may not be trained), RESOURCE_EXHAUSTED (too many requests wait; RetryInfo), FAILED_PRECONDITION (the result is recorded,
+        and larger than a message; reason MESSAGE_TOO_LARGE: GenerateStream with the same request and `takes_parts` gives it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,7 +54,8 @@ class EpisodeServiceStub:
     """Samples the assistant's next message and records it: what is returned is in the journal. Messages that the episode has
     sampled or continued before keep their exact token ids. Idempotent by request_id.
     Errors: NOT_FOUND (episode), FAILED_PRECONDITION (the episode ended), INVALID_ARGUMENT (the template refuses the messages;
-    sampling that may not be trained), RESOURCE_EXHAUSTED (too many requests wait; RetryInfo).
+    sampling that may not be trained), RESOURCE_EXHAUSTED (too many requests wait; RetryInfo), FAILED_PRECONDITION (the result is recorded,
+    and larger than a message; reason MESSAGE_TOO_LARGE: GenerateStream with the same request and `takes_parts` gives it).
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_episode_pb2.EpisodeServiceGenerateStreamRequest, _episode_pb2.EpisodeServiceGenerateStreamResponse]
     """As Generate, with the text as it is sampled; the last message of the stream has what Generate returns."""
@@ -95,7 +96,8 @@ class EpisodeServiceAsyncStub(EpisodeServiceStub):
     """Samples the assistant's next message and records it: what is returned is in the journal. Messages that the episode has
     sampled or continued before keep their exact token ids. Idempotent by request_id.
     Errors: NOT_FOUND (episode), FAILED_PRECONDITION (the episode ended), INVALID_ARGUMENT (the template refuses the messages;
-    sampling that may not be trained), RESOURCE_EXHAUSTED (too many requests wait; RetryInfo).
+    sampling that may not be trained), RESOURCE_EXHAUSTED (too many requests wait; RetryInfo), FAILED_PRECONDITION (the result is recorded,
+    and larger than a message; reason MESSAGE_TOO_LARGE: GenerateStream with the same request and `takes_parts` gives it).
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_episode_pb2.EpisodeServiceGenerateStreamRequest, _episode_pb2.EpisodeServiceGenerateStreamResponse]  # type: ignore[assignment]
     """As Generate, with the text as it is sampled; the last message of the stream has what Generate returns."""
@@ -157,7 +159,8 @@ class EpisodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples the assistant's next message and records it: what is returned is in the journal. Messages that the episode has
         sampled or continued before keep their exact token ids. Idempotent by request_id.
         Errors: NOT_FOUND (episode), FAILED_PRECONDITION (the episode ended), INVALID_ARGUMENT (the template refuses the messages;
-        sampling that may not be trained), RESOURCE_EXHAUSTED (too many requests wait; RetryInfo).
+        sampling that may not be trained), RESOURCE_EXHAUSTED (too many requests wait; RetryInfo), FAILED_PRECONDITION (the result is recorded,
+        and larger than a message; reason MESSAGE_TOO_LARGE: GenerateStream with the same request and `takes_parts` gives it).
         """
 
     @_abc_1.abstractmethod

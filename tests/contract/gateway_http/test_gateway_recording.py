@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -28,7 +29,7 @@ from orchestrator_svc.sessions.exchange import answer_exchange
 from orchestrator_svc.sessions.lending import Lending
 from sluice.config import SecurityConfig
 from sluice.openai.server import HttpServer
-from sluice.rpc import SluiceError, connect
+from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
 from sluice.rpc.access import SESSION_KEY, Access
 from sluice.sampling.config import ReplicasConfig
 from sluice.sampling.policy import PolicyEngine
@@ -335,6 +336,37 @@ async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path)
             reply = await http.post(CHAT, json=BODY | {"stream": stream})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
         await until(lambda: gateway.orchestrator.released == 2)
+
+
+async def test_over_grpc_a_reply_that_is_larger_than_a_message_comes_in_parts(tmp_path):
+    class Verbose(ScriptedReplica):
+        async def _stream(self, wanted):
+            async for message in super()._stream(wanted):
+                for delta in message.chunk.deltas:
+                    if delta.tokens.HasField("message"):
+                        delta.tokens.message.content = "x" * (300 << 10)
+                yield message
+
+    async with stack(tmp_path, Verbose("one")) as gateway:
+        asked = episode_pb2.EpisodeServiceGenerateRequest(
+            episode_id=gateway.orchestrator.session.name,
+            request_id="mine",
+            conversation={"messages": [{"role": "user", "content": "Where is it?"}]},
+            sampling={"max_tokens": TOKENS},
+            n=8,
+        )
+        streamed = episode_pb2.EpisodeServiceGenerateStreamRequest(request=asked)
+        with pytest.raises(grpc.aio.AioRpcError, match="repeat the request with GenerateStream"):
+            await gateway.episodes.Generate(asked)
+        with pytest.raises(grpc.aio.AioRpcError, match="repeat the request with GenerateStream"):
+            _ = [each async for each in gateway.episodes.GenerateStream(streamed)]
+        streamed.takes_parts = True
+        parts = [each.result_part async for each in gateway.episodes.GenerateStream(streamed)]
+    result = episode_pb2.EpisodeServiceGenerateResponse.FromString(b"".join(parts))
+    assert result.ByteSize() > MAX_MESSAGE_BYTES
+    assert [each.generation_id.rpartition("/")[2] for each in result.generations] == [str(each) for each in range(8)]
+    assert all(len(each.message.content) == 300 << 10 for each in result.generations)
+    assert len(gateway.replica.requests) == 1, "the reply was recorded, and sampled once"
 
 
 async def test_over_grpc_a_request_with_a_name_is_its_own_repetition_and_one_without_is_another_sample(tmp_path):
