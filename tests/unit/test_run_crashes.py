@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -338,6 +338,16 @@ class CrashingRun(RuleBasedStateMachine):
         response = rollout_pb2.GenerateResponse(samples=samples)
         JournaledEpisodes(self.journal, group).keep_generation(group.attempt, 0, range(GROUP), "r", response)
 
+    @precondition(lambda self: any(not each.lost for each in self.running()))
+    @rule(choice=st.integers(0, 100))
+    def an_episode_is_lost(self, choice):
+        async def lose():
+            groups = [each for each in self.running() if not each.lost]
+            group = groups[choice % len(groups)]
+            JournaledEpisodes(self.journal, group).keep_loss(choice % GROUP, Reason.EPISODE_DEADLINE)
+
+        self.run(lose())
+
     @precondition(lambda self: self.running())
     @rule(choice=st.integers(0, 100), fails=st.sampled_from([False, False, False, True]))
     def a_group_ends(self, choice, fails):
@@ -368,15 +378,17 @@ class CrashingRun(RuleBasedStateMachine):
                 )
             )
             for each in response.samples
+            if each.index not in group.lost
         ]
         places = self.journal.keep_trajectories(group.number, records)
+        kept = [each for each in range(GROUP) if each not in group.lost]
         episodes = [
             pb.EndedEpisode(
                 episode=index,
                 reward=float((group.number + index) % 3 == 0),
                 trajectories=[pb.AcceptedTrajectory(trajectory_id=each.trajectory.trajectory_id, place=place)],
             )
-            for index, (each, place) in enumerate(zip(records, places, strict=True))
+            for index, each, place in zip(kept, records, places, strict=True)
         ]
         self.record(episodes_ended=pb.EpisodesEnded(group=group.number, episodes=episodes))
         versions = {
@@ -578,10 +590,14 @@ class CrashingRun(RuleBasedStateMachine):
         facts = [fact for _, fact in read_facts(self.directory)]
         applied, made, accepted, dropped = {}, {}, Counter(), Counter()
         redraws, redrawn = [], []
+        names = defaultdict(set)
         for fact in facts:
             kind = fact.WhichOneof("kind")
             if kind == "episodes_ended":
-                accepted.update(each.trajectory_id for e in fact.episodes_ended.episodes for each in e.trajectories)
+                ended = fact.episodes_ended
+                found = [each.trajectory_id for e in ended.episodes for each in e.trajectories]
+                accepted.update(found)
+                names[ended.group].update(found)
             elif kind == "batch_made":
                 made[fact.batch_made.sequence_no] = fact.batch_made
             elif kind == "batch_applied":
@@ -593,8 +609,7 @@ class CrashingRun(RuleBasedStateMachine):
                 redrawn.append(fact.task_drawn.position)
             elif kind == "group_dropped" and fact.group_dropped.reason == Reason.STALE:
                 redraws += [fact.group_dropped.group] * fact.group_dropped.redraw
-                names = {f"g{fact.group_dropped.group}-{index}" for index in range(GROUP)}
-                left = names - dropped.keys() if fact.group_dropped.trajectories else set()
+                left = names[fact.group_dropped.group] - dropped.keys() if fact.group_dropped.trajectories else set()
                 assert len(left) == fact.group_dropped.trajectories
                 dropped.update(left)
             elif kind == "trajectories_set_aside":
@@ -604,11 +619,23 @@ class CrashingRun(RuleBasedStateMachine):
         left = Counter(each.trajectory_id for group in self.ledger.groups.values() for each in group.trajectories)
         assert accepted == trained + late + dropped + left
         assert set(accepted.values()) <= {1}
+        assert self.ledger.lost_episodes == lost_for_good(facts)
         assert trained == Counter(each for fact in self.trainer.record.values() for each in fact.trained)
         assert {n: made[n].content_digest for n in applied} == self.trainer.digests
         settled = len(redrawn) + self.ledger.redraws_dropped.total()
         assert len(redraws) == len(set(redraws)) == settled + len(self.ledger.redraws)
         assert all(not self.curriculum.why_not_again(each) for each in self.ledger.redraws[:1])
+
+
+def lost_for_good(facts: list[pb.Fact]) -> Counter[str]:
+    """Count the episodes that accepted groups lack; an attempt at a group that begins again has them all."""
+    lost, counted = defaultdict(list), Counter()
+    for fact in facts:
+        lost.pop(fact.task_drawn.group, None)
+        ended = fact.episodes_ended
+        lost[ended.group] += [each.reason for each in ended.episodes if not each.trajectories]
+        counted.update(lost[fact.group_accepted.group] if fact.HasField("group_accepted") else ())
+    return counted
 
 
 CrashingRun.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
