@@ -20,7 +20,7 @@ from rich.table import Table
 
 from orchestrator_svc.audit import CHECKPOINT, JOURNAL, PAYLOADS, RECORD, REPORT, AuditResult, Difference, audit
 from orchestrator_svc.journal.facts import LedgerError, Place
-from orchestrator_svc.journal.ledger import Ledger, folded
+from orchestrator_svc.journal.ledger import Ledger, folded, place_of
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload, segment_numbers
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.batch_record import RecordFile, read_record_file, record_directory, record_paths
@@ -196,12 +196,14 @@ def _payload_damage(
 
 
 def _places(fact: journal_pb2.Fact) -> Iterator[tuple[str, journal_pb2.PayloadPlace]]:
-    """Yield each payload that a fact names, with its trajectory; answers of replicas have none."""
+    """Yield each payload that a fact names, with its trajectory, or its group if several have it; answers of replicas have none."""
     if fact.HasField("generation_recorded"):
         yield "", fact.generation_recorded.place
+    for part in fact.episodes_ended.beginnings:
+        yield f"g{fact.episodes_ended.group}", part.place
     for episode in fact.episodes_ended.episodes:
         for each in episode.trajectories:
-            yield each.trajectory_id, each.place
+            yield each.trajectory_id, place_of(each)
 
 
 def _count_differences(directory: Path, ledger: Ledger, result: AuditResult) -> Iterator[Difference]:

@@ -113,7 +113,7 @@ class FilterConfig(Section):
     max_reward_mean: float | None = Field(None, description="Replace groups whose mean reward is above this.")
     should_accept: str = Field(
         "",
-        description="Function `module:function` or `path.py:function` of a group's trajectories, a list of `TrajectoryRecord`. Groups for which it returns false are replaced. Empty: none.",
+        description="Function `module:function` or `path.py:function` of a group's trajectories, a sequence of `TrajectoryRecord`. Groups for which it returns false are replaced. Empty: none.",
     )
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from orchestrator_svc.first_rewards import FirstRewards
 from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Group, Reason, Stage
+from orchestrator_svc.journal.records import SharedRecord
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.outage import Outage
@@ -326,7 +327,7 @@ class Dispatcher:
             dropped = journal_pb2.GroupDropped(group=group.number, reason=Reason.NO_AGENT, redraw=True)
             self._journal.record(journal_pb2.Fact(group_dropped=dropped))
         else:
-            self._end(group, scored)
+            await self._end(group, scored)
         self._outage.ended(group.number)
         self._note({overlong_counter(group.environment, settings.overlong.policy): scored.overlong})
         self._changed.set()
@@ -381,7 +382,7 @@ class Dispatcher:
             raise _GroupFailedError(_reason_of(group.lost), problem)
         return scored
 
-    def _end(self, group: Group, scored: ScoredGroup) -> None:
+    async def _end(self, group: Group, scored: ScoredGroup) -> None:
         """Record what the episodes of a group brought, and accept it unless they brought nothing to train."""
         rewards = {
             each.trajectory.episode_id: reward for each, reward in zip(scored.everyone, scored.rewards, strict=True)
@@ -394,9 +395,12 @@ class Dispatcher:
         )
         if replaced:
             scored.leave_out(Reason.NO_SIGNAL)
-        places = self._journal.keep_trajectories(group.number, scored.records)
+        kept = self._journal.keep_trajectories(group.number, await self._journal.encoded(scored.records))
         ended = journal_pb2.EpisodesEnded(
-            group=group.number, attempt=group.attempt, episodes=_ended_episodes(group, scored, places)
+            group=group.number,
+            attempt=group.attempt,
+            episodes=_ended_episodes(group, scored, kept.trajectories),
+            beginnings=kept.beginnings,
         )
         # Sessions of external agents say by themselves how they ended.
         if self.curriculum.environments[group.environment].workflow != EXTERNAL:
@@ -544,21 +548,21 @@ def _reason_of(lost: Mapping[int, str]) -> str:
     return next((each for each in lost.values() if each in FAULTS), Reason.EPISODE_FAILED)
 
 
-def _count(records: Iterable[orchestrator_pb2.TrajectoryRecord]) -> int:
+def _count(records: Iterable[SharedRecord]) -> int:
     """Return the number of episodes: one that forked has several records."""
     return len({each.trajectory.episode_id for each in records})
 
 
 def _ended_episodes(
-    group: Group, scored: ScoredGroup, places: Sequence[journal_pb2.PayloadPlace]
+    group: Group, scored: ScoredGroup, trajectories: Sequence[journal_pb2.AcceptedTrajectory]
 ) -> list[journal_pb2.EndedEpisode]:
-    """Return what became of each episode of a group; `places` are those of the records that may be trained.
+    """Return what became of each episode of a group; `trajectories` are those of the records that may be trained.
 
     An episode whose trajectories may not be trained for several reasons is split by them.
     """
     ended: dict[tuple[str, str], journal_pb2.EndedEpisode] = {}
     numbers = _numbers(group, [each.trajectory.episode_id for each in scored.everyone])
-    kept = {id(record): place for record, place in zip(scored.records, places, strict=True)}
+    kept = {id(record): accepted for record, accepted in zip(scored.records, trajectories, strict=True)}
     for record, reward in zip(scored.everyone, scored.rewards, strict=True):
         trajectory = record.trajectory
         reason = scored.untrainable.get(trajectory.trajectory_id, "")
@@ -571,7 +575,7 @@ def _ended_episodes(
         if reason:
             episode.untrainable.append(trajectory.trajectory_id)
         else:
-            episode.trajectories.add(trajectory_id=trajectory.trajectory_id, place=kept[id(record)])
+            episode.trajectories.append(kept[id(record)])
     return list(ended.values())
 
 

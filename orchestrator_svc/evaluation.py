@@ -443,7 +443,7 @@ async def evaluate(
                     records = await runner.run(task, group_id, episodes, how, version)
                     # An episode that forked has several, with one reward.
                     ended = {record.trajectory.episode_id: record for record in records}
-                    samples += [_sample(task, record, greedy=greedy) for record in ended.values()]
+                    samples += [_sample(task, record.whole(), greedy=greedy) for record in ended.values()]
                     failed += episodes - len(ended)
             except Exception as error:  # noqa: BLE001 - an environment or a workflow may raise anything
                 log.warning("evaluation of a task failed", task=task.task_id, error=repr(error))

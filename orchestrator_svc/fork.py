@@ -248,6 +248,7 @@ def _link_segments(old: Path, ledger: Ledger, building: Path) -> set[int]:
 
 
 def _places(group: Group) -> Iterator[Place]:
+    yield from (each.place for each in group.beginnings)
     yield from (each.place for each in group.trajectories)
     yield from group.sampled
 

@@ -22,6 +22,7 @@ import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
+from orchestrator_svc.journal.records import Each, SharedRecord
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.trajectory_files import TrajectoryFiles
 from sluice.config import CommonConfig
@@ -70,14 +71,14 @@ class AppliedStep:
     trained: int
     dropped: Mapping[str, int]
     metrics: Mapping[str, float]
-    records: list[orchestrator_pb2.TrajectoryRecord]
+    records: list[SharedRecord]
     past: bool
 
 
 async def summarise(
     step: trainer_pb2.StepReport,
     applied: journal_pb2.BatchApplied,
-    records: list[orchestrator_pb2.TrajectoryRecord],
+    records: list[SharedRecord],
     lineage: Lineage,
     max_staleness: int,
     *,
@@ -94,16 +95,17 @@ async def summarise(
     for record in records:
         await turn.give_way()
         result = results.get(record.trajectory.trajectory_id)
-        record.step = step.sequence_no
-        record.outcome = result.outcome if result else tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
-        record.reason = result.reason if result else Reason.NOT_REPORTED
-        if record.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
+        own = record.own
+        own.step = step.sequence_no
+        own.outcome = result.outcome if result else tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
+        own.reason = result.reason if result else Reason.NOT_REPORTED
+        if own.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
             continue
         for age, tokens in _token_ages(record.trajectory, number_of, step.sequence_no - 1):
             if age <= max_staleness:
                 ages[age] += tokens
     metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
-    metrics |= mean_measures(record.metrics for record in records)
+    metrics |= mean_measures(record.own.metrics for record in records)
     tokens = sum(result.trained_tokens for result in step.results)
     if tokens or not applied.trained:  # otherwise the report was lost
         metrics["tokens/trained"] = float(tokens)
@@ -138,7 +140,7 @@ def _token_ages(
         end = span.start
 
 
-def _reward_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:
+def _reward_metrics(records: Sequence[SharedRecord]) -> dict[str, float]:
     by_group: dict[str, list[float]] = {}
     for each in records:
         if each.trajectory.HasField("reward"):
@@ -156,9 +158,7 @@ def _reward_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dic
     }
 
 
-def reward_by_environment(
-    records: Sequence[orchestrator_pb2.TrajectoryRecord], environments: Mapping[str, str]
-) -> dict[str, float]:
+def reward_by_environment(records: Sequence[SharedRecord], environments: Mapping[str, str]) -> dict[str, float]:
     """Return the mean reward of each environment's trajectories; `environments` are by group."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for each in records:
@@ -167,7 +167,7 @@ def reward_by_environment(
     return {f"environments/{name}/reward_mean": math.fsum(own) / len(own) for name, own in rewards.items()}
 
 
-def _length_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:
+def _length_metrics(records: Sequence[SharedRecord]) -> dict[str, float]:
     lengths = np.array([sampled_tokens(each.trajectory) for each in records] or [0])
     truncated = sum(each.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH for each in records)
     return {
@@ -371,11 +371,7 @@ class Recorder:
         self._waiting: deque[asyncio.Future[Any]] = deque()
 
     async def step(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        records: Sequence[orchestrator_pb2.TrajectoryRecord],
-        lineage: Lineage,
+        self, step: int, metrics: Mapping[str, float], records: Sequence[SharedRecord], lineage: Lineage
     ) -> None:
         """Record one applied batch; return before it is written, unless the disk is far behind.
 
@@ -387,8 +383,9 @@ class Recorder:
             self._metrics().write(step, metrics)
             if self._texts is not None:
                 number_of = cache(lineage.number)  # many trajectories, few versions
-                rows = [json.dumps(trajectory_row(each, number_of), ensure_ascii=False) + "\n" for each in records]
-                self._texts.write(step, "".join(rows))
+                whole = Each(records, SharedRecord.whole)
+                rows = (json.dumps(trajectory_row(each, number_of), ensure_ascii=False) + "\n" for each in whole)
+                self._texts.write(step, rows)
 
         await self._soon(write)
 

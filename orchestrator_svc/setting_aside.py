@@ -12,10 +12,11 @@ from typing import NamedTuple
 import grpc
 
 from orchestrator_svc.journal.ledger import Group, Reason
+from orchestrator_svc.journal.records import SharedRecord
 from sluice.limits import MAX_BATCH_BYTES, MAX_REPORT_BYTES, MAX_TRAJECTORIES, report_bytes
 from sluice.rows_at_fault import ROWS, numbers, rows_of
 from sluice.rpc import SluiceError
-from sluice.v1 import journal_pb2, orchestrator_pb2
+from sluice.v1 import journal_pb2
 
 WINDOW = 20
 """Batches over which the share is counted that is set aside."""
@@ -49,16 +50,19 @@ class BatchRefusedError(Exception):
         return None
 
 
-Found = tuple[Group, Sequence[orchestrator_pb2.TrajectoryRecord]]
+Found = tuple[Group, Sequence[SharedRecord]]
 """A group with its trajectories."""
 
 
 def too_large(found: Sequence[Found]) -> list[Group]:
-    """Return the groups without which the others fit into one batch: those with the most trajectories, or bytes, first."""
+    """Return the groups without which the others fit into one batch: those with the most trajectories, or bytes, first.
+
+    Its time grows with the size of the trajectories: not for an event loop.
+    """
     sizes = {
         group.number: (
             len(records),
-            sum(each.trajectory.ByteSize() for each in records),
+            sum(each.trajectory_bytes for each in records),
             sum(report_bytes(each.trajectory.trajectory_id) for each in records),
         )
         for group, records in found

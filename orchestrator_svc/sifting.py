@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from orchestrator_svc.config import EpisodeConfig, FilterConfig, OverlongConfig
 from orchestrator_svc.journal.ledger import Reason
+from orchestrator_svc.journal.records import Each, SharedRecord
 from sluice.limits import MAX_REWARD, MAX_TRAJECTORY_TOKENS, within
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import sampled_tokens
@@ -36,9 +37,9 @@ class ScoredGroup:
         without_signal: Whether the settings say that another group shall take the place of this one.
     """
 
-    everyone: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
+    everyone: list[SharedRecord] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
-    records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
+    records: list[SharedRecord] = field(default_factory=list)
     untrainable: dict[str, str] = field(default_factory=dict)
     overlong: int = 0
     without_signal: bool = False
@@ -50,7 +51,7 @@ class ScoredGroup:
 
 
 def sift(
-    records: Sequence[orchestrator_pb2.TrajectoryRecord],
+    records: Sequence[SharedRecord],
     settings: EpisodeConfig,
     most_tokens: int,
     should_accept: Callable[[Sequence[orchestrator_pb2.TrajectoryRecord]], bool] | None = None,
@@ -62,7 +63,7 @@ def sift(
         records: All trajectories of the group.
         settings: Those of its environment.
         most_tokens: Limit of one turn in tokens.
-        should_accept: Says of those that may be trained whether they are worth it; None: they are.
+        should_accept: Says of those that may be trained whether they are worth it; None: they are. It gets whole records.
         most_reward: Largest absolute value of a reward.
     """
     group = ScoredGroup(
@@ -70,7 +71,7 @@ def sift(
     )
     policy = settings.overlong.policy
     for record in records:
-        if reason := _why_not(record.trajectory, policy, most_reward):
+        if reason := _why_not(record, policy, most_reward):
             group.untrainable[record.trajectory.trajectory_id] = reason
             group.overlong += reason == Reason.OVERLONG
         else:
@@ -81,7 +82,7 @@ def sift(
     rewards = {each.trajectory.episode_id: each.trajectory.reward for each in group.records}
     group.without_signal = bool(rewards) and (
         _without_signal(list(rewards.values()), settings.filter)
-        or not (should_accept is None or should_accept(group.records))
+        or not (should_accept is None or should_accept(Each(group.records, SharedRecord.whole)))
     )
     if policy == "mask":
         cut = [each for each in group.records if _cut_off(each.trajectory)]
@@ -90,15 +91,16 @@ def sift(
             group.leave_out(Reason.OVERLONG)
             group.without_signal = False
         for record in cut:
-            mask(record.trajectory)
+            mask(record)
     return group
 
 
-def _why_not(trajectory: tokens_pb2.Trajectory, policy: str, most_reward: float) -> str:
+def _why_not(record: SharedRecord, policy: str, most_reward: float) -> str:
     """Return why a trajectory may not be trained; empty if it may."""
-    if len(trajectory.token_ids) > MAX_TRAJECTORY_TOKENS:
+    trajectory = record.trajectory
+    if record.tokens > MAX_TRAJECTORY_TOKENS:
         return Reason.TOO_LONG
-    if not trajectory.token_ids:
+    if not record.tokens:
         return Reason.EPISODE_FAILED
     if not trajectory.HasField("reward"):
         return Reason.MISSING_REWARD
@@ -142,9 +144,10 @@ def penalty(trajectory: tokens_pb2.Trajectory, rule: OverlongConfig, most_tokens
     return rule.penalty * min(1.0, max(0, longest - (most_tokens - buffer)) / buffer)
 
 
-def mask(trajectory: tokens_pb2.Trajectory) -> None:
+def mask(record: SharedRecord) -> None:
     """Mark every token as not trained, and drop what describes trained tokens."""
-    trajectory.mask_runs[:] = [len(trajectory.token_ids)]
+    trajectory = record.trajectory
+    trajectory.mask_runs[:] = [record.tokens]
     trajectory.ClearField("logprobs")
     trajectory.ClearField("version_spans")
     trajectory.ClearField("turn_rewards")

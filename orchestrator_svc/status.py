@@ -14,6 +14,7 @@ from prometheus_client import Metric
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Stage
+from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.sessions.absence import MissingAgents
 from orchestrator_svc.sessions.refusals import Refusals
@@ -416,11 +417,14 @@ class Kept(NamedTuple):
 
     Attributes:
         number: Its place in the order in which they came, from 1.
+        beginning: What it has in common with others; None: nothing.
+        payload: The rest of it.
     """
 
     number: int
     step: int
     reward: float | None
+    beginning: Beginning | None
     payload: bytes
 
     def matches(self, request: orchestrator_pb2.ListTrajectoriesRequest) -> bool:
@@ -431,28 +435,45 @@ class Kept(NamedTuple):
             return True
         return self.reward is not None and self.reward < request.reward_below
 
+    def shared(self) -> list[Beginning]:
+        """Return the parts before the rest, in order."""
+        return self.beginning.parts() if self.beginning else []
+
 
 class TrajectoryHistory:
     """The last trajectories whose outcome is known, for ListTrajectories; older ones are in the files.
 
     Args:
-        max_bytes: Serialised size of all that are kept.
+        max_bytes: Serialised size of all that are kept; what several begin with counts once.
     """
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._kept: deque[Kept] = deque()
         self._max_bytes, self._bytes, self._next = max_bytes, 0, 1
+        self._holders: Counter[int] = Counter()  # trajectories that begin with it, by identity
 
-    def add(self, record: orchestrator_pb2.TrajectoryRecord) -> None:
+    def add(self, record: SharedRecord) -> None:
         """Add a trajectory; forget the oldest beyond the bound."""
         trajectory = record.trajectory
         reward = trajectory.reward if trajectory.HasField("reward") else None
-        kept = Kept(self._next, record.step, reward, record.SerializeToString())
+        kept = Kept(self._next, record.own.step, reward, record.beginning, record.own.SerializeToString())
         self._kept.append(kept)
         self._next += 1
         self._bytes += len(kept.payload)
+        for part in kept.shared():
+            self._holders[id(part)] += 1
+            self._bytes += len(part.payload) if self._holders[id(part)] == 1 else 0
         while self._bytes > self._max_bytes:
-            self._bytes -= len(self._kept.popleft().payload)
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        oldest = self._kept.popleft()
+        self._bytes -= len(oldest.payload)
+        for part in oldest.shared():
+            self._holders[id(part)] -= 1
+            if not self._holders[id(part)]:
+                del self._holders[id(part)]
+                self._bytes -= len(part.payload)
 
     def page(self, request: orchestrator_pb2.ListTrajectoriesRequest) -> orchestrator_pb2.ListTrajectoriesResponse:
         """Return a page, newest first; its token is the number of the last one shown.
@@ -467,11 +488,12 @@ class TrajectoryHistory:
         for each in reversed(self._kept):
             if each.number >= before or not each.matches(request):
                 continue
-            size = len(each.payload)
+            payloads = [*(part.payload for part in each.shared()), each.payload]
+            size = sum(map(len, payloads))
             if len(answer.trajectories) == wanted or (answer.trajectories and taken + size > _PAGE_BYTES):
                 answer.next_page_token = str(last)
                 break
-            answer.trajectories.add().MergeFromString(each.payload)
+            answer.trajectories.add().MergeFromString(b"".join(payloads))
             taken, last = taken + size, each.number
         return answer
 

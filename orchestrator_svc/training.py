@@ -22,6 +22,7 @@ from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.journal.ledger import Batch, Group, Reason, Stage
+from orchestrator_svc.journal.records import Each, SharedRecord
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.live_settings import LEARNING_RATE
@@ -38,7 +39,7 @@ from sluice.limits import FLOAT32_MAX
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.tasks import Turn, run_to_end
-from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
+from sluice.v1 import journal_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens
 
 log = structlog.get_logger(__name__)
@@ -252,18 +253,18 @@ class Training:
             found = [(group, await self._journal.trajectories(group)) for group in batch.groups]
         except GroupDamagedError as error:
             return str(error)
-        if too_large(found):
+        if await asyncio.to_thread(too_large, found):
             return _BATCH_TOO_LARGE
         try:
             records = await self._with_advantages(found)
         except UnfitRewardsError as error:
             return str(error)
-        if batch.digests and batch.digests != tuple(await _digests(records)):
+        if batch.digests and batch.digests != tuple(await asyncio.to_thread(_digests, records)):
             return "its trajectories are not the same bytes as when it was made: orchestrator.advantage was changed"
         self._estimated.add(batch.batch_id)
         return ""
 
-    async def _readable(self, group: Group) -> list[orchestrator_pb2.TrajectoryRecord] | None:
+    async def _readable(self, group: Group) -> list[SharedRecord] | None:
         """Return the trajectories of a group in no batch; drop it and draw its task again if the disk damaged them.
 
         Raises:
@@ -420,7 +421,7 @@ class Training:
         readable = [(group, each) for group, each in found if each is not None]
         if len(readable) < len(found):
             return None
-        if left_out := too_large(readable):
+        if left_out := await asyncio.to_thread(too_large, readable):
             self._set_aside([set_aside(each, Reason.BATCH_TOO_LARGE, _BATCH_TOO_LARGE) for each in left_out])
             return None
         try:
@@ -429,7 +430,7 @@ class Training:
             unfit = [group for group in groups if group.name in error.groups]
             self._set_aside([set_aside(each, Reason.REWARDS_UNFIT, str(error)) for each in unfit])
             return None
-        digests = await _digests(records)
+        digests = await asyncio.to_thread(_digests, records)
         if not self._scheduler.may_batch(groups):
             return None  # the limits of the run were changed meanwhile
         number = self._ledger.next_batch
@@ -450,9 +451,7 @@ class Training:
         self._estimated.add(made.batch_id)
         return made
 
-    async def _with_advantages(
-        self, groups: Sequence[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]]
-    ) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def _with_advantages(self, groups: Sequence[tuple[Group, list[SharedRecord]]]) -> list[SharedRecord]:
         """Return the trajectories of a batch, with the advantages that their environments estimate."""
         for name in {group.environment: None for group, _ in groups}:
             own = [record for group, records in groups if group.environment == name for record in records]
@@ -500,7 +499,7 @@ class Training:
     def _record(self, **kind: Any) -> None:  # noqa: ANN401 - one of the kinds of a fact
         self._journal.record(journal_pb2.Fact(**kind))
 
-    async def _send(self, batch: Batch, epoch: int, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
+    async def _send(self, batch: Batch, epoch: int, records: Sequence[SharedRecord]) -> None:
         while len(self._at_trainer) >= _MOST_AT_TRAINER:
             self._changed.clear()
             await self._changed.wait()
@@ -536,7 +535,7 @@ class Training:
         await self._journal.durable()
         self._submitting = True
         self._note_load()
-        await self._trainer.submit(header, [record.trajectory for record in records])
+        await self._trainer.submit(header, Each(records, SharedRecord.whole_trajectory))
         self._submitting = False
         self._record(batch_sent=journal_pb2.BatchSent(sequence_no=batch.sequence_no, epoch=epoch))
         # The report may have come before the answer.
@@ -594,7 +593,7 @@ class Training:
         batch: Batch,
         step: trainer_pb2.StepReport,
         applied: journal_pb2.BatchApplied,
-        found: Sequence[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]],
+        found: Sequence[tuple[Group, list[SharedRecord]]],
         on_step: OnStep,
         *,
         past: bool,
@@ -616,7 +615,7 @@ class Training:
             summary = replace(summary, metrics={**summary.metrics, **reward_by_environment(records, environments)})
         await on_step(summary)
 
-    async def _readable_groups(self, batch: Batch) -> list[tuple[Group, list[orchestrator_pb2.TrajectoryRecord]]]:
+    async def _readable_groups(self, batch: Batch) -> list[tuple[Group, list[SharedRecord]]]:
         """Return the trajectories of a batch without those that are damaged in the journal; the trainer has them all.
 
         Raises:
@@ -657,16 +656,12 @@ def _report_of(applied: journal_pb2.BatchApplied) -> trainer_pb2.StepReport:
     return step
 
 
-async def _digests(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> list[bytes]:
-    """Return the digest of each trajectory, as the trainer gets it."""
-    turn, digests = Turn(), []
-    for record in records:
-        digests.append(trajectory_digest(record.trajectory))
-        await turn.give_way()
-    return digests
+def _digests(records: Sequence[SharedRecord]) -> list[bytes]:
+    """Return the digest of each trajectory, as the trainer gets it. Its time grows with the size of all: not for an event loop."""
+    return [trajectory_digest(each) for each in Each(records, SharedRecord.whole_trajectory)]
 
 
-async def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
+async def _give_advantages(estimator: str, records: Sequence[SharedRecord]) -> None:
     """Set the advantage of each trajectory within its group, one reward per episode; none where the trainer estimates.
 
     Where branches have rewards of their own, each token has its own advantage; see `sluice.advantages.slopes`.

@@ -5,6 +5,7 @@ Nothing that continues, forks or audits a run reads them: together they have a b
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -28,14 +29,14 @@ class TrajectoryFiles:
         self._directory, self._most_bytes = directory, most_bytes
         self._sizes: dict[int, int] | None = None  # by step; None until the files of earlier processes were looked at
 
-    def write(self, step: int, text: str) -> None:
-        """Write the file of a step, in place of the one of an epoch that was rolled back.
+    def write(self, step: int, lines: Iterable[str]) -> None:
+        """Write the lines of a step, in place of the one of an epoch that was rolled back.
 
         Raises:
             OSError: if it cannot be written. An old one that cannot be removed is logged.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path(step), text)
+        write_whole(self._path(step), lines)
         if self._most_bytes:
             self._remove_oldest(step)
 

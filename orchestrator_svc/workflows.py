@@ -19,6 +19,7 @@ import xxhash
 
 from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig
 from orchestrator_svc.journal.ledger import Reason
+from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.retry import RetriedQuestion, RetriedQuestions
 from sluice.config import ConfigError
@@ -142,13 +143,16 @@ def loss(error: Exception) -> str:
 class RolloutWorkflow(Protocol):
     """Runs the episodes of one task. The name of the method is AReaL's, whose workflows have the same form."""
 
-    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(
+        self, engine: PolicyEngine, data: EpisodeData
+    ) -> Sequence[orchestrator_pb2.TrajectoryRecord | SharedRecord]:
         """Run `data.episodes` attempts.
 
         Returns:
             One record per trajectory, with tokens and conversation, named ``group_id-...``; with the reward if the workflow
             knows it, else the environment scores the last message. Fewer than wanted if some attempts failed: run each within
-            `engine.episode()`, so that one that is late costs only itself.
+            `engine.episode()`, so that one that is late costs only itself. A `SharedRecord` names what it has in common with
+            others, which is then kept once.
 
         Raises:
             SluiceError: if the group as a whole cannot be run.
@@ -230,7 +234,7 @@ class GroupRunner:
         *,
         episode_log: EpisodeLog | None = None,
         deadline: ServedDeadline | None = None,
-    ) -> list[orchestrator_pb2.TrajectoryRecord]:
+    ) -> list[SharedRecord]:
         """Run so many attempts at a task, sampled by `version` or newer ones; the caller sets the deadline.
 
         A caller that waits within `deadline.limit()` gives that deadline: it counts when the group is served.
@@ -241,7 +245,8 @@ class GroupRunner:
         prefix = f"{self.request_prefix}/{group_id}" if self.request_prefix else ""
         data = EpisodeData(task, group_id, episodes, sampling, version, prefix, self.seed, episode_log)
         engine = self.engine if deadline is None else self.engine.timed(deadline)
-        records = await self.workflow.arun_episode(engine, data)
+        found = await self.workflow.arun_episode(engine, data)
+        records = [each if isinstance(each, SharedRecord) else SharedRecord(each) for each in found]
         names = {each.trajectory.trajectory_id for each in records}
         if len(names) < len(records) or not all(name.startswith(f"{group_id}-") for name in names):
             raise SluiceError.aborted(
@@ -258,9 +263,12 @@ class Scored:
     def __init__(self, workflow: RolloutWorkflow, environment: EnvironmentProcesses) -> None:
         self._workflow, self._environment = workflow, environment
 
-    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(
+        self, engine: PolicyEngine, data: EpisodeData
+    ) -> Sequence[orchestrator_pb2.TrajectoryRecord | SharedRecord]:
         """Run and score all episodes."""
-        records = await self._workflow.arun_episode(engine, data)
+        found = await self._workflow.arun_episode(engine, data)
+        records = [each.own if isinstance(each, SharedRecord) else each for each in found]
         unscored = [each for each in records if not each.trajectory.HasField("reward")]
         answers = [each.conversation.messages[-1].content for each in unscored]
         with engine.scoring():
@@ -269,7 +277,7 @@ class Scored:
             if score.reward is not None:
                 record.trajectory.reward = score.reward
             record.metrics.update(score.metrics)
-        return records
+        return found
 
 
 class SingleTurn:
@@ -281,7 +289,7 @@ class SingleTurn:
     def __init__(self, environment: EnvironmentProcesses) -> None:
         self._environment = environment
 
-    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[SharedRecord]:
         """Sample all episodes at once."""
         messages = chat_messages(await self._environment.messages(data.task))
 
@@ -297,25 +305,21 @@ class SingleTurn:
             return await _generate(engine, data, request, (attempt, 0, range(data.episodes)))
 
         response = await _until_it_fits(data, 0, sample)
-        return [self._record(data, messages, response.prompt_token_ids, sample) for sample in response.samples]
+        asked = Beginning.of(response.prompt_token_ids, tokens_pb2.Conversation(messages=messages))
+        return [SharedRecord(self._record(data, asked.tokens, sample), asked) for sample in response.samples]
 
     @staticmethod
     def _record(
-        data: EpisodeData,
-        messages: Sequence[tokens_pb2.ChatMessage],
-        prompt: Sequence[int],
-        sample: rollout_pb2.GeneratedSample,
+        data: EpisodeData, prompt_tokens: int, sample: rollout_pb2.GeneratedSample
     ) -> orchestrator_pb2.TrajectoryRecord:
-        """Return the record of one sample. Repeated fields are copied whole, never token by token."""
+        """Return what one sample adds to the prompt. Repeated fields are copied whole, never token by token."""
         record = _new_record(data, sample.index)
         trajectory = record.trajectory
-        trajectory.token_ids.extend(prompt)
         trajectory.token_ids.extend(sample.token_ids)
-        trajectory.mask_runs.extend((len(prompt), len(sample.token_ids)))
+        trajectory.mask_runs.extend((prompt_tokens, len(sample.token_ids)))
         trajectory.logprobs.extend(sample.logprobs)
         trajectory.version_spans.extend(sample.version_spans)
         trajectory.finish_reason = sample.finish_reason
-        record.conversation.messages.extend(messages)
         record.conversation.messages.add(role="assistant", content=sample.text)
         return record
 

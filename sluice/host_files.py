@@ -15,7 +15,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -215,8 +215,8 @@ def rotate(paths: Sequence[Path]) -> None:
         newer.rename(older)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file that appears whole or not at all. What has its name, or that of its temporary file, is replaced.
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
+    """Write a text file, given whole or in parts, that appears whole or not at all. What has its name, or that of its temporary file, is replaced.
 
     Raises:
         OSError: if the directory cannot be written to.
@@ -225,7 +225,7 @@ def write_whole(path: Path, text: str) -> None:
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
     with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor, not a path
-        file.write(text)
+        file.writelines((text,) if isinstance(text, str) else text)
     temporary.replace(path)
 
 

@@ -71,10 +71,23 @@ class Stage(enum.Enum):
 
 
 class Accepted(NamedTuple):
-    """A trajectory that may be trained."""
+    """A trajectory that may be trained.
+
+    Attributes:
+        place: Where its record lies, or the last part of it.
+        after: The part that comes before, as an index of `Group.beginnings` from 1; 0: none.
+    """
 
     trajectory_id: str
     place: Place
+    after: int
+
+
+class Part(NamedTuple):
+    """What records of a group begin with: where it lies, and the part that it follows, as in `Accepted`."""
+
+    place: Place
+    after: int
 
 
 class Generation(NamedTuple):
@@ -91,6 +104,11 @@ class EndedTurn(NamedTuple):
 
     reward: float | None
     digest: bytes
+
+
+def place_of(accepted: pb.AcceptedTrajectory) -> pb.PayloadPlace:
+    """Return where the record of a trajectory lies, or the last part of it."""
+    return accepted.rest.place if accepted.HasField("rest") else accepted.place
 
 
 @dataclass(slots=True)
@@ -145,13 +163,24 @@ class Group:
     def trajectories(self) -> list[Accepted]:
         """The trajectories that may be trained, in order."""
         # Read from the facts when they are wanted: a start folds many groups of which nobody asks for this.
-        episodes = chain.from_iterable(fact.episodes for fact in self.ended)
-        return [
-            Accepted(each.trajectory_id, Place.from_proto(each.place))
-            for episode in episodes
-            for each in episode.trajectories
-            if each.trajectory_id not in self.set_aside
-        ]
+        found, before = list[Accepted](), 0
+        for fact in self.ended:
+            for each in chain.from_iterable(episode.trajectories for episode in fact.episodes):
+                if each.trajectory_id not in self.set_aside:
+                    after = before + each.rest.after if each.rest.after else 0
+                    found.append(Accepted(each.trajectory_id, Place.from_proto(place_of(each)), after))
+            before += len(fact.beginnings)
+        return found
+
+    @property
+    def beginnings(self) -> list[Part]:
+        """What several of its trajectories begin with, each behind what it follows."""
+        found = list[Part]()
+        for fact in self.ended:
+            before = len(found)
+            for each in fact.beginnings:
+                found.append(Part(Place.from_proto(each.place), before + each.after if each.after else 0))
+        return found
 
     @property
     def lost(self) -> dict[int, str]:
@@ -174,8 +203,14 @@ class Group:
         """The first segment that holds a payload of it; None if none does."""
         if sampled := self.sampled:
             return min(each.segment for each in sampled)
+        # Beginnings were written first.
         places = (
-            each.place.segment for fact in self.ended for episode in fact.episodes for each in episode.trajectories
+            place.segment
+            for fact in self.ended
+            for place in chain(
+                (each.place for each in fact.beginnings),
+                (place_of(each) for episode in fact.episodes for each in episode.trajectories),
+            )
         )
         return next(places, None)
 
@@ -486,7 +521,7 @@ class Ledger:
                 self.accepted += lost
                 self._dropped[episode.reason] += lost
         if last is not None:  # they were written in this order
-            self.last_segment = max(self.last_segment, last.trajectories[-1].place.segment)
+            self.last_segment = max(self.last_segment, place_of(last.trajectories[-1]).segment)
         group.size += kept
         self.accepted += kept
 

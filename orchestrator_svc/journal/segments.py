@@ -112,11 +112,11 @@ class SegmentWriter:
         self._file: BinaryIO | None = None
         self._written_segment = 0
 
-    def place(self, payload: bytes) -> Place:
-        """Return where a payload will lie; payloads are written in the order of these calls."""
+    def place(self, payload: bytes, digest: bytes) -> Place:
+        """Return where a payload with this xxh3-128 will lie; payloads are written in the order of these calls."""
         if self._next_offset >= self._max_bytes and self._next_offset > len(MAGIC):
             self._next_segment, self._next_offset = self._next_segment + 1, len(MAGIC)
-        place = Place(self._next_segment, self._next_offset, xxhash.xxh3_128_digest(payload))
+        place = Place(self._next_segment, self._next_offset, digest)
         self._next_offset += _HEADER.size + len(payload)
         return place
 

@@ -15,26 +15,29 @@ import contextlib
 import gc
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
+import xxhash
 from google.protobuf.message import DecodeError, Message
 
 from orchestrator_svc.journal.facts import LedgerError, Place
-from orchestrator_svc.journal.ledger import Group, Ledger
+from orchestrator_svc.journal.ledger import Accepted, Group, Ledger, Part
 from orchestrator_svc.journal.migration import FORMAT, migrate
+from orchestrator_svc.journal.records import Encoded, SharedRecord, decoded, encode
 from orchestrator_svc.journal.segments import Disk, JournalError, SegmentError, SegmentWriter, read_payload
 from sluice.clock import CLOCK, Clock
 from sluice.tasks import discard_outcome
 from sluice.threads import SerialThread
-from sluice.v1 import journal_pb2, orchestrator_pb2
+from sluice.v1 import journal_pb2
 
 log = structlog.get_logger(__name__)
 
 _Payload = TypeVar("_Payload", bound=Message)
+_Read = TypeVar("_Read")
 
 DATABASE = "journal.sqlite"
 
@@ -107,6 +110,18 @@ class _Waiting:
     deletes: bool = False
 
 
+class KeptTrajectories(NamedTuple):
+    """Where the trajectories of a group lie, for the fact of its end.
+
+    Attributes:
+        beginnings: For `EpisodesEnded.beginnings`.
+        trajectories: One for each record, in order.
+    """
+
+    beginnings: Sequence[journal_pb2.RecordPart]
+    trajectories: Sequence[journal_pb2.AcceptedTrajectory]
+
+
 @dataclass(frozen=True, slots=True)
 class JournalLimits:
     """When the journal writes, and how much may wait.
@@ -174,7 +189,7 @@ class Journal:
         self._flushing: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
         self._failure: JournalError | None = None
-        self._in_memory: dict[int, list[orchestrator_pb2.TrajectoryRecord]] = {}
+        self._in_memory: dict[int, list[SharedRecord]] = {}
         self.ledger = self._fold()
         self._segments = SegmentWriter(
             self._directory, self._limits.segment_bytes, self._disk, after=self.ledger.last_segment
@@ -182,7 +197,7 @@ class Journal:
         self.resumes = self.ledger.allotted > 0
         self.kept_bytes = sum(path.stat().st_size for path in self._directory.glob("segment-*.bin"))
         self._begin(identity, software_version)
-        self._thread = SerialThread("journal")
+        self._thread, self._encoder = SerialThread("journal"), SerialThread("encoder")
 
     def _fold(self) -> Ledger:
         ledger = Ledger()
@@ -306,23 +321,41 @@ class Journal:
             JournalError: if the disk is too slow.
         """
         content = payload.SerializeToString()
+        return self._keep(content, xxhash.xxh3_128_digest(content))
+
+    def _keep(self, content: bytes, digest: bytes) -> journal_pb2.PayloadPlace:
         if self._waiting.payload_bytes + len(content) > self._limits.queue_bytes:
             raise JournalError(
                 f"payloads of {self._waiting.payload_bytes >> 20} MiB wait to be written, and orchestrator.journal.queue_mb"
                 f" allows {self._limits.queue_bytes >> 20}: the disk is too slow"
             )
-        place = self._segments.place(content)
+        place = self._segments.place(content, digest)
         self._waiting.payloads.append((place, content))
         self._waiting.payload_bytes += len(content)
         self.kept_bytes += len(content)
         return place.to_proto()
 
-    def keep_trajectories(
-        self, number: int, records: Sequence[orchestrator_pb2.TrajectoryRecord]
-    ) -> list[journal_pb2.PayloadPlace]:
+    async def encoded(self, records: Sequence[SharedRecord]) -> Encoded:
+        """Return the payloads of a group's trajectories, made in a thread; those of several groups in the order of the calls."""
+        return await self._encoder.submit(encode, records) if records else encode(records)
+
+    def keep_trajectories(self, number: int, encoded: Encoded) -> KeptTrajectories:
         """Write the trajectories of a group as `keep` does; they also stay in memory until it is dropped or applied."""
-        self._in_memory[number] = list(records)
-        return [self.keep(each) for each in records]
+        self._in_memory[number] = list(encoded.records)
+        beginnings = [
+            journal_pb2.RecordPart(place=self._keep(each.payload, each.digest), after=each.after)
+            for each in encoded.beginnings
+        ]
+        trajectories = []
+        for record, each in zip(encoded.records, encoded.rests, strict=True):
+            accepted = journal_pb2.AcceptedTrajectory(trajectory_id=record.trajectory.trajectory_id)
+            place = self._keep(each.payload, each.digest)
+            if each.after:
+                accepted.rest.CopyFrom(journal_pb2.RecordPart(place=place, after=each.after))
+            else:
+                accepted.place.CopyFrom(place)
+            trajectories.append(accepted)
+        return KeptTrajectories(beginnings, trajectories)
 
     # Waiting and reading.
 
@@ -349,7 +382,7 @@ class Journal:
             raise self._failure
         return wanted
 
-    async def trajectories(self, group: Group) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def trajectories(self, group: Group) -> list[SharedRecord]:
         """Return the trajectories of a group that is in the ledger; of a live one they stay in memory.
 
         Raises:
@@ -359,7 +392,7 @@ class Journal:
         if group.number not in self._in_memory:
             if not group.size:
                 raise GroupDamagedError(f"group {group.number} of the journal has no trajectories")
-            records = await self.read([each.place for each in group.trajectories], orchestrator_pb2.TrajectoryRecord)
+            records = await self._read(lambda: self._records(group))
             if group.number not in self.ledger.groups:
                 return records
             self._in_memory[group.number] = records
@@ -367,15 +400,26 @@ class Journal:
 
     async def read(self, places: Sequence[Place], kind: type[_Payload]) -> list[_Payload]:
         """Read payloads, with the errors of `trajectories`."""
+        return await self._read(lambda: [kind.FromString(read_payload(self._directory, place)) for place in places])
+
+    async def _read(self, read: Callable[[], list[_Read]]) -> list[_Read]:
         await self.durable()
 
-        def read() -> list[_Payload]:
+        def guarded() -> list[_Read]:
             try:
-                return [kind.FromString(read_payload(self._directory, place)) for place in places]
+                return read()
             except (SegmentError, DecodeError) as error:
                 raise GroupDamagedError(f"a payload of the journal cannot be read: {error}") from error
 
-        return await self._thread.submit(read)
+        return await self._thread.submit(guarded)
+
+    def _records(self, group: Group) -> list[SharedRecord]:
+        """Read the records of a group. Blocks."""
+
+        def payloads(parts: Iterable[Part | Accepted]) -> Iterator[tuple[bytes, int]]:
+            return ((read_payload(self._directory, each.place), each.after) for each in parts)
+
+        return list(decoded(payloads(group.beginnings), payloads(group.trajectories)))
 
     async def close(self) -> None:
         """Write what waits and close the files; those of a disk that does not answer are left open.
@@ -388,6 +432,7 @@ class Journal:
             self._segments.close()
             self._connection.close()
 
+        self._encoder.end()
         try:
             await self.durable()
         finally:

@@ -10,6 +10,8 @@ holds it; in the others it is context, as a prompt is. So each is in the loss on
 Rewards. The episode's own counts; else the mean of its branches' rewards; else the sum of its turns' rewards. If branches have
 rewards, the advantage of a token follows from the mean reward of the branches that hold it (`Trajectory.branch_rewards`).
 
+What several branches begin with is built once, and their records name it (`SharedRecord`).
+
 A trajectory has one temperature: that of most of the session's sampled tokens. Those of another temperature are context, counted as
 TEMPERATURE, because their log-probabilities are not those of the policy that is trained.
 """
@@ -21,12 +23,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator_svc.journal.external import EPISODE, Session, Target
-from orchestrator_svc.sessions.claims import as_ids
+from orchestrator_svc.journal.records import Beginning, SharedRecord
+from orchestrator_svc.sessions.claims import TokenIds, as_ids
 from sluice.v1 import orchestrator_pb2, rollout_pb2, session_pb2, tokens_pb2
 from sluice.versions import append_spans
 
@@ -50,7 +54,7 @@ class Built:
         not_trained: Sampled tokens that no trajectory trains, by reason; not those of branches that a submission leaves out.
     """
 
-    records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
+    records: list[SharedRecord] = field(default_factory=list)
     not_trained: Counter[str] = field(default_factory=Counter)
 
 
@@ -58,6 +62,7 @@ class Built:
 class _Node:
     """One sample, with the request that it answers."""
 
+    name: str
     made: session_pb2.RecordedGeneration
     sample: rollout_pb2.GeneratedSample
 
@@ -68,7 +73,7 @@ def build(
     rewards: Mapping[Target, float],
     task_id: str,
 ) -> Built:
-    """Return the trajectories of a submitted session. Its time grows with the tokens of all branches: not for an event loop.
+    """Return the trajectories of a submitted session. Its time grows with what was recorded in it: not for an event loop.
 
     Args:
         session: The session.
@@ -80,7 +85,7 @@ def build(
         TreeError: if a branch holds what was not recorded, or a prompt does not begin with the tokens that it continues.
     """
     nodes = {
-        f"{made.request_id}/{index}": _Node(made, sample)
+        (name := f"{made.request_id}/{index}"): _Node(name, made, sample)
         for made in generations
         for index, sample in enumerate(made.response.samples)
     }
@@ -97,10 +102,11 @@ def build(
     reward, by_turn = episode_reward(branches, rewards), _branch_rewards(branches, rewards)
     rest = _rest(reward, held, rewards) if any(Target(each) in rewards for each in held) else None
     context = set(why_not)
+    tree = _Tree([nodes[each] for each in branch] for branch in branches)
     for trajectory_id, branch in zip(session.trajectory_ids, branches, strict=True):
         trained = [each for each in branch if each not in context and nodes[each].sample.token_ids]
         counts = set(trained)
-        record = _record([nodes[each] for each in branch], [each in counts for each in branch])
+        record = tree.record([nodes[each] for each in branch], [each in counts for each in branch])
         trajectory = record.trajectory
         trajectory.trajectory_id, trajectory.task_id = trajectory_id, task_id
         trajectory.group_id, trajectory.episode_id = f"g{session.group}", f"g{session.group}-{session.episode}"
@@ -150,37 +156,167 @@ def _branch_rewards(branches: Sequence[Sequence[str]], rewards: Mapping[Target, 
     return {each: math.fsum(values) / len(values) for each, values in below.items()}
 
 
-def _record(path: Sequence[_Node], trained: Sequence[bool]) -> orchestrator_pb2.TrajectoryRecord:
-    """Return the tokens and messages of one branch, from the root to its last sample; `trained` says which samples are.
+class _Place(NamedTuple):
+    """A place that branches pass: behind the prompt of a request, or behind a sample that answers it."""
+
+    request_id: str
+    sample: str = ""
+
+
+@dataclass(slots=True)
+class _Passed:
+    """What the branches have in common that pass a place.
+
+    Attributes:
+        branches: How many they are.
+        messages: Their first messages.
+        same_tools: Whether they have the same tools and template arguments.
+    """
+
+    branches: int
+    messages: int
+    same_tools: bool
+
+
+class _Tree:
+    """The token ids and messages of branches; what several begin with is there once.
+
+    Branches that pass a place have their token ids up to there in common. A `Beginning` ends at each place where branches part.
+
+    Args:
+        paths: The branches, from the root to the last sample.
 
     Raises:
-        TreeError: if the prompt of one does not begin with the tokens of the one before it.
+        TreeError: if the prompt of a request does not begin with the tokens that it continues.
     """
-    record = orchestrator_pb2.TrajectoryRecord()
-    trajectory = record.trajectory
-    ids = as_ids([])
-    for node, counts in zip(path, trained, strict=True):
-        prompt = as_ids(node.made.response.prompt_token_ids)
-        if not np.array_equal(prompt[: len(ids)], ids):
-            raise TreeError(
-                f"the prompt of request {node.made.request_id} does not begin with the tokens that it continues"
-            )
-        if counts:
-            done = sum(trajectory.mask_runs)
-            append_spans(trajectory.version_spans, node.sample.version_spans, len(trajectory.logprobs))
-            trajectory.mask_runs.extend((len(prompt) - done, len(node.sample.token_ids)))
-            trajectory.turn_runs.append(len(node.sample.token_ids))
-            trajectory.logprobs.extend(node.sample.logprobs)
-        ids = np.concatenate([prompt, as_ids(node.sample.token_ids)])
-    if rest := len(ids) - sum(trajectory.mask_runs):
-        trajectory.mask_runs.append(rest)
-    trajectory.token_ids.extend(ids)
-    last = path[-1]
-    trajectory.finish_reason = last.sample.finish_reason
-    record.conversation.CopyFrom(last.made.conversation)
-    said = tokens_pb2.ChatMessage(role="assistant", content=last.sample.text)
-    record.conversation.messages.append(last.sample.message if last.sample.HasField("message") else said)
-    return record
+
+    def __init__(self, paths: Iterable[Sequence[_Node]]) -> None:
+        self._prompts: dict[str, TokenIds] = {}
+        self._joints: dict[tuple[str, str], tuple[int, bool]] = {}
+        self._passed: dict[_Place, _Passed] = {}
+        self._beginnings: dict[_Place, Beginning] = {}
+        for path in paths:
+            self._pass(path)
+
+    def _pass(self, path: Sequence[_Node]) -> None:
+        """Note which places a branch passes, from its end to its root, and what it has in common with others there."""
+        messages, same = len(path[-1].made.conversation.messages), True
+        for index in range(len(path) - 1, -1, -1):
+            node = path[index]
+            if index + 1 < len(path):
+                alike, same_tools = self._joint(node, path[index + 1])
+                messages, same = min(messages, alike), same and same_tools
+                self._note(_Place(node.made.request_id, node.name), messages, same_tools=same)
+            messages = min(messages, len(node.made.conversation.messages))
+            self._note(_Place(node.made.request_id), messages, same_tools=same)
+
+    def _note(self, place: _Place, messages: int, *, same_tools: bool) -> None:
+        passed = self._passed.setdefault(place, _Passed(0, messages, same_tools))
+        passed.branches += 1
+        passed.messages = min(passed.messages, messages)
+        passed.same_tools = passed.same_tools and same_tools
+
+    def _joint(self, node: _Node, following: _Node) -> tuple[int, bool]:
+        """Return how many messages a request has in common with what it continues, and whether it has the same tools."""
+        key = (node.name, following.made.request_id)
+        if key not in self._joints:
+            prompt, ids = self._prompt(following), self._prompt(node)
+            sampled = as_ids(node.sample.token_ids)
+            end = len(ids) + len(sampled)
+            if not (np.array_equal(prompt[: len(ids)], ids) and np.array_equal(prompt[len(ids) : end], sampled)):
+                raise TreeError(
+                    f"the prompt of request {following.made.request_id} does not begin with the tokens that it continues"
+                )
+            had, has = node.made.conversation, following.made.conversation
+            before = [*had.messages, _said(node)]
+            pairs = enumerate(zip(before, has.messages, strict=False))
+            alike = next((index for index, (one, other) in pairs if one != other), min(len(before), len(has.messages)))
+            same_tools = had.tools == has.tools and had.template_arguments == has.template_arguments
+            self._joints[key] = alike, same_tools
+        return self._joints[key]
+
+    def _prompt(self, node: _Node) -> TokenIds:
+        """Return the prompt of a request: it is converted once."""
+        made = node.made
+        if made.request_id not in self._prompts:
+            self._prompts[made.request_id] = as_ids(made.response.prompt_token_ids)
+        return self._prompts[made.request_id]
+
+    def record(self, path: Sequence[_Node], trained: Sequence[bool]) -> SharedRecord:
+        """Return the token ids and messages of one of the branches; `trained` says which samples are."""
+        own = orchestrator_pb2.TrajectoryRecord()
+        trajectory = own.trajectory
+        done = end = 0
+        for node, counts in zip(path, trained, strict=True):
+            begin = len(node.made.response.prompt_token_ids)
+            end = begin + len(node.sample.token_ids)
+            if counts:
+                append_spans(trajectory.version_spans, node.sample.version_spans, len(trajectory.logprobs))
+                trajectory.mask_runs.extend((begin - done, end - begin))
+                trajectory.turn_runs.append(end - begin)
+                trajectory.logprobs.extend(node.sample.logprobs)
+                done = end
+        if done < end:
+            trajectory.mask_runs.append(end - done)
+        last, beginning, messages = path[-1], None, 0
+        same_tools = False
+        for node, place in self._forks(path):
+            passed = self._passed[place]
+            if place not in self._beginnings:
+                self._beginnings[place] = self._beginning(node, place, beginning, messages)
+            same_tools = passed.same_tools if beginning is None else same_tools
+            beginning, messages = self._beginnings[place], passed.messages
+        trajectory.token_ids.extend(self._tokens(last, beginning, _Place(last.made.request_id, last.name)))
+        trajectory.finish_reason = last.sample.finish_reason
+        if not same_tools:
+            own.conversation.MergeFrom(_setting(last.made.conversation))
+        own.conversation.messages.extend(last.made.conversation.messages[messages:])
+        own.conversation.messages.append(_said(last))
+        return SharedRecord(own, beginning)
+
+    def _forks(self, path: Sequence[_Node]) -> list[tuple[_Node, _Place]]:
+        """Return the places on the way of a branch at which others part from it, in order; its own end is none."""
+        found = list[tuple[_Node, _Place]]()
+        branches = 1
+        for node in reversed(path):
+            for place in (_Place(node.made.request_id, node.name), _Place(node.made.request_id)):
+                ends = place.sample == path[-1].name
+                if not ends and self._passed[place].branches > branches:
+                    branches = self._passed[place].branches
+                    found.append((node, place))
+        return found[::-1]
+
+    def _beginning(self, node: _Node, place: _Place, after: Beginning | None, messages: int) -> Beginning:
+        """Return what all branches that pass a place begin with, behind `after`, which has so many messages."""
+        passed = self._passed[place]
+        conversation = tokens_pb2.Conversation()
+        if after is None and passed.same_tools:
+            conversation.MergeFrom(_setting(node.made.conversation))
+        conversation.messages.extend(node.made.conversation.messages[messages : passed.messages])
+        if passed.messages > max(messages, len(node.made.conversation.messages)):
+            conversation.messages.append(_said(node))
+        return Beginning.of(self._tokens(node, after, place), conversation, after)
+
+    def _tokens(self, node: _Node, after: Beginning | None, place: _Place) -> list[int]:
+        """Return the token ids behind `after` up to a place."""
+        had, prompt = after.tokens if after else 0, self._prompt(node)
+        ids: list[int] = prompt[had:].tolist()
+        return ids + list(node.sample.token_ids)[max(0, had - len(prompt)) :] if place.sample else ids
+
+
+def _said(node: _Node) -> tokens_pb2.ChatMessage:
+    """Return a sample as a message."""
+    if node.sample.HasField("message"):
+        return node.sample.message
+    return tokens_pb2.ChatMessage(role="assistant", content=node.sample.text)
+
+
+def _setting(conversation: tokens_pb2.Conversation) -> tokens_pb2.Conversation:
+    """Return what a conversation has beside its messages."""
+    setting = tokens_pb2.Conversation(tools=conversation.tools)
+    if conversation.HasField("template_arguments"):
+        setting.template_arguments.CopyFrom(conversation.template_arguments)
+    return setting
 
 
 def _rest(reward: float | None, held: Iterable[str], rewards: Mapping[Target, float]) -> float:

@@ -14,6 +14,7 @@ import structlog
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import EPISODE, ExternalEpisodes, Session, Target
 from orchestrator_svc.journal.ledger import Group
+from orchestrator_svc.journal.records import SharedRecord
 from orchestrator_svc.report import NOT_TRAINED
 from orchestrator_svc.sessions.absence import NoAgentError, may_be_put_off
 from orchestrator_svc.sessions.desk import Desk, Posed
@@ -45,7 +46,7 @@ class External:
     def __init__(self, environment: EnvironmentProcesses, desk: Desk, limits: ExternalConfig) -> None:
         self._environment, self._desk, self._limits = environment, desk, limits
 
-    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[SharedRecord]:
         """Offer the episodes, and return the trajectories of those that were submitted.
 
         Raises:
@@ -97,9 +98,7 @@ class External:
                 return external
             await desk.waiting.until(number, None if until is None else until - now)
 
-    async def _trajectories(
-        self, engine: PolicyEngine, data: EpisodeData, session: Session
-    ) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def _trajectories(self, engine: PolicyEngine, data: EpisodeData, session: Session) -> list[SharedRecord]:
         """Return the trajectories of a session; empty ones, which count as failed, if it cannot be built or scored."""
         try:
             built = await self.built(engine, data, session)
@@ -142,13 +141,12 @@ class External:
         }
 
 
-def _empty(session: Session, trajectory_id: str) -> orchestrator_pb2.TrajectoryRecord:
+def _empty(session: Session, trajectory_id: str) -> SharedRecord:
     """Return a trajectory without tokens, so that the journal says that the episode has one and why it is not trained."""
-    return orchestrator_pb2.TrajectoryRecord(
-        trajectory=tokens_pb2.Trajectory(
-            trajectory_id=trajectory_id, group_id=f"g{session.group}", episode_id=f"g{session.group}-{session.episode}"
-        )
+    trajectory = tokens_pb2.Trajectory(
+        trajectory_id=trajectory_id, group_id=f"g{session.group}", episode_id=f"g{session.group}-{session.episode}"
     )
+    return SharedRecord(orchestrator_pb2.TrajectoryRecord(trajectory=trajectory))
 
 
 class EvaluationGroups:
@@ -196,7 +194,7 @@ class ExternalEvaluation:
         self._name, self._desk, self._groups = name, desk, groups
         self._external = External(environment, desk, desk.limits)
 
-    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[SharedRecord]:
         """Offer the episodes, and return the trajectories of those that were submitted.
 
         Raises:

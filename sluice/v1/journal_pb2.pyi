@@ -550,8 +550,42 @@ class AcceptedTrajectory(_message.Message):
 
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
+    REST_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Unique within the run."""
+    @_builtins.property
+    def place(self) -> Global___PayloadPlace:
+        """Payload: a serialized TrajectoryRecord. Unset if `rest` is set."""
+
+    @_builtins.property
+    def rest(self) -> Global___RecordPart:
+        """The last part of a record that begins as others of its group."""
+
+    def __init__(
+        self,
+        *,
+        trajectory_id: _builtins.str = ...,
+        place: Global___PayloadPlace | None = ...,
+        rest: Global___RecordPart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "rest", b"rest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "rest", b"rest", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptedTrajectory: _TypeAlias = AcceptedTrajectory  # noqa: Y015
+
+@_typing.final
+class RecordPart(_message.Message):
+    """A part of TrajectoryRecords. A record is the merge of its parts, in order: token ids and messages are appended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """The part that it follows, as an index of EpisodesEnded.beginnings from 1; 0: none."""
     @_builtins.property
     def place(self) -> Global___PayloadPlace:
         """Payload: a serialized TrajectoryRecord."""
@@ -559,16 +593,16 @@ class AcceptedTrajectory(_message.Message):
     def __init__(
         self,
         *,
-        trajectory_id: _builtins.str = ...,
         place: Global___PayloadPlace | None = ...,
+        after: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AcceptedTrajectory: _TypeAlias = AcceptedTrajectory  # noqa: Y015
+Global___RecordPart: _TypeAlias = RecordPart  # noqa: Y015
 
 @_typing.final
 class EpisodesEnded(_message.Message):
@@ -579,6 +613,7 @@ class EpisodesEnded(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     EPISODES_FIELD_NUMBER: _builtins.int
+    BEGINNINGS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """The group."""
     attempt: _builtins.int
@@ -587,16 +622,21 @@ class EpisodesEnded(_message.Message):
     def episodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedEpisode]:
         """The episodes."""
 
+    @_builtins.property
+    def beginnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordPart]:
+        """What several trajectories begin with, such as a prompt. Each follows only earlier ones."""
+
     def __init__(
         self,
         *,
         group: _builtins.int = ...,
         attempt: _builtins.int = ...,
         episodes: _abc.Iterable[Global___EndedEpisode] | None = ...,
+        beginnings: _abc.Iterable[Global___RecordPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episodes", b"episodes", "group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beginnings", b"beginnings", "episodes", b"episodes", "group", b"group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from orchestrator_svc.journal.ledger import Group
+from orchestrator_svc.journal.records import SharedRecord, encode
 from orchestrator_svc.journal.store import Journal
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.v1 import journal_pb2 as pb
@@ -53,18 +55,26 @@ def generated(journal: Journal, number: int, text: str = "answer", attempt: int 
 
 def end(journal: Journal, number: int, versions: Sequence[Version] = (BASE,), count: int = 2) -> None:
     """Accept a running group."""
-    records = [record(f"g{number}-{index}") for index in range(count)]
+    end_with(journal, number, [SharedRecord(record(f"g{number}-{index}")) for index in range(count)], versions)
+
+
+def end_with(
+    journal: Journal, number: int, records: Sequence[SharedRecord], versions: Sequence[Version] = (BASE,)
+) -> None:
+    """Accept a running group, one trajectory an episode."""
+    kept = journal.keep_trajectories(number, encode(records))
     episodes = [
-        pb.EndedEpisode(
-            episode=index,
-            reward=0.5,
-            trajectories=[pb.AcceptedTrajectory(trajectory_id=f"g{number}-{index}", place=place)],
-        )
-        for index, place in enumerate(journal.keep_trajectories(number, records))
+        pb.EndedEpisode(episode=index, reward=0.5, trajectories=[each]) for index, each in enumerate(kept.trajectories)
     ]
-    journal.record(pb.Fact(episodes_ended=pb.EpisodesEnded(group=number, episodes=episodes)))
+    ended = pb.EpisodesEnded(group=number, episodes=episodes, beginnings=kept.beginnings)
+    journal.record(pb.Fact(episodes_ended=ended))
     sampled = [each.to_proto() for each in versions]
     journal.record(pb.Fact(group_accepted=pb.GroupAccepted(group=number, policy_versions=sampled)))
+
+
+async def wholes(journal: Journal, group: Group) -> list[orchestrator_pb2.TrajectoryRecord]:
+    """The trajectories of a group, as they leave."""
+    return [each.whole() for each in await journal.trajectories(group)]
 
 
 def accept(journal: Journal, number: int, versions: Sequence[Version] = (BASE,), count: int = 2) -> None:

@@ -580,7 +580,8 @@ async def records_of(workflow: str, model: Path) -> list[orchestrator_pb2.Trajec
         chosen = choose_workflow(EpisodeConfig(workflow=workflow), environment)
         runner = GroupRunner(chosen, engine, 0, request_prefix="")
         (task, *_) = await environment.tasks("train", 0)
-        return await runner.run(task, "g1", 4, Sampling(temperature=1.0, max_tokens=8, ignore_eos=True), BASE)
+        sampling = Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)
+        return [each.whole() for each in await runner.run(task, "g1", 4, sampling, BASE)]
 
 
 def faults_of(records: list[orchestrator_pb2.TrajectoryRecord]) -> list[str]:

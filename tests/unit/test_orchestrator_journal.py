@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_facts import accept, applied, begin_epoch, covered, drawn, dropped, generated, made, record, unmade
+import xxhash
+from run_facts import accept, applied, begin_epoch, covered, drawn, dropped, generated, made, record, unmade, wholes
 from simulated_clock import LIMIT_S, SimulatedClock
 
 from orchestrator_svc.journal import store
@@ -200,7 +201,7 @@ async def test_accepted_trajectories_come_back_whole(tmp_path) -> None:
     again = open_journal(tmp_path)
     group = again.ledger.groups[7]
     assert (group.versions, group.position, group.task_id) == (tuple(versions), 6, "task-6")
-    assert await again.trajectories(group) == [record("g7-0"), record("g7-1")]
+    assert await wholes(again, group) == [record("g7-0"), record("g7-1")]
     await again.close()
 
 
@@ -304,8 +305,8 @@ async def test_a_torn_end_behind_the_last_acknowledged_record_does_no_harm(tmp_p
     accept(again, 2)
     await killed(again)
     third = open_journal(tmp_path)
-    assert await third.trajectories(third.ledger.groups[1]) == [record("g1-0"), record("g1-1")]
-    assert await third.trajectories(third.ledger.groups[2]) == [record("g2-0"), record("g2-1")]
+    assert await wholes(third, third.ledger.groups[1]) == [record("g1-0"), record("g1-1")]
+    assert await wholes(third, third.ledger.groups[2]) == [record("g2-0"), record("g2-1")]
     await third.close()
 
 
@@ -428,7 +429,7 @@ async def test_no_segment_is_deleted_by_a_transaction_that_fails(tmp_path) -> No
     again = open_journal(tmp_path)
     for batch in again.ledger.applied_batches.values():
         (group,) = batch.groups
-        assert await again.trajectories(group) == [record(f"g{group.number}-0")]
+        assert await wholes(again, group) == [record(f"g{group.number}-0")]
     assert len(again.ledger.applied_batches) == 4
     await again.close()
 
@@ -456,7 +457,7 @@ async def test_a_segment_that_a_killed_process_left_behind_is_removed_at_the_nex
     again = open_journal(tmp_path)
     assert segment_numbers(tmp_path / "journal") == [3, 4]
     (group,) = again.ledger.applied_batches[3].groups
-    assert await again.trajectories(group) == [record("g3-0")]
+    assert await wholes(again, group) == [record("g3-0")]
     await again.close()
 
 
@@ -628,9 +629,13 @@ async def test_many_writers_share_one_commit_and_all_become_durable(tmp_path) ->
     await journal.close()
 
 
+def placed(writer: SegmentWriter, payload: bytes) -> Place:
+    return writer.place(payload, xxhash.xxh3_128_digest(payload))
+
+
 def test_a_record_that_is_cut_off_is_told_apart_from_a_whole_one(tmp_path) -> None:
     writer = SegmentWriter(tmp_path, 1 << 20, Disk(), after=0)
-    first, second = writer.place(b"one"), writer.place(b"two")
+    first, second = placed(writer, b"one"), placed(writer, b"two")
     writer.write([(first, b"one"), (second, b"two")])
     writer.close()
     assert read_payload(tmp_path, first) == b"one"
@@ -643,7 +648,7 @@ def test_a_record_that_is_cut_off_is_told_apart_from_a_whole_one(tmp_path) -> No
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
 def test_a_disk_that_fails_damages_no_record(tmp_path, monkeypatch, code) -> None:
     writer = SegmentWriter(tmp_path, 1 << 20, Disk(), after=0)
-    place = writer.place(b"one")
+    place = placed(writer, b"one")
     writer.write([(place, b"one")])
     writer.close()
 

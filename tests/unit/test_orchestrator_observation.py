@@ -12,6 +12,7 @@ import pytest
 from orchestrator_svc import report as report_module
 from orchestrator_svc import status as status_module
 from orchestrator_svc.evaluation import EvalResult, EvalSample
+from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.report import Recorder, build_report, read_metrics, summarise
 from orchestrator_svc.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
 from orchestrator_svc.trajectory_files import TrajectoryFiles
@@ -92,7 +93,7 @@ def record(name: str, step: int = 1, reward: float | None = 0.5, spans=((0, FIRS
         reward=reward,
         version_spans=[tokens_pb2.VersionSpan(start=start, policy_version=v.to_proto()) for start, v in spans],
     )
-    return orchestrator_pb2.TrajectoryRecord(trajectory=trajectory, step=step)
+    return SharedRecord(orchestrator_pb2.TrajectoryRecord(trajectory=trajectory, step=step))
 
 
 def names(answer: orchestrator_pb2.ListTrajectoriesResponse) -> list[str]:
@@ -120,11 +121,31 @@ def test_trajectories_are_listed_newest_first_in_pages() -> None:
 
 
 def test_old_trajectories_make_room_by_size() -> None:
-    size = record("g1-0").ByteSize()
+    size = record("g1-0").own.ByteSize()
     recent = TrajectoryHistory(max_bytes=3 * size)
     for number in range(1, 6):
         recent.add(record(f"g{number}-0"))
     assert names(recent.page(orchestrator_pb2.ListTrajectoriesRequest())) == ["g5-0", "g4-0", "g3-0"]
+
+
+def test_what_several_trajectories_begin_with_counts_once_and_is_shown_with_each() -> None:
+    rest = record("g1-0").own
+    prompt = tokens_pb2.Conversation(messages=[tokens_pb2.ChatMessage(role="user", content="x" * 1000)])
+    first, second = Beginning.of([1] * 1000, prompt), Beginning.of([2] * 1000, prompt)
+    room = len(first.payload) + 3 * rest.ByteSize()
+    recent = TrajectoryHistory(max_bytes=room)
+
+    def shown() -> list[tuple[str, int]]:
+        found = recent.page(orchestrator_pb2.ListTrajectoriesRequest()).trajectories
+        assert all(each.conversation.messages[0].content == "x" * 1000 for each in found)
+        return [(each.trajectory.trajectory_id, each.trajectory.token_ids[0]) for each in found]
+
+    for number in range(1, 5):
+        recent.add(SharedRecord(record(f"g1-{number}").own, first))
+    assert [name for name, _ in shown()] == ["g1-4", "g1-3", "g1-2"]
+    recent.add(SharedRecord(record("g2-0").own, second))
+    assert shown() == [("g2-0", 2)], "the last that begins with the first prompt makes room for it"
+    assert recent._holders == {id(second): 1}
 
 
 def test_shares_of_waiting_add_up_for_each_who_looks() -> None:
@@ -170,7 +191,7 @@ async def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
     assert summary.metrics["tokens/trained"] == 8
     assert summary.metrics["trainer/loss"] == 1.5
     assert summary.metrics["weights/diff_s"] == 0.1
-    assert [each.reason for each in records] == ["", "", "STALE"]
+    assert [each.own.reason for each in records] == ["", "", "STALE"]
 
 
 def test_the_report_counts_a_step_that_was_trained_again_once(tmp_path) -> None:

@@ -21,6 +21,7 @@ from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
+from orchestrator_svc.journal.records import Beginning, SharedRecord, encode
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from orchestrator_svc.live_settings import ratio_key
@@ -371,26 +372,29 @@ class CrashingRun(RuleBasedStateMachine):
         self.sample(group)
         response = await JournaledEpisodes(self.journal, group).generation(group.attempt, 0, range(GROUP))
         assert response is not None
+        shared = Beginning.of(range(group.number), tokens_pb2.Conversation()) if group.number % 2 else None
         records = [
-            orchestrator_pb2.TrajectoryRecord(
-                trajectory=tokens_pb2.Trajectory(
-                    trajectory_id=f"g{group.number}-{each.index}", version_spans=each.version_spans
-                )
+            SharedRecord(
+                orchestrator_pb2.TrajectoryRecord(
+                    trajectory=tokens_pb2.Trajectory(
+                        trajectory_id=f"g{group.number}-{each.index}",
+                        token_ids=[each.index],
+                        version_spans=each.version_spans,
+                    )
+                ),
+                shared,
             )
             for each in response.samples
             if each.index not in group.lost
         ]
-        places = self.journal.keep_trajectories(group.number, records)
-        kept = [each for each in range(GROUP) if each not in group.lost]
+        kept = self.journal.keep_trajectories(group.number, encode(records))
+        alive = [each for each in range(GROUP) if each not in group.lost]
         episodes = [
-            pb.EndedEpisode(
-                episode=index,
-                reward=float((group.number + index) % 3 == 0),
-                trajectories=[pb.AcceptedTrajectory(trajectory_id=each.trajectory.trajectory_id, place=place)],
-            )
-            for index, each, place in zip(kept, records, places, strict=True)
+            pb.EndedEpisode(episode=index, reward=float((group.number + index) % 3 == 0), trajectories=[each])
+            for index, each in zip(alive, kept.trajectories, strict=True)
         ]
-        self.record(episodes_ended=pb.EpisodesEnded(group=group.number, episodes=episodes))
+        ended = pb.EpisodesEnded(group=group.number, episodes=episodes, beginnings=kept.beginnings)
+        self.record(episodes_ended=ended)
         versions = {
             span.policy_version.SerializeToString(): span.policy_version for span in response.samples[0].version_spans
         }
@@ -419,7 +423,7 @@ class CrashingRun(RuleBasedStateMachine):
         self.record(batch_made=made)
 
     async def trajectories(self, groups):
-        return [each.trajectory for group in groups for each in await self.journal.trajectories(group)]
+        return [each.whole_trajectory() for group in groups for each in await self.journal.trajectories(group)]
 
     @precondition(lambda self: self.next_to_send() is not None)
     @rule()

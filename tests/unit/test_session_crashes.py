@@ -23,13 +23,14 @@ from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.external import Session, Target
 from orchestrator_svc.journal.ledger import Stage, folded
+from orchestrator_svc.journal.records import encode
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded, Running
 from orchestrator_svc.sessions.lending import Lending
 from orchestrator_svc.sessions.trajectories import build
 from sluice.rpc import SluiceError
-from sluice.v1 import episode_pb2, orchestrator_pb2, session_pb2
+from sluice.v1 import episode_pb2, session_pb2
 from sluice.v1 import journal_pb2 as pb
 
 EPISODES = 2
@@ -212,18 +213,14 @@ class CrashingSessions(RuleBasedStateMachine):
                 made = await self.journal.read(places, session_pb2.RecordedGeneration)
                 records.append((session, build(session, made, session.rewards, "task").records))
             everyone = [record for _, each in records for record in each]
-            placed = iter(self.journal.keep_trajectories(number, everyone))
+            kept = self.journal.keep_trajectories(number, encode(everyone))
+            placed = iter(kept.trajectories)
             episodes = [
-                pb.EndedEpisode(
-                    episode=session.episode,
-                    trajectories=[
-                        pb.AcceptedTrajectory(trajectory_id=each.trajectory.trajectory_id, place=next(placed))
-                        for each in own
-                    ],
-                )
+                pb.EndedEpisode(episode=session.episode, trajectories=itertools.islice(placed, len(own)))
                 for session, own in records
             ]
-            self.journal.record(pb.Fact(episodes_ended=pb.EpisodesEnded(group=number, episodes=episodes)))
+            ended = pb.EpisodesEnded(group=number, episodes=episodes, beginnings=kept.beginnings)
+            self.journal.record(pb.Fact(episodes_ended=ended))
             kind = {"group_accepted": pb.GroupAccepted(group=number)} if everyone else None
             self.journal.record(pb.Fact(**kind) if kind else dropped(number, "EPISODE_FAILED"))
             self.lending.withdraw(number)
@@ -507,8 +504,9 @@ class CrashingSessions(RuleBasedStateMachine):
 
     def check_trained(self, number, sampled, submitted):
         """Each token of a submitted session is trained once, but for the branches that its agent left out."""
-        places = [each.place for each in self.ledger.groups[number].trajectories]
-        records = self.loop.run(self.journal.read(places, orchestrator_pb2.TrajectoryRecord))
+        self.journal._in_memory.pop(number, None)  # what the disk has
+        shared = self.loop.run(self.journal.trajectories(self.ledger.groups[number]))
+        records = [each.whole() for each in shared]
         trained = Counter(token for record in records for token in trained_ids(record))
         assert set(trained.values()) <= {1}, "a token is trained twice"
         expected = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -11,6 +13,7 @@ from session_facts import digest, generation
 from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.journal.external import EPISODE, RecordedRequest, Sample, Session, Target
 from orchestrator_svc.journal.facts import Place
+from orchestrator_svc.journal.records import Beginning, SharedRecord, decoded, encode
 from orchestrator_svc.sessions.trajectories import UNDELIVERED, Built, TreeError, build
 from orchestrator_svc.sifting import sift
 from orchestrator_svc.training import _give_advantages
@@ -77,11 +80,12 @@ def test_a_linear_episode_is_one_trajectory_as_our_own_workflows_make_it():
     assert [(each.turn, each.reward) for each in trajectory.turn_rewards] == [(1, 0.25)]
     assert (trajectory.reward, trajectory.temperature) == (1.0, 1.0)
     assert not trajectory.branch_rewards
-    assert [each.content for each in record.conversation.messages] == ["1 2 3 4 5 6", "7 8"]
+    assert [each.content for each in record.whole().conversation.messages] == ["1 2 3 4 5 6", "7 8"]
+    assert record.beginning is None
 
 
 def test_a_token_is_trained_in_the_first_branch_that_holds_it_and_context_in_the_others():
-    first, second = (each.trajectory for each in built(forked(), {EPISODE: 1.0}).records)
+    first, second = (each.whole_trajectory() for each in built(forked(), {EPISODE: 1.0}).records)
     assert (first.trajectory_id, second.trajectory_id) == ("g7-0.0", "g7-0.1")
     assert first.episode_id == second.episode_id == "g7-0"
     assert (list(first.token_ids), list(first.mask_runs)) == ([1, 2, 3, 4, 5, 6], [2, 2, 1, 1])
@@ -92,11 +96,96 @@ def test_a_token_is_trained_in_the_first_branch_that_holds_it_and_context_in_the
 
 def test_a_submission_may_name_its_branches_and_a_branch_without_a_token_of_its_own_trains_none():
     named = [["a/0", "b/1"], ["a/0"]]
-    first, second = (each.trajectory for each in built(forked(), {EPISODE: 1.0}, branches=named).records)
+    first, second = (each.whole_trajectory() for each in built(forked(), {EPISODE: 1.0}, branches=named).records)
     assert list(first.mask_runs) == [2, 2, 1, 2]
     assert (list(second.token_ids), list(second.mask_runs)) == ([1, 2, 3, 4], [4])
     found = sift(built(forked(), {EPISODE: 1.0}, branches=named).records, EpisodeConfig(), 8)
     assert found.untrainable == {"g7-0.1": "NO_TOKENS"}
+
+
+def held(record: SharedRecord) -> list[Beginning]:
+    """The parts before its own."""
+    return record.beginning.parts() if record.beginning else []
+
+
+TOOL = tokens_pb2.Tool(name="look", description="Looks.")
+
+
+@st.composite
+def trees(draw) -> list[session_pb2.RecordedGeneration]:
+    """A session that forks anywhere; some of its requests change messages that they continue, or tools."""
+    made: list[session_pb2.RecordedGeneration] = []
+    said: dict[str, tuple[list[int], list[tokens_pb2.ChatMessage]]] = {"": ([], [])}
+    for index in range(draw(st.integers(1, 8))):
+        parent = draw(st.sampled_from(list(said)))
+        ids, messages = said[parent]
+        prompt = [*ids, *draw(st.lists(st.integers(0, 9), min_size=1 - bool(parent), max_size=3))]
+        replies = draw(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=3))
+        each = generation(f"r{index}", prompt, *replies, parent=parent)
+        kept = messages[: len(messages) - draw(st.sampled_from([0, 0, 0, 1]))]
+        asked = tokens_pb2.ChatMessage(role="user", content=f"question {index}")
+        tools = draw(st.sampled_from([[], [], [TOOL]]))
+        each.conversation.CopyFrom(tokens_pb2.Conversation(messages=[*kept, asked], tools=tools))
+        made.append(each)
+        for number, sample in enumerate(each.response.samples):
+            answer = tokens_pb2.ChatMessage(role="assistant", content=sample.text)
+            said[f"r{index}/{number}"] = ([*prompt, *sample.token_ids], [*kept, asked, answer])
+    return made
+
+
+@given(trees(), st.randoms(use_true_random=False))
+def test_records_are_whole_when_they_leave_and_what_branches_begin_with_is_there_once(made, choice):
+    session = session_of(made)
+    paths = [session.path(each) for each in session.samples]
+    named = [] if choice.random() < 0.5 else choice.sample(paths, k=choice.randrange(1, len(paths) + 1))
+    branches = session.branches(named)
+    records = built(made, {EPISODE: 1.0}, branches=named).records
+    by_name = {f"{each.request_id}/{index}": (each, index) for each in made for index in range(len(each.keys))}
+    for record, branch in zip(records, branches, strict=True):
+        last, index = by_name[branch[-1]]
+        sample = last.response.samples[index]
+        whole = record.whole()
+        assert list(whole.trajectory.token_ids) == [*last.response.prompt_token_ids, *sample.token_ids]
+        assert record.tokens == len(whole.trajectory.token_ids) == sum(whole.trajectory.mask_runs)
+        assert record.trajectory_bytes >= whole.trajectory.ByteSize()
+        said = tokens_pb2.ChatMessage(role="assistant", content=sample.text)
+        assert list(whole.conversation.messages) == [*last.conversation.messages, said]
+        assert whole.conversation.tools == last.conversation.tools
+        assert record.own.conversation.messages[-1] == said, "the last message is read without the rest"
+    encoded = encode(records)
+    again = list(decoded([each[::2] for each in encoded.beginnings], [each[::2] for each in encoded.rests]))
+    assert [each.whole() for each in again] == [each.whole() for each in records]
+    # What two branches have in common is a part of both, and that part is one object.
+    for one, two in combinations(range(len(records)), 2):
+        first, second = (branches[each] for each in (one, two))
+        together = sum(a.partition("/")[0] == b.partition("/")[0] for a, b in zip(first, second, strict=False))
+        parts = [{id(each) for each in held(records[number])} for number in (one, two)]
+        assert bool(parts[0] & parts[1]) == bool(together)
+
+
+def test_what_n_samples_of_one_prompt_take_is_the_prompt_once_and_their_tokens():
+    prompt = list(range(1000))
+    made = [generation(name, [*prompt, number], *([[7]] * 64)) for number, name in enumerate("abc")]
+    records = built(made, {EPISODE: 1.0}).records
+    assert len(records) == 192
+    parts = {id(part): part for each in records for part in held(each)}
+    assert sum(len(each.own.trajectory.token_ids) for each in records) == 192
+    assert [part.tokens for part in parts.values()] == [1001, 1001, 1001]
+    assert all(each.own.ByteSize() < 200 for each in records)
+
+
+def test_a_deep_session_that_forks_at_each_turn_takes_its_tokens_once():
+    made, ids, parent = [], list(range(50)), ""
+    for turn in range(100):
+        made.append(generation(f"t{turn}", ids, [1], [2], parent=parent))
+        parent, ids = f"t{turn}/0", [*ids, 1, *range(50)]
+    records = built(made, {EPISODE: 1.0}).records
+    assert len(records) == 101
+    parts = {id(part): part for each in records for part in held(each)}
+    own = sum(len(each.own.trajectory.token_ids) for each in records)
+    shared = sum(len(next(decoded([], [(part.payload, 0)])).trajectory.token_ids) for part in parts.values())
+    assert shared + own <= len(made[-1].response.prompt_token_ids) + 2 * 100
+    assert records[-1].tokens == len(made[-1].response.prompt_token_ids) + 1
 
 
 def test_what_may_not_be_trained_and_another_temperature_are_context_and_counted():

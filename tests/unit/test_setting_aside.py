@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator_svc import setting_aside
 from orchestrator_svc.journal.ledger import Group, Reason
+from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.sessions.refusals import MOST_KNOWN, MOST_PER_MINUTE, Refusals
 from orchestrator_svc.setting_aside import WINDOW, BatchRefusedError, SetAsideShare, refused, too_large
 from sluice.client import _batch_parts
@@ -69,9 +70,11 @@ def group(number: int, trajectories: int, tokens: int = 1) -> setting_aside.Foun
         for each in range(trajectories)
     ]
     made.ended = [journal_pb2.EpisodesEnded(group=number, episodes=episodes)]
+    prompt = Beginning.of([1] * tokens, tokens_pb2.Conversation())  # each takes it whole into a batch
     records = [
-        orchestrator_pb2.TrajectoryRecord(
-            trajectory=tokens_pb2.Trajectory(trajectory_id=f"g{number}-{each}", token_ids=[1] * tokens)
+        SharedRecord(
+            orchestrator_pb2.TrajectoryRecord(trajectory=tokens_pb2.Trajectory(trajectory_id=f"g{number}-{each}")),
+            prompt,
         )
         for each in range(trajectories)
     ]

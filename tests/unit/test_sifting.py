@@ -3,6 +3,7 @@
 import pytest
 
 from orchestrator_svc.config import EpisodeConfig, OverlongConfig
+from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.sifting import penalty, sift
 from sluice.v1 import common_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version
@@ -13,14 +14,16 @@ LIMIT = 10
 CUT, STOPPED = tokens_pb2.FINISH_REASON_LENGTH, tokens_pb2.FINISH_REASON_STOP
 
 
-def record(
-    name: str, reward: float | None, tokens: int = 4, finish=STOPPED, turns=()
-) -> orchestrator_pb2.TrajectoryRecord:
+ASKED = Beginning.of([1, 2], tokens_pb2.Conversation())
+"""The prompt of all of them."""
+
+
+def record(name: str, reward: float | None, tokens: int = 4, finish=STOPPED, turns=()) -> SharedRecord:
     trajectory = tokens_pb2.Trajectory(
         trajectory_id=name,
         episode_id=name,
         group_id="g1",
-        token_ids=[1, 2, *range(3, 3 + tokens)],
+        token_ids=range(3, 3 + tokens),
         mask_runs=[2, tokens],
         logprobs=[-1.0] * tokens,
         version_spans=[tokens_pb2.VersionSpan(start=0, policy_version=common_pb2.PolicyVersion())],
@@ -29,7 +32,7 @@ def record(
         reward=reward,
         turn_runs=turns,
     )
-    return orchestrator_pb2.TrajectoryRecord(trajectory=trajectory)
+    return SharedRecord(orchestrator_pb2.TrajectoryRecord(trajectory=trajectory), ASKED)
 
 
 def settings(**rules) -> EpisodeConfig:
@@ -91,7 +94,8 @@ def test_a_masked_episode_counts_in_its_groups_statistics_and_in_nothing_else() 
     assert (len(group.records), group.untrainable, group.overlong) == (3, {}, 1)
     assert not group.without_signal, "its reward differs"
     samples, faults = convert(
-        [each.trajectory for each in group.records], Expectations(vocabulary=100, newest=BASE, has_estimator=True)
+        [each.whole_trajectory() for each in group.records],
+        Expectations(vocabulary=100, newest=BASE, has_estimator=True),
     )
     assert faults == {}
     header = trainer_pb2.BatchHeader(advantage_estimator="centered", max_staleness=0)
@@ -131,9 +135,9 @@ def test_a_function_of_the_user_says_which_groups_are_trained(accepted) -> None:
     asked = []
 
     def should_accept(trained) -> bool:
-        asked.append([each.trajectory.trajectory_id for each in trained])
+        asked.append([(each.trajectory.trajectory_id, list(each.trajectory.token_ids)) for each in trained])
         return accepted
 
     group = sift([record("a", 1.0), record("b", None)], settings(), LIMIT, should_accept)
     assert group.without_signal is not accepted
-    assert asked == [["a"]]
+    assert asked == [[("a", [1, 2, 3, 4, 5, 6])]], "whole trajectories"
