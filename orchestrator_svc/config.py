@@ -14,7 +14,7 @@ from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import CommonConfig, Section, ServerConfig
 from sluice.config.schema import Value, deep_merge
 from sluice.environments.config import EnvironmentProcessesConfig
-from sluice.limits import FLOAT32_MAX, MAX_BRANCHES, MAX_REWARD, MAX_TEMPERATURE, MAX_TRAJECTORIES
+from sluice.limits import FLOAT32_MAX, MAX_BATCH_BYTES, MAX_BRANCHES, MAX_REWARD, MAX_TEMPERATURE, MAX_TRAJECTORIES
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 
 NO_ADVANTAGE = "none"
@@ -339,6 +339,12 @@ class ExternalConfig(Section):
         ge=1,
         le=MAX_TRAJECTORIES,
         description="Most samples of one session: each may end a branch, and each branch is a trajectory.",
+    )
+    branches_mb: int = Field(
+        256,
+        ge=1,
+        le=MAX_BATCH_BYTES >> 20,
+        description="Most MiB that the branches of one session take in a batch, where each holds its prompts whole: 4 bytes a token. Then it samples no more. Requests that are under way by then may add as much again.",
     )
     most_requests: int = Field(64, ge=1, description="Most requests of one session that are under way at a time.")
     session_mb: int = Field(

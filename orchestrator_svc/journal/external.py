@@ -9,7 +9,7 @@ A session is one attempt at an episode. It is a tree of samples: the parent of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,6 +62,9 @@ class Target(NamedTuple):
 
 EPISODE = Target()
 
+TOKEN_BYTES = 4
+"""Bytes that a token of a branch counts in a batch; it takes less of any vocabulary below 2^28."""
+
 _DIGITS = 18
 """Digits that a number in a name has at most."""
 
@@ -94,6 +97,8 @@ class Session:
         undelivered: Those of which no client has the reply.
         samples: The samples of all requests by name, in order.
         rewards: The last reward for each target.
+        continued: The samples that a request continues: they end no branch.
+        branch_tokens: Tokens of its branches, one per sample that none continues, each with its prompts whole.
         submission: How it was submitted; None while it is not.
         awaited: Whether a submitted session waits for its reward.
     """
@@ -107,6 +112,8 @@ class Session:
     requests: dict[str, RecordedRequest] = field(default_factory=dict)
     undelivered: set[str] = field(default_factory=set)
     samples: dict[str, Sample] = field(default_factory=dict)
+    continued: set[str] = field(default_factory=set)
+    branch_tokens: int = 0
     rewards: dict[Target, float] = field(default_factory=dict)
     last_reward: tuple[Target, float] | None = None
     submission: pb.EpisodeSubmitted | None = None
@@ -122,6 +129,11 @@ class Session:
     def settled(self) -> bool:
         """Whether nothing more is awaited of it."""
         return self.submission is not None and not self.awaited
+
+    def branch_tokens_with(self, parent: str, tokens: Iterable[int]) -> int:
+        """Return `branch_tokens` once samples that continue another one are there; each has so many tokens, prompt included."""
+        ended = parent in self.samples and parent not in self.continued
+        return self.branch_tokens + sum(tokens) - (self.samples[parent].tokens if ended else 0)
 
     def path(self, generation_id: str) -> tuple[str, ...]:
         """Return the samples from the root to this one."""
@@ -349,7 +361,9 @@ class ExternalEpisodes:
         session.requests[fact.request_id] = RecordedRequest(
             fact.request_id, fact.body_digest, samples, Place.from_proto(fact.place), fact.payload_bytes
         )
+        session.branch_tokens = session.branch_tokens_with(fact.parent, (each.tokens for each in samples))
         session.samples |= {each.generation_id: each for each in samples}
+        session.continued |= {fact.parent} - {""}
         if fact.undelivered:
             session.undelivered.add(fact.request_id)
         session.payload_bytes += fact.payload_bytes

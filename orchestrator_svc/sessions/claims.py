@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from orchestrator_svc.config import ExternalConfig
-from orchestrator_svc.journal.external import RecordedRequest, Sample, Session
+from orchestrator_svc.journal.external import TOKEN_BYTES, RecordedRequest, Sample, Session
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.sessions.lending import MAX_NAME, Lending, check_name
 from sluice.rpc import SluiceError
@@ -69,6 +69,7 @@ class _Claim:
     until: float
     samples: int
     least_bytes: int
+    tokens: int
 
 
 class Claims:
@@ -122,13 +123,21 @@ class Claims:
             found = next(same, None)
             if found is not None and (request.is_retry or found.request_id in session.undelivered):
                 return self._given(session, found)
-            self._check_room(session, list(claims.values()), max(1, request.samples), request.least_bytes)
-        claims[request.request_id] = _Claim(
-            request.gateway, request.body_digest, now + seconds, max(1, request.samples), request.least_bytes
+        known = _known_prefix(session, request)
+        wanted = _Claim(
+            request.gateway,
+            request.body_digest,
+            now + seconds,
+            samples=max(1, request.samples),
+            least_bytes=request.least_bytes,
+            tokens=_least_tokens(session, request, known.parent),
         )
+        if claim is None:
+            self._check_room(session, list(claims.values()), wanted)
+        claims[request.request_id] = wanted
         self._claims[session.name] = claims
         self._lending.touch(session, now, max(each.until for each in claims.values()))
-        return _known_prefix(session, request)
+        return known
 
     def _given(self, session: Session, request: RecordedRequest) -> Recorded:
         """Return what was recorded: a client is about to have it, which is a fact if it was not given to any before."""
@@ -156,8 +165,8 @@ class Claims:
         if known is None:
             if len(session.requests) >= self._limits.most_generations + self._limits.most_requests:
                 raise _full(f"{len(session.requests)} requests are recorded in session {session.name}")
-            self._check_size(session, made)
             made.parent = _parent(session, prompt, made.parent)
+            self._check_size(session, made, session.branch_tokens_with(made.parent, map(len, whole)))
             fact = pb.SessionGenerationRecorded(
                 group=session.group,
                 episode=session.episode,
@@ -231,8 +240,13 @@ class Claims:
             self._claims.pop(session.name, None)
         self._lending.touch(session, now, max((each.until for each in claims.values()), default=0.0))
 
-    def _check_size(self, session: Session, made: session_pb2.RecordedGeneration) -> None:
+    def _check_size(self, session: Session, made: session_pb2.RecordedGeneration, tokens: int) -> None:
         """Refuse a recording that is larger than a session, or than what requests under way may add to a full one.
+
+        Args:
+            session: The session.
+            made: The recording.
+            tokens: Tokens of the branches with it.
 
         Raises:
             SluiceError: FAILED_PRECONDITION (SESSION_FULL).
@@ -249,9 +263,11 @@ class Claims:
                 f"session {session.name} has {session.payload_bytes} bytes, and {size} more are beyond what requests under way may add"
                 f" to the {most} of orchestrator.external.session_mb"
             )
+        if TOKEN_BYTES * tokens > 2 * self._limits.branches_mb << 20:
+            raise _many_tokens(session, tokens, self._limits.branches_mb, "what requests under way may add to")
 
-    def _check_room(self, session: Session, claims: Sequence[_Claim], samples: int, least_bytes: int) -> None:
-        """Refuse one more request, of so many samples and bytes, of a session that has as many as it may have.
+    def _check_room(self, session: Session, claims: Sequence[_Claim], wanted: _Claim) -> None:
+        """Refuse one more request of a session that has as much as it may have.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED if waiting helps, FAILED_PRECONDITION (SESSION_FULL) if not.
@@ -270,17 +286,20 @@ class Claims:
                 " orchestrator.external.most_generations allows"
             )
         had = len(session.samples) + sum(each.samples for each in claims)
-        if had + samples > limits.most_branches:
+        if had + wanted.samples > limits.most_branches:
             raise _full(
-                f"session {session.name} has {had} samples, and {samples} more are beyond the {limits.most_branches} that"
+                f"session {session.name} has {had} samples, and {wanted.samples} more are beyond the {limits.most_branches} that"
                 " orchestrator.external.most_branches allows"
             )
         most, size = limits.session_mb << 20, session.payload_bytes + sum(each.least_bytes for each in claims)
-        if size >= most or size + least_bytes > most:
+        if size >= most or size + wanted.least_bytes > most:
             raise _full(
-                f"session {session.name} has {size} bytes recorded or under way, and {least_bytes} more or further ones are beyond"
+                f"session {session.name} has {size} bytes recorded or under way, and {wanted.least_bytes} more or further ones are beyond"
                 f" the {most} that orchestrator.external.session_mb allows"
             )
+        tokens, room = session.branch_tokens + sum(each.tokens for each in claims), limits.branches_mb << 20
+        if TOKEN_BYTES * tokens >= room or TOKEN_BYTES * (tokens + wanted.tokens) > room:
+            raise _many_tokens(session, tokens + wanted.tokens, limits.branches_mb, "")
 
 
 def as_ids(ids: Sequence[int]) -> TokenIds:
@@ -325,6 +344,13 @@ def _known_prefix(session: Session, request: session_pb2.BeginGenerationRequest)
         if (sample := by_key.get(key)) is not None:
             return Claimed(sample, index)
     return Claimed(None, 0)
+
+
+def _least_tokens(session: Session, request: session_pb2.BeginGenerationRequest, parent: Sample | None) -> int:
+    """Return how many tokens a request adds to the branches at least: a prompt that is not rendered yet may have any number more."""
+    prompt = max(len(request.token_ids.ids), parent.tokens if parent else 0)
+    name = parent.generation_id if parent else ""
+    return max(0, session.branch_tokens_with(name, [prompt] * max(1, request.samples)) - session.branch_tokens)
 
 
 def _check_begin(request: session_pb2.BeginGenerationRequest) -> float:
@@ -379,6 +405,16 @@ def _check_generation(made: session_pb2.RecordedGeneration) -> None:
 def _other_body(request_id: str) -> SluiceError:
     return SluiceError.already_exists(
         "OTHER_BODY", f"request {request_id!r} was begun with another body: give each request a name of its own"
+    )
+
+
+def _many_tokens(session: Session, tokens: int, most_mb: int, beyond: str) -> SluiceError:
+    """Return the error of a session whose branches are too large together."""
+    return SluiceError.failed_precondition(
+        "SESSION_FULL",
+        f"the branches of session {session.name} would have {tokens} tokens, their prompts in each of them: in a batch that is"
+        f" {TOKEN_BYTES * tokens >> 20} MiB, beyond {beyond + ' ' if beyond else ''}the {most_mb} of orchestrator.external.branches_mb."
+        " Ask for fewer samples (n) or shorter prompts, raise that setting, or submit the episode and open another one",
     )
 
 

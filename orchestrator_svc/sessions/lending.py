@@ -18,6 +18,7 @@ from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import (
     GROUP_ENDED,
     SUBMITTED,
+    TOKEN_BYTES,
     EndedSession,
     ExternalEpisodes,
     Lease,
@@ -340,7 +341,7 @@ class Lending:
             reward_follows=request.reward_follows,
         )
         if isinstance(session, Session) and session.submission is None:
-            _check_branches(session, request)
+            _check_branches(session, request, self._limits.branches_mb)
             self._journal.record(pb.Fact(episode_submitted=fact))
             self._idle_ends.pop(session.name, None)
         elif submission_digest(fact) != session.submission_digest:
@@ -440,8 +441,8 @@ def _ended(name: str, reason: str) -> SluiceError:
     )
 
 
-def _check_branches(session: Session, request: episode_pb2.SubmitTrajectoryRequest) -> None:
-    """Refuse a submission of branches that the session does not have.
+def _check_branches(session: Session, request: episode_pb2.SubmitTrajectoryRequest, most_mb: int) -> None:
+    """Refuse a submission of branches that the session does not have, or that take more of a batch than it may.
 
     Raises:
         SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it has none).
@@ -465,3 +466,11 @@ def _check_branches(session: Session, request: episode_pb2.SubmitTrajectoryReque
                 else "does not name all generations from the root to its last one, in order",
             )
         seen.add(names)
+    tokens = sum(session.samples[each[-1]].tokens for each in seen)
+    if TOKEN_BYTES * tokens > max(most_mb << 20, TOKEN_BYTES * session.branch_tokens):
+        raise SluiceError.invalid_argument(
+            "branches",
+            f"have {tokens} tokens, their prompts in each of them: in a batch that is {TOKEN_BYTES * tokens >> 20} MiB, more than the"
+            f" {most_mb} of orchestrator.external.branches_mb. Name fewer, without those that others continue; or none, which means"
+            " each sample that nothing continues",
+        )

@@ -26,6 +26,7 @@ LIMITS = ExternalConfig(
     most_generations=3,
     most_requests=2,
     session_mb=1,
+    branches_mb=1,
     most_branches=6,
 )
 
@@ -288,6 +289,67 @@ async def test_what_a_session_has_no_room_for_is_refused_before_it_is_sampled_wh
     with pytest.raises(SluiceError, match="session_mb"):
         run.begin("b", 2, least_bytes=(1 << 19) + 1)
     run.begin("b", 2, least_bytes=1 << 19)
+
+
+PROMPT = range(1, 50_001)
+"""Token ids of 200 kB as a branch counts them: five branches are a MiB, and are recorded once."""
+
+
+@pytest.fixture
+def roomy(run: Run) -> Run:
+    """A run in which branches are what fills a session first."""
+    run.claims = Claims(run.journal, run.lending, LIMITS.model_copy(update={"session_mb": 16, "most_branches": 100}))
+    return run
+
+
+async def test_a_request_counts_what_its_branches_will_take_of_a_batch(roomy, session):
+    roomy.begin("a", samples=3)
+    roomy.record("a", PROMPT, [1], [2], [3])
+    assert session.branch_tokens == 150_003
+    assert session.payload_bytes < 1 << 19, "there is room for the recording of another"
+    # Each sample of a request that continues one has the whole prompt: with the two that are left that would be six.
+    ids = {"token_ids": tokens_pb2.TokenIds(ids=[*PROMPT, 1])}
+    with pytest.raises(SluiceError, match=r"branches_mb\. Ask for fewer samples") as full:
+        roomy.begin("b", 2, samples=4, **ids)
+    assert (full.value.code.name, full.value.reason) == ("FAILED_PRECONDITION", "SESSION_FULL")
+    roomy.begin("b", 2, samples=3, **ids)
+    with pytest.raises(SluiceError, match="branches_mb"):  # what is under way counts
+        roomy.begin("c", 3, samples=2, token_ids=tokens_pb2.TokenIds(ids=[*PROMPT, 2]))
+
+
+async def test_a_conversation_is_one_branch_however_many_turns_it_has(roomy, session):
+    ids = [*PROMPT]
+    for turn in range(3):
+        roomy.begin(f"t{turn}", turn, token_ids=tokens_pb2.TokenIds(ids=ids))
+        roomy.record(f"t{turn}", ids, [7], body=turn)
+        ids = [*ids, 7, 8]
+        assert session.branch_tokens == len(ids) - 1
+
+
+async def test_branches_beyond_what_requests_under_way_may_add_are_not_recorded(roomy, session):
+    for name, body in (("a", 1), ("b", 2)):
+        roomy.begin(name, body, samples=3)  # nobody knows yet how long their prompts are
+    for name, body in (("a", 1), ("b", 2)):
+        roomy.record(name, [body, *PROMPT[1:]], [1], [2], [3], body=body)
+    with pytest.raises(SluiceError, match="branches_mb"):
+        roomy.begin("c", 3)
+    with pytest.raises(SluiceError, match=r"under way may add to the 1 of .*branches_mb"):
+        roomy.record("c", PROMPT, *([[each] for each in range(5)]), body=3)
+
+
+async def test_a_submission_does_not_name_more_branches_than_a_batch_has_room_for(roomy, session):
+    ids = [*range(1, 100_001)]
+    for turn in range(3):
+        roomy.begin(f"t{turn}", turn, token_ids=tokens_pb2.TokenIds(ids=ids))
+        roomy.record(f"t{turn}", ids, [7], body=turn)
+        ids = [*ids, 7]
+    path = ["t0/0", "t1/0", "t2/0"]
+    named = [episode_pb2.Branch(generation_ids=path[: end + 1]) for end in range(3)]
+    with pytest.raises(SluiceError, match=r"branches_mb\. Name fewer") as refused:
+        roomy.lending.submit("ann", episode_pb2.SubmitTrajectoryRequest(episode_id="g1-0-0", branches=named), 0.0)
+    assert refused.value.code.name == "INVALID_ARGUMENT"
+    request = episode_pb2.SubmitTrajectoryRequest(episode_id="g1-0-0", branches=named[:2])
+    assert roomy.lending.submit("ann", request, 0.0) == ("g1-0.0", "g1-0.1")
 
 
 async def test_a_recording_that_no_session_has_room_for_is_refused(run, session):
