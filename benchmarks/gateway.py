@@ -28,6 +28,7 @@ import httpx
 import psutil
 
 from benchmarks.children import BENCH_PACKAGES, free_port, log_tail, make_model, median_ratio, service
+from benchmarks.loop_lag import lag_ms, lags
 from benchmarks.profiles import profiled
 from sluice.cli.fetch_model import fetch_model
 from sluice.config import ConfigError, Options, whole_number
@@ -115,10 +116,16 @@ class Doors:
     Attributes:
         url: Of its HTTP port.
         processes: By name.
+        metrics: URLs of metrics, of gateway and orchestrator.
     """
 
     url: str
     processes: Mapping[str, psutil.Process]
+    metrics: Mapping[str, str]
+
+    async def lags(self) -> dict[str, dict[float, float]]:
+        """Return how late each event loop was so far, as `loop_lag.lags`."""
+        return {name: await asyncio.to_thread(lags, url) for name, url in self.metrics.items()}
 
     def cpu_s(self) -> dict[str, float]:
         """Return the CPU seconds that each process has used, with its children."""
@@ -159,6 +166,7 @@ async def gateway(
         external: Settings of `orchestrator.external`.
     """
     port, gateway_port, http_port = free_port(), free_port(), free_port()
+    metrics = {"gateway": free_port(), "orchestrator": free_port()}
     group, groups = min(64, sessions), -(-sessions // 64) + 1
     common = [f"--run={RUN}", f"--output-dir={directory}", "--model=bench", "--log-level=warning"]
     # The sessions of all rounds are of one group, however slow the engine is.
@@ -168,6 +176,7 @@ async def gateway(
         f"--peers.trainer={trainer}",
         f"--peers.rollout={replica}",
         f"--server.port={port}",
+        f"--server.metrics-port={metrics['orchestrator']}",
         "--environment=benchmarks.simulated_tasks:Question",
         "--workflow=external",
         "--sampling.ignore-eos=true",  # a request may not set it: replies of the same length need it of the session
@@ -185,6 +194,7 @@ async def gateway(
         f"--peers.orchestrator=127.0.0.1:{port}",
         f"--server.port={gateway_port}",
         f"--server.http-port={http_port}",
+        f"--server.metrics-port={metrics['gateway']}",
     ]
     async with (
         service("orchestrator", *orchestrator, health=f"127.0.0.1:{port}", log=directory / "orchestrator.log") as below,
@@ -192,7 +202,8 @@ async def gateway(
     ):
         processes = {"gateway": psutil.Process(above.pid), "orchestrator": psutil.Process(below.pid)}
         try:
-            yield Doors(f"http://127.0.0.1:{http_port}", processes)
+            urls = {name: f"http://127.0.0.1:{each}/metrics" for name, each in metrics.items()}
+            yield Doors(f"http://127.0.0.1:{http_port}", processes, urls)
         except Exception:
             for name in processes:
                 print(f"--- {name}.log\n{log_tail(directory / f'{name}.log')}", file=sys.stderr, flush=True)
@@ -453,11 +464,11 @@ async def cost(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             return [await ask(http, next(numbers), options.tokens, session.headers) for _ in range(count)]
 
         await asyncio.gather(*(talk(session, 2) for session in opened))
-        before = doors.cpu_s()
+        before, lags_before = doors.cpu_s(), await doors.lags()
         ids = {name: process.pid for name, process in doors.processes.items() if name != "replica"}
         async with profiled(ids if options.profile else {}, SIMULATED_S * requests) as profiles:
             latency = list(itertools.chain(*await asyncio.gather(*(talk(session, requests) for session in opened))))
-        used = doors.cpu_s()
+        used, lags_after = doors.cpu_s(), await doors.lags()
     cpu_ms = {name: round((used[name] - before[name]) * 1000 / len(latency), 2) for name in used}
     bare_ms = await bare_cost(options, directory)
     added = [(seconds - SIMULATED_S) * 1000 for seconds in latency]
@@ -468,6 +479,7 @@ async def cost(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "bare_cpu_ms_per_request": bare_ms,
         "added_cpu_over_bare": round((cpu_ms["gateway"] + cpu_ms["orchestrator"]) / sum(bare_ms.values()), 2),
         "added_ms": {f"p{percent}": round(quantile(added, percent / 100), 1) for percent in (50, 90, 99)},
+        "lag_ms": {name: lag_ms(lags_before[name], after) for name, after in lags_after.items()},
     }
     print(f"cost: {result}", flush=True)
     for name, shares in profiles.items():

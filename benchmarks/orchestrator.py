@@ -14,21 +14,19 @@ import json
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.children import free_port, service
+from benchmarks.loop_lag import lag_ms, lags
 from benchmarks.simulated_tasks import TURNS
 from sluice.client import OrchestratorClient
 
 RUN = "bench"
-LAG_METRIC = "sluice_loop_lag_seconds_bucket"
 
 SHARE = 0.7
 """Of the peak rate, at which a level is held."""
@@ -117,6 +115,8 @@ class Measured:
     rss_growth_mib_per_min: float
     lag_p50_ms: float
     lag_p99_ms: float
+    lag_max_ms: float
+    """At most so late, or later than the last bucket begins."""
     cpu_ms_per_episode: dict[str, float] = field(default_factory=dict)
     """By process."""
     busy: dict[str, float] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Measured:
         cpu = "  ".join(f"{name} {value:.2f}" for name, value in self.cpu_ms_per_episode.items())
         return (
             f"{self.episodes_per_s:,.0f} episodes/s, {self.in_flight:,} in flight, {self.rss_mib:,.0f} MiB"
-            f" ({self.rss_growth_mib_per_min:+.1f} a minute), lag {self.lag_p50_ms:.1f} / {self.lag_p99_ms:.1f} ms (median / 99%),"
+            f" ({self.rss_growth_mib_per_min:+.1f} a minute), lag {self.lag_p50_ms:.1f} / {self.lag_p99_ms:.1f} / {self.lag_max_ms:.0f} ms (median / 99% / longest),"
             f" CPU ms an episode: {cpu}; orchestrator busy {self.busy['orchestrator']:.2f}"
         )
 
@@ -297,11 +297,8 @@ async def _observe(services: Services, level: Level, seconds: float) -> Measured
                     f"{level.name}: only {state.trajectories_accepted} episodes ended: {state.error or state}"
                 )
             await asyncio.sleep(_LOOK_S)
-        before, cpu, lags = (
-            await client.run(RUN),
-            services.cpu_s(),
-            await asyncio.to_thread(_lags, services.metrics_url),
-        )
+        before, cpu = await client.run(RUN), services.cpu_s()
+        lags_before = await asyncio.to_thread(lags, services.metrics_url)
         begun, in_flight, sizes, ended = time.perf_counter(), [], [], 0
         while (elapsed := time.perf_counter() - begun) < seconds or ended < _LEAST_EPISODES:
             if elapsed > seconds + _LONGEST_WARM_UP_S:
@@ -315,46 +312,18 @@ async def _observe(services: Services, level: Level, seconds: float) -> Measured
             sizes.append(process.memory_info().rss / (1 << 20))
         after, used = await client.run(RUN), services.cpu_s()
         elapsed = time.perf_counter() - begun
-        more_lags = await asyncio.to_thread(_lags, services.metrics_url)
+        lag = lag_ms(lags_before, await asyncio.to_thread(lags, services.metrics_url))
     episodes = after.trajectories_accepted - before.trajectories_accepted
     spent = {name: used[name] - cpu[name] for name in used}
-    lag = {edge: more_lags[edge] - lags.get(edge, 0.0) for edge in more_lags}
     return Measured(
         episodes_per_s=round(episodes / elapsed, 1),
         in_flight=min(in_flight),
         steps_per_s=round((after.step - before.step) / elapsed, 2),
         rss_mib=round(max(sizes), 1),
         rss_growth_mib_per_min=round((sizes[-1] - sizes[0]) / elapsed * 60, 1),
-        lag_p50_ms=round(quantile(lag, 0.5) * 1e3, 1),
-        lag_p99_ms=round(quantile(lag, 0.99) * 1e3, 1),
+        lag_p50_ms=lag["p50"],
+        lag_p99_ms=lag["p99"],
+        lag_max_ms=lag["max"],
         cpu_ms_per_episode={name: round(each / episodes * 1e3, 3) for name, each in spent.items()},
         busy={name: round(each / elapsed, 3) for name, each in spent.items()},
     )
-
-
-def _lags(url: str) -> dict[float, float]:
-    """Return the orchestrator's histogram of its loop's lag: how many looks were at most so late, by seconds."""
-    with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - loopback
-        text = answer.read().decode()
-    return dict(_buckets(text))
-
-
-def _buckets(text: str) -> Iterator[tuple[float, float]]:
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == LAG_METRIC:
-                yield float(sample.labels["le"]), sample.value
-
-
-def quantile(cumulative: Mapping[float, float], share: float) -> float:
-    """Return a quantile of a histogram, linear within its bucket; the lower edge of the last one, which has no end."""
-    wanted = share * max(cumulative.values())
-    low = below = 0.0
-    for edge in sorted(cumulative):
-        count = cumulative[edge]
-        if count >= wanted:
-            if edge == float("inf") or count == below:
-                return low
-            return low + (edge - low) * (wanted - below) / (count - below)
-        low, below = edge, count
-    return low

@@ -20,7 +20,7 @@ from sluice.sampling.listed import follow_list
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
-from sluice.telemetry import StateMetrics, counter, gauge
+from sluice.telemetry import LoopLag, StateMetrics, counter, gauge
 from sluice.v1 import episode_pb2_grpc, session_pb2_grpc
 
 _COLLECTIONS = (10_000, 20, 50)
@@ -82,7 +82,8 @@ async def serve(
         await server.start()
         await http.start()
         on_listening(server.target, _base_url(common, config, http.port))
-        duties = (pool.run(), follow_list(pool, session_pb2_grpc.SessionServiceStub(channel), name))
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        duties = (pool.run(), follow_list(pool, stub, name), LoopLag().run())
         tasks += [asyncio.create_task(_and_end(each, ended)) for each in duties]
         with StateMetrics(partial(_scrape, pool)):
             async with missing_peers_reported({"orchestrator": common.peers.orchestrator}, common):

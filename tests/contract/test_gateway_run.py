@@ -288,6 +288,17 @@ async def test_a_recording_that_no_session_has_room_for_is_refused_by_the_name_o
         await asyncio.wait({running})
 
 
+async def test_a_gateway_says_how_late_its_event_loop_is(tmp_path) -> None:
+    def looks() -> float:
+        return REGISTRY.get_sample_value("sluice_loop_lag_seconds_count") or 0.0
+
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [ToolReplica()])
+        before = looks()
+        await stack.enter_async_context(running_gateway(scene))  # without an orchestrator, which looks, too
+        await scene.until(lambda: looks() > before)
+
+
 def leases_under_way() -> float:
     """Return how many calls of LeaseTasks this process serves."""
     labels = {"service": "sluice.v1.EpisodeService", "method": "LeaseTasks"}

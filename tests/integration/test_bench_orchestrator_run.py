@@ -16,7 +16,7 @@ def test_one_orchestrator_carries_a_small_load(capsys) -> None:
     assert result["episodes_per_s"] > 0
     assert 0 < result["in_flight"] <= 144
     assert result["rss_mib"] > 0
-    assert result["lag_p99_ms"] >= result["lag_p50_ms"] >= 0
+    assert result["lag_max_ms"] >= result["lag_p99_ms"] >= result["lag_p50_ms"] >= 0
     assert result["multi_turn_turns_per_s"] > result["multi_turn_episodes_per_s"] > 0
     assert set(result["levels"]) == {"peak", "held", "multi-turn"}
     assert all(each["cpu_ms_per_episode"]["orchestrator"] > 0 for each in result["levels"].values())

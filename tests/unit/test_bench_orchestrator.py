@@ -8,7 +8,8 @@ import contextlib
 import pytest
 from simulated_clock import SimulatedClock
 
-from benchmarks.orchestrator import Level, Measured, quantile, table
+from benchmarks.loop_lag import lag_ms, quantile
+from benchmarks.orchestrator import Level, Measured, table
 from sluice.telemetry import LoopLag
 
 
@@ -21,6 +22,13 @@ def test_a_quantile_lies_within_its_bucket() -> None:
 
 def test_a_quantile_beyond_the_last_bucket_is_its_edge() -> None:
     assert quantile({1.0: 10.0, 5.0: 10.0, float("inf"): 100.0}, 0.9) == 5.0
+
+
+def test_the_longest_lag_is_the_end_of_its_bucket_however_seldom_it_was() -> None:
+    before = {0.001: 5.0, 0.5: 5.0, 1.0: 5.0, float("inf"): 6.0}
+    after = {0.001: 1005.0, 0.5: 1005.0, 1.0: 1006.0, float("inf"): 1007.0}
+    assert lag_ms(before, after) == {"p50": 0.5, "p99": 1.0, "max": 1000.0}
+    assert lag_ms({}, after)["max"] == 1000.0, "beyond the last edge"
 
 
 def test_the_latency_is_what_keeps_so_many_in_flight() -> None:
@@ -47,7 +55,7 @@ async def _lag_of_a_loop_that_stands_still_for(seconds: float) -> float:
 
 
 def test_the_levels_are_printed_as_the_table_of_the_page() -> None:
-    held = Measured(1000.4, 10_990, 0.98, 296.2, 1.0, 3.0, 9.4, {"orchestrator": 0.331}, {"orchestrator": 0.5})
+    held = Measured(1000.4, 10_990, 0.98, 296.2, 1.0, 3.0, 9.4, 20.0, {"orchestrator": 0.331}, {"orchestrator": 0.5})
     header, line, row = table({"held": held}).splitlines()
     assert header.count("|") == line.count("|") == row.count("|") == 8
     assert row == "| held | 10,990 | 1,000 | 0.33 | 0.50 | 296 MiB | 9 ms |"
