@@ -213,14 +213,25 @@ async def test_stopping_ends_calls_that_wait_for_an_offer_at_once():
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
-async def test_work_that_outlasts_the_grace_is_cancelled(served):
+@pytest.mark.parametrize("grace_s", [0.0, 0.1])
+async def test_work_that_outlasts_the_grace_is_cancelled_and_may_be_repeated(served, grace_s):
     server, double, channel = served
     work = trainer_pb2_grpc.TrainerServiceStub(channel).SaveCheckpoint(trainer_pb2.SaveCheckpointRequest())
     await asyncio.wait_for(double.entered.wait(), 10)
-    await asyncio.wait_for(server.stop(0.1), 30)
-    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-        await work
+    await asyncio.wait_for(server.stop(grace_s), 30)
     assert double.cancelled.is_set()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await work
+    assert SluiceError.from_rpc(caught.value).code is grpc.StatusCode.UNAVAILABLE, caught.value.code()
+
+
+def test_a_call_that_reached_a_server_as_it_stopped_may_be_repeated():
+    # gRPC resets a call that came too late to be served, which the client sees as CANCELLED.
+    ended = grpc.aio.AioRpcError(
+        grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="CANCELLED"
+    )
+    error = SluiceError.from_rpc(ended)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVER_STOPPED")
 
 
 async def test_serving_ends_when_the_service_itself_is_done(served):
