@@ -5,6 +5,8 @@ MARKS selects tests as `pytest -m` does. Those marked `clock` run at the end, on
 With the hook of this module, pytest leaves out the files that have no test of the marks: each worker would import them, and what they
 import, to find that.
 The suite is red if a test fails twice, or if more than MAX_FLAKY tests failed at all: then something is broken, and not only unlucky.
+It is red, too, if a worker process dies, since the tests after that do not run: pytest-xdist 3.8 can wait for ever with a new worker
+(pytest-xdist#1323, #1327). And if pytest has not ended after LONGEST_S.
 Flaky tests and their first errors are printed at the end, and appended to the file that FLAKY_REPORT names.
 """
 
@@ -22,11 +24,17 @@ from pathlib import Path
 from typing import Protocol
 
 MAX_FLAKY = 5
+LONGEST_S = 3000.0
+"""Seconds for one run of pytest: half as long again as the longest takes beside two busy loops."""
+END_S = 30.0
+"""Seconds for pytest to end once it is asked to."""
 MAX_LINES, MAX_COLUMNS = 8, 400
 """Of the error of a flaky test."""
 TESTS_FAILED = 1
 NO_TESTS = 5
 """Exit codes of pytest if tests ran and some failed, and if none was selected. Others are errors of pytest or of its options."""
+TOO_LONG = 124
+"""Exit code of a run that did not end in time."""
 
 
 @dataclass
@@ -40,6 +48,11 @@ class Outcomes:
 
     errors: dict[str, str] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
+
+    @property
+    def killers(self) -> list[str]:
+        """Return the node ids of tests in which a worker process died."""
+        return [test for test, error in self.errors.items() if re.match(r"worker '\w+' crashed while running", error)]
 
 
 def read_outcomes(log: Path) -> Outcomes:
@@ -64,9 +77,19 @@ def _error(longrepr: object) -> str:
 
 
 def run_pytest(paths: list[str], options: list[str], log: Path) -> int:
-    """Run pytest in a process of its own; return its exit code."""
-    command = [sys.executable, "-m", "pytest", *options, f"--report-log={log}", *paths]
-    return subprocess.run(command, check=False).returncode
+    """Run pytest in a process of its own; return its exit code, TOO_LONG if it does not end in time."""
+    command = [sys.executable, "-m", "pytest", "--max-worker-restart=0", *options, f"--report-log={log}", *paths]
+    with subprocess.Popen(command) as running:
+        try:
+            return running.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            print(f"pytest has not ended after {LONGEST_S:g} s; its last tests are in the output above", flush=True)
+            running.terminate()
+            try:
+                running.wait(END_S)
+            except subprocess.TimeoutExpired:
+                running.kill()
+            return TOO_LONG
 
 
 def run_suite(marks: str, paths: list[str], options: list[str], directory: Path) -> int:
@@ -79,7 +102,11 @@ def run_suite(marks: str, paths: list[str], options: list[str], directory: Path)
         code = run_pytest(files, [*how, "-m", f"({marks}) and {selected}"], log) if files else 0
         if code not in {0, TESTS_FAILED, NO_TESTS}:
             return code
-        failed |= read_outcomes(log).errors if log.exists() else {}
+        outcomes = read_outcomes(log) if log.exists() else Outcomes()
+        if outcomes.killers:
+            print(f"a worker process died, and the tests after that did not run: {', '.join(outcomes.killers)}")
+            return TESTS_FAILED
+        failed |= outcomes.errors
     if not failed:
         return 0
     if len(failed) > MAX_FLAKY:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_suite
 from run_suite import may_select
 
 PROGRAM = Path(__file__).parents[1] / "run_suite.py"
@@ -134,6 +135,25 @@ def test_a_suite_without_tests_of_one_kind_is_green(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_imported_is_red(tmp_path: Path) -> None:
     assert run(tmp_path, healthy=HEALTHY, broken="import no_such_module").returncode != 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_red(tmp_path: Path) -> None:
+    files = {f"healthy{number}": HEALTHY for number in range(6)}
+    dies_once = FLAKY.format(count=1).replace('assert not first, "the first try"', "first and os._exit(1)")
+    done = run(tmp_path, "-n", "2", "--dist", "loadfile", dies=dies_once, **files)
+    assert done.returncode == 1
+    died = "a worker process died, and the tests after that did not run: test_dies.py::test_flaky[0]\n"
+    assert done.stdout.endswith(died)
+
+
+@pytest.mark.slow
+def test_a_suite_that_does_not_end_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(run_suite, "LONGEST_S", 5.0)
+    (tmp_path / "test_waits.py").write_text("import threading\ndef test_waits(): threading.Event().wait()\n")
+    options = ["-p", "no:cacheprovider", "-p", "no:timeout"]
+    assert run_suite.run_suite("not left_out", [str(tmp_path)], options, tmp_path) == run_suite.TOO_LONG
+    assert "pytest has not ended after 5 s" in capfd.readouterr().out
 
 
 def test_wrong_options_are_red(tmp_path: Path) -> None:
