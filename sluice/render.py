@@ -230,15 +230,7 @@ class ChatRenderer:
             TemplateError: if the template refuses the messages, or leaves a tool's result out.
         """
         text = self._marked(messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        with_marks, marks = _marked_results(messages)
-        if marks:
-            rendered = self.text(with_marks, add_generation_prompt=add_generation_prompt, tools=tools)
-            missing = next((index for index, mark in marks.items() if mark not in rendered), None)
-            if missing is not None:
-                raise TemplateError(
-                    f"the chat template leaves out the tool's result in message {missing}: send it after an assistant message with the"
-                    " call that it answers in `tool_calls`, or as a user message where the model takes no tools"
-                )
+        self._check_results(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return self._encoded(text)
 
     def render_continuation(
@@ -277,6 +269,21 @@ class ChatRenderer:
             added = [*end, *self._encoded(seam.addition)]
         return [*ids, *added[given:]]
 
+    def _check_results(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Refuse messages if the template leaves a tool's result out."""
+        with_marks, marks = _marked_results(messages)
+        if not marks:
+            return
+        rendered = self.text(with_marks, add_generation_prompt=add_generation_prompt, tools=tools)
+        missing = next((index for index, mark in marks.items() if mark not in rendered), None)
+        if missing is not None:
+            raise TemplateError(
+                f"the chat template leaves out the tool's result in message {missing}: send it after an assistant message with the"
+                " call that it answers in `tool_calls`, or as a user message where the model takes no tools"
+            )
+
     def stands_for(
         self,
         ids: Sequence[int],
@@ -309,7 +316,8 @@ class ChatRenderer:
 
         Raises:
             RewritesError: if the template changes earlier text when messages are added, such as one that removes earlier reasoning.
-            TemplateError: if there is no turn to learn, or one is not text.
+            TemplateError: if there is no turn to learn, one is not text, or one does not begin as the generation prompt begins it, or
+                the template leaves out a tool's result.
         """
         messages = [_with_text(message, index) for index, message in enumerate(messages)]
         self._check_roles(messages, tools)
@@ -356,12 +364,30 @@ class ChatRenderer:
         """Return the row of the last message, an assistant's, after what is `done`; and the marked text of all."""
         index = len(messages) - 1
         prompt = self._marked(messages[:index], add_generation_prompt=True, tools=tools)
+        self._check_results(messages[:index], add_generation_prompt=True, tools=tools)
         whole = self._marked(messages, add_generation_prompt=False, tools=tools)
         context = self._encoded(_appended(done, prompt, index))
+        self._check_opening(messages, prompt, whole, tools)
         answer = self._encoded(_appended(prompt, whole, index))
         count = self._learned(answer)
         mask = [False] * len(context) + [True] * count + [False] * (len(answer) - count)
         return Rendered(context + answer, mask), whole
+
+    def _check_opening(
+        self, messages: Sequence[Message], prompt: str, whole: str, tools: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Refuse a last turn that does not begin as the generation prompt begins it, such as with an open `<think>`."""
+        if whole.startswith(prompt):
+            return
+        index = len(messages) - 1
+        before = self._marked(messages[:index], add_generation_prompt=False, tools=tools)
+        if prompt.startswith(before) and whole.startswith(before):
+            opening = self._control.plain(prompt[len(before) :])
+            raise TemplateError(
+                f"the chat template begins a turn that is sampled with {opening!r}, and writes message {index} without it: give the"
+                " message its reasoning in `reasoning_content`, or set template arguments such as enable_thinking = false, or give a"
+                " template that begins both in the same way"
+            )
 
     def render_completion(self, prompt: str, completion: str) -> Rendered:
         """Return the token ids of plain text and its completion, without a template. The completion and an end token are learned."""

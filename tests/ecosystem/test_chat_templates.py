@@ -5,9 +5,12 @@ The judge knows nothing of stand-ins: it renders the same conversation whole, wi
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollout_svc.replies import reply_format, written_call
-from sluice.render import ChatRenderer, TemplateError
+from sluice.render import ChatRenderer, Rendered, TemplateError
 
 TEMPLATES = Path(__file__).parents[2] / ".venv-bench/trl/chat_templates"
 
@@ -166,6 +169,65 @@ def test_templates_that_write_calls_as_json_have_a_parser_in_both_engines():
     written = {stem for stem, text in templates.items() if "<tool_call>\n{" in (written_call(tokenizer_of(text)) or "")}
     assert found == written
     assert {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"} <= found
+
+
+COLD, MORE = {"role": "assistant", "content": "It is cold."}, {"role": "user", "content": "And now?"}
+DEMONSTRATIONS = {
+    "one result": [QUESTION, ONE, result(1, "4 degrees"), COLD],
+    "two results": [*CONVERSATIONS["two results"][0], COLD],
+    "reasoning": [
+        QUESTION,
+        {**ONE, "reasoning_content": "I must look."},
+        result(1, "4 degrees"),
+        {**COLD, "reasoning_content": "So."},
+    ],
+    "turns": [QUESTION, COLD, MORE, COLD],
+    "late call": [QUESTION, COLD, MORE, ONE, result(1, "4 degrees"), COLD],
+}
+
+
+def learned_turns(row: Rendered) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield what comes before each stretch that is learned, and the stretch."""
+    for is_learned, places in itertools.groupby(range(len(row.ids)), lambda place: row.loss_mask[place]):
+        if is_learned:
+            first, *others = places
+            yield row.ids[:first], row.ids[first : first + 1 + len(others)]
+
+
+def sampled_prompt(renderer: ChatRenderer, ids: list[int], messages: list[dict[str, Any]], known: int) -> list[int]:
+    """Return what a model continues: the ids so far with what follows them, or another rendering where these do not stand for it."""
+    with contextlib.suppress(TemplateError):
+        continued = renderer.render_continuation(ids, messages[known:], earlier=messages[:known], tools=TOOLS)
+        if renderer.stands_for(continued, messages, tools=TOOLS):
+            return continued
+    return renderer.render(messages, tools=TOOLS)
+
+
+def test_what_is_learned_of_a_demonstration_is_what_would_be_sampled_of_it() -> None:
+    judged, different = Counter[str](), []
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        renderer = ChatRenderer(tokenizer_of(path.read_text()))
+        for name, messages in DEMONSTRATIONS.items():
+            try:
+                rows = renderer.render_turns(messages, TOOLS)
+            except TemplateError:
+                continue
+            judged[name] += 1
+            asked = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
+            known, ids = 0, list[int]()
+            for place, (context, turn_ids) in zip(
+                asked, itertools.chain.from_iterable(map(learned_turns, rows)), strict=True
+            ):
+                prompt = (
+                    sampled_prompt(renderer, ids, messages[:place], known)
+                    if known
+                    else renderer.render(messages[:place], tools=TOOLS)
+                )
+                if prompt != context:
+                    different.append((path.stem, name, place))
+                known, ids = place + 1, [*prompt, *turn_ids]
+    assert different == []
+    assert min(judged[name] for name in DEMONSTRATIONS) >= 40
 
 
 QUOTED = {

@@ -136,6 +136,22 @@ def test_a_template_that_rewrites_earlier_turns_is_named():
         renderer.render_sft([user("a"), assistant("b"), user("c"), assistant("d")])
 
 
+def test_a_demonstration_that_begins_otherwise_than_a_sampled_turn_is_named():
+    opens = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    assert opens != CHATML
+    renderer = ChatRenderer(word_piece(opens))
+    with pytest.raises(TemplateError, match=r"begins a turn that is sampled with .*<think>.*reasoning_content"):
+        renderer.render_turns([user("a"), assistant("b")])
+
+
+def test_a_demonstration_whose_tool_result_is_left_out_is_named():
+    silent = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
+    assert silent != CHATML
+    result = {"role": "tool", "content": "4 degrees", "tool_call_id": "1"}
+    with pytest.raises(TemplateError, match="leaves out the tool's result in message 2"):
+        ChatRenderer(word_piece(silent)).render_turns([user("a"), assistant("b"), result, assistant("c")])
+
+
 def test_a_template_without_history_cannot_be_continued():
     with pytest.raises(TemplateError, match="whole conversation"):
         ChatRenderer(word_piece(HIDES_HISTORY)).render_continuation([1, 2], [user("x")])
