@@ -89,7 +89,7 @@ class SluiceError(Exception):
     def from_rpc(cls, error: grpc.aio.AioRpcError) -> Self:
         """Rebuild the error that the server raised. Without details, as for a lost connection, the reason is the code's name.
 
-        A call that we cancel raises asyncio.CancelledError, so CANCELLED is of a server that has stopped: the call may be repeated.
+        A call that we cancel raises asyncio.CancelledError, so CANCELLED is of a server that has stopped: it is UNAVAILABLE.
         """
         status = Status()
         try:
@@ -103,10 +103,10 @@ class SluiceError(Exception):
                 f"message_bytes: {error.details()}; the contracts allow {MAX_MESSAGE_BYTES} bytes: send less at a time",
                 violations={"message_bytes": f"exceeds {MAX_MESSAGE_BYTES}"},
             )
-        if not status.details and error.code() is grpc.StatusCode.CANCELLED:
-            return cls.unavailable("SERVER_STOPPED", "the server stopped before it answered; make the call again")
-        missing = error.details() or "no details; is the address right and the service up?"
-        return cls.from_status(status, error.code(), missing)
+        code, missing = error.code(), error.details() or "no details; is the address right and the service up?"
+        if code is grpc.StatusCode.CANCELLED:
+            code, missing = grpc.StatusCode.UNAVAILABLE, "the server stopped before it answered; make the call again"
+        return cls.from_status(status, code, missing)
 
     @classmethod
     def from_status(

@@ -231,7 +231,7 @@ def test_a_call_that_reached_a_server_as_it_stopped_may_be_repeated():
         grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="CANCELLED"
     )
     error = SluiceError.from_rpc(ended)
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVER_STOPPED")
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
 
 
 async def test_serving_ends_when_the_service_itself_is_done(served):
