@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, TypeAlias
@@ -72,7 +72,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._processes, self._config, self._clock = processes, config, clock
         self._episodes: dict[str, _Served] = {}
         self._opening: dict[str, asyncio.Task[_Served]] = {}
-        self._listings: OrderedDict[tuple[str, int], list[Task]] = OrderedDict()
+        self._listings: OrderedDict[tuple[str, int], Sequence[Task]] = OrderedDict()
 
     async def run(self) -> None:
         """Close idle episodes, until it is cancelled; then close all."""

@@ -55,7 +55,8 @@ class TaskStream:
     def __init__(self, tasks: Sequence[Task], seed: int, pools: PoolsConfig | None = None, *, split: str = "") -> None:
         if not tasks:
             raise ValueError(f"the split {split!r} has no tasks: check its name and the environment's args")
-        self._tasks = {task.task_id: task for task in tasks}
+        self._listed = tasks
+        self._tasks = {task.task_id: place for place, task in enumerate(tasks)}
         if len(self._tasks) < len(tasks):
             twice = next(name for name, times in Counter(task.task_id for task in tasks).items() if times > 1)
             raise ValueError(
@@ -91,7 +92,8 @@ class TaskStream:
 
     def get(self, task_id: str) -> Task | None:
         """Return a task; None if there is none of this id."""
-        return self._tasks.get(task_id)
+        place = self._tasks.get(task_id)
+        return None if place is None else self._listed[place]
 
     def at(self, position: int) -> str:
         """Return the task at a position of the stream without pools, from 0."""

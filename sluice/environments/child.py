@@ -123,7 +123,8 @@ class Server:
     async def _tasks(self, listing: str, split: str, seed: int, start: int) -> Answer:
         """Return a page of the tasks of a split; the first page lists them."""
         if not start:
-            self._listings[listing] = list(await self._call(self._environment.tasks, split, seed))
+            found = await self._call(self._environment.tasks, split, seed)
+            self._listings[listing] = found if isinstance(found, Sequence) else list(found)
         tasks = self._listings[listing]
         page = [_task_fields(task) for task in tasks[start : start + _PAGE_TASKS]]
         if start + len(page) >= len(tasks):

@@ -25,6 +25,7 @@ from sluice.environments.base import Message, Score, Task
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.episode import MOST_LOSSES, OpenEpisode, task_fields
 from sluice.environments.framing import NotPlainError
+from sluice.environments.stored_tasks import StoredTasks
 from sluice.environments.worker import (
     MARK,
     Call,
@@ -227,15 +228,15 @@ class EnvironmentProcesses:
             self._give_up("the run ends")
             await self._watchdog.stop()  # which kills what is left
 
-    async def tasks(self, split: str, seed: int) -> list[Task]:
-        """Return the tasks of a split; the same seed gives the same tasks in the same order.
+    async def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """Return the tasks of a split; the same seed gives the same tasks in the same order. They are in a file if they are large.
 
         Raises:
             ConfigError: if the environment fails, or does not list them in time.
         """
         listing = str(next(self._numbers))
         arguments = {"listing": listing, "split": split, "seed": seed}
-        tasks: list[Task] = []
+        tasks = StoredTasks()
         worker: Worker | None = None
         while True:
             try:
@@ -251,7 +252,8 @@ class EnvironmentProcesses:
                 raise ConfigError(
                     f"environment {self.name} cannot list the tasks of split {split}: {error.message}"
                 ) from error
-            tasks += [Task(**fields) for fields in page["tasks"]]
+            for fields in page["tasks"]:
+                tasks.append(Task(**fields))
             if len(tasks) >= page["count"]:
                 return tasks
 

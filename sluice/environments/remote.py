@@ -19,6 +19,7 @@ from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig
 from sluice.environments.base import Message, Score, Task, Turn
+from sluice.environments.stored_tasks import StoredTasks
 from sluice.environments.wire import chat_messages, plain_messages, plain_tools, task_message, task_of
 from sluice.errors import ConfigError
 from sluice.rpc import SluiceError, connect
@@ -110,13 +111,14 @@ class RemoteEnvironment:
             self._connected = environment_pb2_grpc.EnvironmentServiceStub(channel)
         return self._connected
 
-    async def tasks(self, split: str, seed: int) -> list[Task]:
+    async def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the tasks of a split."""
         request = environment_pb2.ListTasksRequest(split=split, seed=seed, page_size=_PAGE_TASKS)
-        found: list[Task] = []
+        found = StoredTasks()
         while True:
             page = await _patiently(self._stub.ListTasks, request)
-            found += map(task_of, page.tasks)
+            for each in page.tasks:
+                found.append(task_of(each))
             if not page.next_page_token:
                 return found
             if page.next_page_token == request.page_token or not page.tasks:
