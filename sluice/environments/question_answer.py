@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from decimal import Decimal
 from typing import Any, TypeAlias
 
 from sluice.environments.base import Message, Score, Task, noted, number
-from sluice.environments.datasets import Row, place, rows
+from sluice.environments.datasets import Row, placed_rows
 from sluice.environments.formats import Format, find_format
 from sluice.environments.rewards import CHECKS, REWARDS, CodeReward, Judge, RewardFunction
+from sluice.environments.stored_tasks import StoredTasks
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
@@ -86,12 +85,23 @@ def _answer(found: Any, structured: bool) -> str:  # noqa: ANN401 - whatever a r
         return found
     if isinstance(found, float) and found.is_integer():
         return str(int(found))  # a column of whole numbers with a gap in it holds 7.0
-    if isinstance(found, int | float | Decimal) and not isinstance(found, bool) and math.isfinite(found):
+    if isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found):
         return str(found)
     if structured and isinstance(found, list | dict):
         return json.dumps(found)
     kind = "null" if found is None else f"{found!r:.80}"
     raise ValueError(f"it is {kind}: give a text" + (", a list or an object" if structured else " or a number"))
+
+
+def _kept(found: Any) -> Any:  # noqa: ANN401 - whatever a row has
+    """Return an answer for a function of the user's, as it is in the row.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if found is None or (isinstance(found, float) and not math.isfinite(found)):
+        raise ValueError(f"it is {'null' if found is None else found}: give a text, a number, a list or an object")
+    return found
 
 
 def _question(found: Any) -> str | list[Message]:  # noqa: ANN401 - whatever a row has
@@ -160,6 +170,7 @@ class QuestionAnswer:
         self._reward, self._check = _function(self._name, sandbox, limits)
         if not checked:
             self._check = None
+        self._keeps_answers = checked and self._name != "code" and self._name not in REWARDS
         self.scoring_s = float(getattr(self._reward, "scoring_s", 0.0))
         self.awaits = inspect.iscoroutinefunction(self._reward)
         self._fields = ("question", "answer") if format else (question, answer)
@@ -171,22 +182,21 @@ class QuestionAnswer:
         Raises:
             ConfigError: if the data set cannot be read or a row lacks a field.
         """
-        tasks: list[Task] = []
-        for index, row in enumerate(rows(self._dataset, split, self._configuration)):
+        tasks = StoredTasks()
+        for index, (place, row) in enumerate(placed_rows(self._dataset, split, self._configuration)):
             if self._limit is not None and len(tasks) >= self._limit:
                 break
             try:
                 found = self._format.read(row)
-                asked = None if found is None else self._asked(found)
+                if found is not None:
+                    tasks.append(Task(str(found.get("id", f"{split}-{index}")), self._asked(found)))
             except (KeyError, TypeError, ValueError) as error:
                 why = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
                 raise ConfigError(
-                    f"{place(self._dataset, split, index)}, with the fields {', '.join(row)}, does not fit: {why}; correct the row, or set"
+                    f"{place}, with the fields {', '.join(row)}, does not fit: {why}; correct the row, or set"
                     " environment_args question and answer to the fields, or a format that leaves the row out"
                 ) from error
-            if found is not None and asked is not None:
-                tasks.append(Task(str(found.get("id", f"{split}-{index}")), asked))
-        random.Random(seed).shuffle(tasks)  # noqa: S311 - an order, not a secret
+        tasks.shuffle(seed)
         return tasks
 
     def _asked(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -199,7 +209,11 @@ class QuestionAnswer:
         if self._name == "code" and found.get("entry_point") and isinstance(answer, str) and "def check(" in answer:
             answer = {"test": answer, "entry_point": found["entry_point"]}
         try:
-            answer = _answer(answer, structured=self._check is None or self._name == "code")
+            answer = (
+                _kept(answer)
+                if self._keeps_answers
+                else _answer(answer, structured=self._check is None or self._name == "code")
+            )
             if self._check is not None:
                 self._check(answer)
         except ValueError as error:

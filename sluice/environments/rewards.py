@@ -20,7 +20,7 @@ from sluice.environments.formats import last_boxed
 from sluice.environments.sandbox import START_S, Limits, Ran, check_confines, run_python
 from sluice.errors import ConfigError
 
-RewardFunction = Callable[[str, str], float]
+RewardFunction = Callable[[str, Any], float]
 
 _FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^\n]*)$", re.MULTILINE)
 

@@ -97,10 +97,13 @@ def test_the_assistant_turns_of_a_prompt_are_not_learned(renderer, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([pair("a", "b"), {"prompt": "x", "chosen": "y"}], r"r.jsonl:2: a row needs `prompt`, `chosen` and `rejected`"),
+        (
+            [pair("a", "b"), {"prompt": "x", "chosen": "y"}],
+            r"line 2 of .*r.jsonl: a row needs `prompt`, `chosen` and `rejected`",
+        ),
         ([pair("a", "a")], "chosen and rejected are the same"),
         ([{side: [QUESTION, answer("a")] for side in ("chosen", "rejected")}], "chosen and rejected are the same"),
-        ([pair("a", "b" * 100)], r"r.jsonl:1 has \d+ tokens, more than max_length 64"),
+        ([pair("a", "b" * 100)], r"line 1 of .*r.jsonl has \d+ tokens, more than max_length 64"),
     ],
 )
 def test_pairs_that_cannot_be_used_are_named_by_their_line(renderer, tmp_path, rows, message):

@@ -128,7 +128,7 @@ def missing(completion, answer): return None
 def text(completion, answer): return "0.5"
 def nested(completion, answer): return [0.5]
 def nan(completion, answer): return float("nan")
-def parts(completion, answer): return float(answer == '["a", 1]')
+def parts(completion, answer): return float(answer == ["a", 1])
 """
 
 
@@ -172,7 +172,7 @@ def test_functions_of_questions_and_answers_may_return_numbers_of_every_library(
     assert found == (Score(0.5, {"length": 3}) if name == "score" else 0.5)
 
 
-def test_functions_of_questions_and_answers_may_abstain_and_get_lists_as_json(functions: str) -> None:
+def test_functions_of_questions_and_answers_may_abstain_and_get_answers_as_they_are(functions: str) -> None:
     def said(name: str) -> Any:
         questions = load_questions(functions.replace("mine.py", "rows.jsonl"), reward=f"{functions}:{name}")
         (task,) = questions.tasks("train", 0)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.config import ConfigError
-from sluice.render import ChatRenderer
+from sluice.render import ChatRenderer, Rendered
 from trainer_svc.offline.commands import SFT, load_offline
 from trainer_svc.offline.config import SftConfig
 from trainer_svc.offline.data import Examples, batches, load_examples, render_demonstration
@@ -123,12 +127,15 @@ def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_pa
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([chat("a", "b"), {"text": "x"}], r"r.jsonl:2: a row needs `messages`"),
-        ([chat("a", "b" * 100)], r"r.jsonl:1 has \d+ tokens, more than max_length 50"),
+        ([chat("a", "b"), {"text": "x"}], r"line 2 of .*r.jsonl: a row needs `messages`"),
+        ([chat("a", "b" * 100)], r"line 1 of .*r.jsonl has \d+ tokens, more than max_length 50"),
         ([[1]], r"line 1 of .*r.jsonl is not a JSON object"),
         ([{"messages": [{"role": "user", "content": "x"}]}], "no assistant turn"),
-        ([chat("a", "b"), {"messages": [{"content": "x"}]}], "r.jsonl:2 contains malformed messages .KeyError"),
-        ([{"messages": "x"}], "r.jsonl:1 contains malformed messages"),
+        (
+            [chat("a", "b"), {"messages": [{"content": "x"}]}],
+            "line 2 of .*r.jsonl contains malformed messages .KeyError",
+        ),
+        ([{"messages": "x"}], "line 1 of .*r.jsonl contains malformed messages"),
         (
             [{"messages": [{"role": "user", "content": 7}, *chat("a", "b")["messages"]]}],
             "0 of the user has content of type int",
@@ -173,7 +180,7 @@ def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
 
 def test_a_missing_file_is_named(model_dir, tmp_path):
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    with pytest.raises(ConfigError, match=r"there is no file .*none.jsonl"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none.jsonl: there is no such file"):
         demonstrations(tmp_path / "none.jsonl", renderer)
 
 
@@ -254,3 +261,68 @@ def test_a_model_of_other_shapes_than_it_says_is_told_in_one_line(model_dir, tmp
     (other / "model.safetensors").write_bytes(whole[:100])
     with pytest.raises(ConfigError, match=r"^model: the weights in .*/other are incomplete \(.*header"):
         SFT.run(words)
+
+
+@pytest.mark.parametrize("name", ["r.parquet", "r.json", "r.csv", "r.arrow"])
+def test_files_of_every_kind_teach_the_same(model_dir, tmp_path, name):
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    rows = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(5)]
+    table = pa.Table.from_pylist(rows)
+    match name:
+        case "r.parquet":
+            pq.write_table(table, tmp_path / name)
+        case "r.json":
+            (tmp_path / name).write_text(json.dumps(rows))
+        case "r.csv":
+            pa.csv.write_csv(table, tmp_path / name)
+        case "r.arrow":
+            with pa.ipc.new_stream(tmp_path / name, table.schema) as writer:
+                writer.write_table(table)
+    found, wanted = (
+        demonstrations(path, renderer) for path in (tmp_path / name, write_rows(tmp_path / "r.jsonl", rows))
+    )
+    assert [ids(found, index) for index in range(5)] == [ids(wanted, index) for index in range(5)]
+
+
+def ids(data: Examples, index: int) -> list[tuple[list[int], list[bool]]]:
+    return [(row.input_ids.tolist(), row.loss_mask.tolist()) for row in data.rows(index)]
+
+
+def test_a_mixture_is_named_in_a_flag_or_a_file(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "a.jsonl", [chat("a", "b")] * 6)
+    write_rows(tmp_path / "b.jsonl", [chat("c", "d")] * 50)
+    (tmp_path / "sft.toml").write_text('data = ["a.jsonl=0.75", "b.jsonl=0.25"]\n')
+    words = ["--model", str(model_dir), "--device", "cpu", "--max-steps", "1", "--batch-size", "1"]
+    assert SFT.run(["@", "sft.toml", *words, "--output", "one"]) == 0
+    assert SFT.run(["--data", "a.jsonl=3,b.jsonl=1", *words, "--output", "two"]) == 0
+    assert SFT.run(["--data", "a.jsonl,b.jsonl", *words, "--output", "three"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "demonstrations" in line]
+    assert [line.partition(" steps on ")[2].split()[0] for line in lines] == ["8", "8", "56"]
+    assert load_offline(SftConfig, ["--data", "a.jsonl", "--model", str(model_dir)], "sft").data == "a.jsonl"
+    for data, told in (
+        ("a.jsonl=0.5,b.jsonl", "data: .*b.jsonl has no share"),
+        ("a.jsonl=0.5,c.jsonl=1", "there is no file .*c.jsonl"),
+        ("a.jsonl,sft.toml", "sft.toml is a file of an unknown kind"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load_offline(SftConfig, ["--data", data, "--model", str(model_dir)], "sft")
+
+
+def test_more_examples_than_memory_holds_are_read(tmp_path):
+    path = write_rows(tmp_path / "r.jsonl", [{"n": number} for number in range(2000)])
+
+    def render(row):
+        return [(Rendered([row["n"]] * 1000, [False] * 999 + [True]),)]
+
+    tracemalloc.start()
+    try:
+        data = load_examples(str(path), "train", render, max_length=1000, drop_long=False, directory=tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000, "the tokens are 8 MB of numbers and 2 MB of masks"
+    (row,) = data.rows(1234)
+    assert row.input_ids.tolist() == [1234] * 1000
+    assert row.loss_mask.tolist() == [False] * 999 + [True]
+    assert [*tmp_path.iterdir()] == [path], "the file of the tokens has no name"

@@ -156,5 +156,5 @@ async def test_what_cannot_be_trained_is_refused(mine: str, arguments: dict[str,
 async def test_rows_without_a_prompt_are_refused(mine: str, tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"question": "?"}\n')
     async with trl(mine, rows="other", reward_funcs=f"{mine}:exact") as questions:
-        with pytest.raises(ConfigError, match="have no column prompt, but question"):
+        with pytest.raises(ConfigError, match=r"line 1 of .*other\.jsonl has no column prompt, but question"):
             await questions.tasks("train", 0)

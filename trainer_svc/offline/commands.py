@@ -15,6 +15,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from sluice.config import Command, ConfigError, Section, load_command, reason_of
+from sluice.environments.datasets import parts
 from sluice.models import ADAPTER_SETTINGS, check_files, check_hub, check_model
 from trainer_svc.compute_config import check_sizes
 from trainer_svc.offline.config import (
@@ -89,7 +90,8 @@ def _check(config: OfflineConfig) -> None:
         check_files(model, setting)
     config.check_compiler()
     for setting, data in (("split", config.data), ("eval_split", config.eval_data)):
-        if data and is_file(data) and setting in config.model_fields_set:
+        files = [is_file(each.dataset) for each in parts(data)] if data else []
+        if files and all(files) and setting in config.model_fields_set:
             raise ConfigError(f"{setting}: {data} is a file, which has no splits: remove {setting}, or name a dataset")
 
 

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sluice.config import ConfigError
+from sluice.environments.datasets import ENDINGS, kind, parts
 from trainer_svc.compute_config import ComputeConfig, check_decay
 
 
@@ -19,7 +20,10 @@ class OfflineConfig(ComputeConfig):
     """The word for the examples in the last line of output."""
 
     model: str = Field("", description="Model to start from: a Hugging Face directory or hub id.")
-    data: str = Field("", description="Examples: a JSONL file, a dataset directory or a hub dataset id.")
+    data: str | list[str] = Field(
+        "",
+        description="Examples: a file (JSONL, JSON, CSV, Parquet, Arrow), a dataset directory or a hub dataset id, also with a revision (`owner/name@revision`). Several are read one after the other, or mixed if each has a share (`a.jsonl=0.7,b.parquet=0.3`).",
+    )
     split: str = Field("train", description="Split of `data`, if it is a dataset; a file has none.")
     output: Path = Field(Path("outputs/offline"), description="Model directory to write; must not exist.")
     batch_size: int = Field(64, ge=1, le=1 << 20, description="Examples per optimizer step.")
@@ -28,7 +32,7 @@ class OfflineConfig(ComputeConfig):
     on_long: Literal["error", "drop"] = Field(
         "error", description="Longer examples: error stops the run, drop leaves them out and counts them."
     )
-    eval_data: str = Field(
+    eval_data: str | list[str] = Field(
         "", description="Held-out examples, in the form of `data`, to report the loss on; empty: see `eval_share`."
     )
     eval_split: str = Field("test", description="Split of `eval_data`, if it is a dataset.")
@@ -51,6 +55,23 @@ class OfflineConfig(ComputeConfig):
         "float32", description="Precision of the written weights."
     )
     lr: float = Field(1e-5, ge=0, description="Peak learning rate, per step.")
+
+    @field_validator("data", "eval_data", mode="before")
+    @classmethod
+    def _name_of_one(cls, data: object) -> object:
+        """Return the name in a list of one: a flag is read as a list."""
+        return data[0] if isinstance(data, list) and len(data) == 1 else data or ""
+
+    @field_validator("data", "eval_data")
+    @classmethod
+    def _shares(cls, data: str | list[str]) -> str | list[str]:
+        """Refuse shares that make no mixture."""
+        if data:
+            try:
+                parts(data)
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return data
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -75,16 +96,16 @@ class SftConfig(OfflineConfig):
 
     EXAMPLES = "demonstrations"
 
-    data: str = Field(
+    data: str | list[str] = Field(
         "",
-        description="Demonstrations: a JSONL file, a dataset directory or a hub dataset id, with rows of `messages`, or of `prompt` and "
+        description="Demonstrations: a file (JSONL, JSON, CSV, Parquet, Arrow), a dataset directory or a hub dataset id, or several, with rows of `messages`, or of `prompt` and "
         "`completion` (texts are joined as they are; lists of messages are rendered as a chat).",
     )
     output: Path = Field(Path("outputs/sft"), description="Model directory to write; must not exist.")
 
 
 PAIRS = (
-    "Pairs of answers: a JSONL file, a dataset directory or a hub dataset id, with rows of `prompt`, `chosen` and `rejected`"
+    "Pairs of answers: a file (JSONL, JSON, CSV, Parquet, Arrow), a dataset directory or a hub dataset id, or several, with rows of `prompt`, `chosen` and `rejected`"
     " (texts are joined as they are; lists of messages are rendered as a chat, with `tools` if given)."
 )
 
@@ -95,7 +116,7 @@ class DpoConfig(OfflineConfig):
     The reference is the model to start from. Its log-probabilities are computed once, before the first step.
     """
 
-    data: str = Field("", description=PAIRS)
+    data: str | list[str] = Field("", description=PAIRS)
     output: Path = Field(Path("outputs/dpo"), description="Model directory to write; must not exist.")
     lr: float = Field(1e-6, ge=0, description="Peak learning rate, per step.")
     objective: Literal["dpo", "ipo"] = Field(
@@ -125,7 +146,7 @@ class RewardModelConfig(OfflineConfig):
     The output is a transformers sequence classifier with one label, which scores the last token.
     """
 
-    data: str = Field("", description=PAIRS)
+    data: str | list[str] = Field("", description=PAIRS)
     output: Path = Field(Path("outputs/reward_model"), description="Model directory to write; must not exist.")
     centering: float = Field(
         0.0,
@@ -142,7 +163,7 @@ class DistillConfig(OfflineConfig):
 
     EXAMPLES = "texts"
 
-    data: str = Field(
+    data: str | list[str] = Field(
         "",
         description="Texts, as rows of `sluice sft`: sampled from the teacher (`divergence = forward`) or from the model to start from "
         "(`divergence = reverse`).",
@@ -162,22 +183,21 @@ class DistillConfig(OfflineConfig):
         return self
 
 
-_FILE_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".parquet"}
-"""Ends of names that no hub dataset has."""
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w./-]+)?")
 
 
 def is_file(data: str) -> bool:
     """Return whether the data is a file, which has no splits, rather than a dataset.
 
     Raises:
-        ConfigError: if it is neither a file, nor a directory, nor of the form of a hub id.
+        ConfigError: if it is neither a file that can be read, nor a directory, nor of the form of a hub id.
     """
     path = Path(data)
     if path.is_file():
+        if kind(path) is None:
+            raise ConfigError(f"{path} is a file of an unknown kind: its name must end with {', '.join(ENDINGS)}")
         return True
-    if not path.exists() and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
+    if not path.exists() and (kind(path) or path.suffix in {".txt", ".gz"} or not _HUB_ID.fullmatch(data)):
         raise ConfigError(f"there is no file {path.resolve()}, and {data!r} is not a hub dataset id such as owner/name")
     return False
 

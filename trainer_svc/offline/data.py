@@ -5,28 +5,28 @@ An example is one training row for a demonstration, and two rows of one group fo
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from sluice.config import ConfigError, reason_of
-from sluice.environments.datasets import jsonl_rows
-from sluice.models import check_hub_dataset
+from sluice.config import ConfigError
+from sluice.environments.datasets import Row, mixed_rows
 from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.offline.config import OfflineConfig, is_file
+from trainer_svc.offline.config import OfflineConfig
 from trainer_svc.parallel.ranks import ALONE, Ranks
-
-Row: TypeAlias = Mapping[str, Any]
 
 Render: TypeAlias = Callable[[Row], Rows[tuple[Rendered, ...]]]
 """Makes the examples of a row: one row for a demonstration, the chosen and the rejected one for a pair."""
@@ -39,55 +39,6 @@ _LEARNED = ("weight", "loss", "train")
 """Fields with which data sets say of a message whether it is learned."""
 
 SAME = "chosen and rejected are the same: drop the row"
-
-
-# Reading: rows, each with a name for messages.
-
-
-def _read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a JSONL file, a dataset directory or a hub dataset.
-
-    Raises:
-        ConfigError: if there is no such file or dataset, it holds no row, or a line is not a JSON object.
-    """
-    name = None
-    for name, row in _file_rows(data) if is_file(data) else _dataset_rows(data, split):
-        yield name, row
-    if name is None:
-        raise ConfigError(f"{data} is empty: give a file with one JSON object per line, or a dataset with rows")
-
-
-def _file_rows(data: str) -> Iterator[tuple[str, Row]]:
-    for number, row in jsonl_rows(Path(data)):
-        yield f"{data}:{number}", row
-
-
-def _dataset_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
-    from datasets import load_dataset  # noqa: PLC0415  seconds of import that files do not need
-    from datasets.exceptions import DatasetsError  # noqa: PLC0415
-
-    check_hub_dataset(name)
-    try:
-        rows = load_dataset(name, split=split)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise ConfigError(f"cannot load split {split} of the dataset {name}: {reason_of(error)}") from error
-    for number, row in enumerate(rows):
-        yield f"{name}[{split}][{number}]", {key: _without_padding(value) for key, value in row.items()}
-
-
-def _without_padding(value: Any) -> Any:  # noqa: ANN401 - whatever a row has
-    """Return a value of a row of Arrow without the nulls that it adds: a struct has every field that any row has.
-
-    The content of a message stays null where a row has it so.
-    """
-    if isinstance(value, Mapping):
-        is_message = "role" in value
-        return {
-            name: _without_padding(each)
-            for name, each in value.items()
-            if each is not None or (is_message and name == "content")
-        }
-    return [_without_padding(each) for each in value] if isinstance(value, list) else value
 
 
 # Rendering: one row of the data to one or two lists of token ids.
@@ -208,34 +159,100 @@ class Examples:
         return self.count
 
 
-def load_examples(data: str, split: str, render: Render, *, max_length: int, drop_long: bool) -> Examples:
-    """Read and render all rows of a JSONL file, a dataset directory or a hub dataset; `max_length` is in tokens.
+class _TokenFile:
+    """Token ids and loss masks of examples in a file, so that they may be more than memory holds: 5 bytes a token.
+
+    The file has no name and is gone with the process. In memory are 16 bytes for each example and each of its rows.
+
+    Args:
+        directory: A directory of the disk that it is written to.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._file = TemporaryFile(dir=directory)  # noqa: SIM115 - it lives as long as the examples
+        self._rows, self._examples = array("Q", [0]), array("Q", [0])
+
+    def append(self, rows: Rows[Rendered]) -> None:
+        """Add the rows of an example.
+
+        Raises:
+            ConfigError: if they cannot be written.
+        """
+        for row in rows:
+            content = np.array(row.ids, np.int32).tobytes() + np.array(row.loss_mask, np.bool_).tobytes()
+            try:
+                self._file.write(content)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot write the tokens of the examples beside the output: {error.strerror}; make room, or set output to another disk"
+                ) from error
+            self._rows.append(self._rows[-1] + len(content))
+        self._examples.append(len(self._rows) - 1)
+
+    def close(self) -> None:
+        """Write what is still buffered; nothing is added from here on."""
+        self._file.flush()
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples) - 1
+
+    def __getitem__(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Read ids and mask of the rows of an example."""
+        return [self._read(row) for row in range(self._examples[index], self._examples[index + 1])]
+
+    def _read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        start, end = self._rows[row], self._rows[row + 1]
+        content = os.pread(self._file.fileno(), end - start, start)
+        count = len(content) // 5
+        return np.frombuffer(content, np.int32, count), np.frombuffer(content, np.bool_, count, 4 * count).copy()
+
+
+def load_examples(
+    data: str | Rows[str],
+    split: str,
+    render: Render,
+    *,
+    max_length: int,
+    drop_long: bool,
+    directory: Path | None = None,
+) -> Examples:
+    """Read and render all rows of one data set or several (`sluice.environments.datasets`).
+
+    Args:
+        data: The data set, or several, each with its share if they are to be mixed.
+        split: Their split.
+        render: Makes the examples of a row.
+        max_length: Longest example in tokens.
+        drop_long: Leave out longer ones.
+        directory: Where the tokens are written to; the directory for temporary files if None.
 
     Raises:
         ConfigError: if a row cannot be used or none is left.
     """
-    kept: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    kept = _TokenFile(directory)
     dropped = 0
-    for name, row in _read_rows(data, split):
+    for place, row in mixed_rows(data, split):
         try:
             examples = render(row)
         except TemplateError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            raise ConfigError(f"{place}: {error}") from error
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{name} contains malformed messages ({error!r}): give objects with role and content"
+                f"{place} contains malformed messages ({error!r}): give objects with role and content"
             ) from error
         for rendered in examples:
             length = max(len(each.ids) for each in rendered)
             if length <= max_length:
-                kept.append([(np.array(each.ids, np.int32), np.array(each.loss_mask)) for each in rendered])
+                kept.append(rendered)
             elif drop_long:
                 dropped += 1
             else:
                 raise ConfigError(
-                    f"{name} has {length} tokens, more than max_length {max_length}: raise it, or set on_long to drop"
+                    f"{place} has {length} tokens, more than max_length {max_length}: raise it, or set on_long to drop"
                 )
-    if not kept:
+    kept.close()
+    if not len(kept):
         raise ConfigError(f"{data} holds no usable row ({dropped} were longer than max_length): raise max_length")
 
     def rows(index: int) -> list[Sequence]:
@@ -293,7 +310,13 @@ class Data:
 
 def load_data(config: OfflineConfig, render: Render) -> Data:
     """Read the examples to train on and those held out."""
-    read = partial(load_examples, render=render, max_length=config.max_length, drop_long=config.on_long == "drop")
+    read = partial(
+        load_examples,
+        render=render,
+        max_length=config.max_length,
+        drop_long=config.on_long == "drop",
+        directory=config.output.parent,
+    )
     data = read(config.data, config.split)
     if config.eval_data:
         return Data(data, read(config.eval_data, config.eval_split))

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sluice.environments.base import Message, Score, Task, Turn, as_float, noted, number
-from sluice.environments.datasets import Row, rows
+from sluice.environments.datasets import Place, Row, placed_rows
+from sluice.environments.framing import NotPlainError
+from sluice.environments.stored_tasks import StoredTasks
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
@@ -40,7 +42,7 @@ def load(
     """Trains with TRL's reward functions, or on an environment class of TRL's kind, as they are.
 
     Args:
-        dataset: Rows with a column `prompt`, a text or messages: a JSONL or Parquet file, a directory, or a hub id.
+        dataset: Rows with a column `prompt`, a text or messages: a file, a directory, or a hub id; see `sluice.environments.datasets`.
         reward_funcs: Functions, as ``path.py:function`` or ``module:function``.
         reward_weights: What the reward of each is multiplied by before they are added; by default 1.
         environment_factory: Class whose public methods are tools, as ``path.py:Class``.
@@ -62,7 +64,7 @@ def load(
         )
     if not named:
         raise ConfigError("trl needs reward_funcs, or an environment_factory with `get_reward`: set environment_args")
-    return Questions(_Rows(dataset, tasks, limit, system), rewards)
+    return Questions(_Rows(dataset, tasks, limit, system, prompted=True), rewards)
 
 
 class Rewards:
@@ -150,21 +152,43 @@ def _accepted(function: RewardFunction, given: Mapping[str, Any]) -> Mapping[str
 class _Rows:
     """The rows of a data set as tasks."""
 
-    def __init__(self, dataset: str, tasks: int, limit: int | None, system: str) -> None:
+    def __init__(self, dataset: str, tasks: int, limit: int | None, system: str, *, prompted: bool = False) -> None:
         self._dataset, self._tasks, self._limit, self._system = dataset, tasks, limit, system
+        self._prompted = prompted
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the rows of a split in an order that the seed determines."""
         if not self._dataset:
             return [Task(f"{split}-{index}", {"row": {}}) for index in range(self._tasks)]
-        found = []
-        for index, row in enumerate(rows(self._dataset, split)):
+        found = StoredTasks()
+        for index, (place, row) in enumerate(placed_rows(self._dataset, split)):
             if self._limit is not None and index >= self._limit:
                 break
-            found.append(Task(f"{split}-{index}", {"row": dict(row)}))
+            self._check(place, row)
+            try:
+                found.append(Task(f"{split}-{index}", {"row": dict(row)}))
+            except NotPlainError as error:
+                raise ConfigError(f"{place} does not fit: {error}; correct the row, or leave the column out") from error
         if split == "train":
-            random.Random(seed).shuffle(found)  # noqa: S311 - an order, not a secret
+            found.shuffle(seed)
         return found
+
+    def _check(self, place: Place, row: Row) -> None:
+        """Refuse a row whose prompt is missing where it is needed, or cannot be one."""
+        if "prompt" not in row:
+            if self._prompted:
+                raise ConfigError(f"{place} has no column prompt, but {', '.join(row)}")
+            return
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return
+        wrong = f"prompt is {'null' if prompt is None else f'{prompt!r:.80}'}"
+        if isinstance(prompt, list) and prompt:
+            odd = next((index for index, each in enumerate(prompt) if not _is_message(each)), None)
+            if odd is None:
+                return
+            wrong = f"prompt[{odd}] is {prompt[odd]!r:.80}"
+        raise ConfigError(f"{place} does not fit: {wrong}; give a text, or a list of messages with role and content")
 
     def messages(self, row: Row) -> list[Message]:
         """Return the prompt of a row as messages."""
@@ -173,6 +197,10 @@ class _Rows:
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
         )
         return [{"role": "system", "content": self._system}, *asked] if self._system else asked
+
+
+def _is_message(value: Any) -> bool:  # noqa: ANN401 - whatever a row has
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
 
 
 class Questions:
@@ -185,10 +213,7 @@ class Questions:
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the rows of a split."""
-        found = self._data.tasks(split, seed)
-        if found and "prompt" not in found[0].data["row"]:
-            raise ConfigError(f"the rows of the data set have no column prompt, but {', '.join(found[0].data['row'])}")
-        return found
+        return self._data.tasks(split, seed)
 
     def messages(self, task: Task) -> Sequence[Message]:
         """Return the prompt."""

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 from sluice.environments.base import Message, Score, Task, as_float, noted, number
-from sluice.environments.datasets import Row, place, rows
+from sluice.environments.datasets import Row, placed_rows
+from sluice.environments.framing import NotPlainError
 from sluice.environments.rewards import CHECKS, gsm8k_reward, math_reward
+from sluice.environments.stored_tasks import StoredTasks
 from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
@@ -111,26 +113,28 @@ class Rows:
         Raises:
             ConfigError: if a file cannot be read or lacks a column.
         """
-        found: list[Task] = []
-        for file in self.train if split == "train" else self.evaluated or self.train:
-            for index, row in enumerate(rows(file, split)):
-                if self.prompt not in row or not isinstance(row.get("reward_model"), Mapping):
-                    raise ConfigError(
-                        f"the rows of {file} have the columns {', '.join(row)}, not {self.prompt} and reward_model, as verl's files"
-                        " have: for a file of questions and answers, use the environment question_answer"
-                    )
+        found = StoredTasks()
+        files = self.train if split == "train" else self.evaluated or self.train
+        for place, row in chain.from_iterable(placed_rows(file, split) for file in files):
+            if self.prompt not in row or not isinstance(row.get("reward_model"), Mapping):
+                raise ConfigError(
+                    f"{place} has the columns {', '.join(row)}, not {self.prompt} and reward_model, as verl's files have: for a file of"
+                    " questions and answers, use the environment question_answer"
+                )
+            try:
                 if self.function is compare:
-                    try:
-                        check_comparable(str(row.get(self.source, "")), row["reward_model"].get("ground_truth"))
-                    except ValueError as error:
-                        raise ConfigError(
-                            f"{place(file, split, index)} does not fit: {error}; set environment_args reward to a function, as"
-                            " path.py:compute_score, or leave the row out"
-                        ) from error
+                    check_comparable(str(row.get(self.source, "")), row["reward_model"].get("ground_truth"))
                 found.append(Task(f"{split}-{len(found)}", {"row": dict(row)}))
+            except NotPlainError as error:
+                raise ConfigError(f"{place} does not fit: {error}; correct the row, or leave the column out") from error
+            except ValueError as error:
+                raise ConfigError(
+                    f"{place} does not fit: {error}; set environment_args reward to a function, as"
+                    " path.py:compute_score, or leave the row out"
+                ) from error
         if split == "train":
-            found = found[: self.limit]
-            random.Random(seed).shuffle(found)  # noqa: S311 - an order, not a secret
+            found.cut(self.limit)
+            found.shuffle(seed)
         return found
 
     def messages(self, task: Task) -> Sequence[Message]:
