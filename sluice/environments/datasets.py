@@ -11,12 +11,14 @@ import contextlib
 import csv
 import datetime as dt
 import gzip
+import itertools
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from math import lcm
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from uuid import UUID
@@ -125,9 +127,9 @@ def _part(text: str) -> Part:
 def mixed_rows(data: str | Sequence[str], split: str) -> Iterator[Placed]:
     """Yield the rows of the data sets that a setting names (`parts`), each with its place.
 
-    Without shares they come one after the other. With shares the next row is of the data set that is furthest behind its share, so that
-    every beginning of the mixture is mixed as well, and the same settings give the same order. The mixture ends where that data set has no
-    row left: no row comes twice, and rows that are left of the others are not used.
+    Without shares they come one after the other. With shares each data set has had its share of the rows after any number of them, less than
+    one row off, and the same settings give the same order. The mixture ends where the data set whose turn it is has no row left: no row
+    comes twice, and rows that are left of the others are not used.
 
     Raises:
         ConfigError: if a data set cannot be read, or has no row.
@@ -138,10 +140,14 @@ def mixed_rows(data: str | Sequence[str], split: str) -> Iterator[Placed]:
         for reader in readers:
             yield from reader
         return
-    shares = [each.share or Fraction(0) for each in found]
+    common = lcm(*(each.share.denominator for each in found if each.share))
+    weights = [int(each.share * common) if each.share else 0 for each in found]
+    total, turn = sum(weights), lcm(*weights)
     taken = [0] * len(found)
-    while True:
-        due = min(range(len(found)), key=lambda index: (taken[index] + 1) / shares[index])
+    for count in itertools.count(1):
+        # Of those that have less than their share of so many rows, the one whose next row is due first (Tijdeman, 1980).
+        behind = [index for index, weight in enumerate(weights) if taken[index] * total < weight * count]
+        due = min(behind, key=lambda index: (taken[index] + 1) * (turn // weights[index]))
         taken[due] += 1
         placed = next(readers[due], None)
         if placed is None:

@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sluice.environments.datasets import mixed_rows, parts, placed_rows, rows
 from sluice.errors import ConfigError
@@ -371,9 +374,21 @@ def test_data_sets_with_shares_are_mixed_evenly_and_end_with_the_first(tmp_path:
     found = [row for _, row in mixed_rows([f"{a}=0.7", f"{b}=0.3"], "train")]
     assert [row["number"] for row in found if row["from"] == "a"] == list(range(70)), "each once, in order"
     for end in range(1, len(found) + 1):
-        assert abs(sum(row["from"] == "a" for row in found[:end]) - 0.7 * end) <= 1
+        assert abs(sum(row["from"] == "a" for row in found[:end]) - 0.7 * end) < 1
     assert len(found) == 100
     assert [row for _, row in mixed_rows([f"{a}=7", f"{b}=3"], "train")] == found, "only proportions matter"
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6))
+def test_every_data_set_has_its_share_at_any_time(weights: list[int]) -> None:
+    with TemporaryDirectory() as directory:
+        names = [numbered(Path(directory) / f"{index}.jsonl", 60) for index in range(len(weights))]
+        mixed = mixed_rows([f"{name}={weight / 10}" for name, weight in zip(names, weights, strict=True)], "train")
+        found = [int(row["from"]) for _, row in mixed]
+    assert len(found) >= 60
+    for end in range(1, len(found) + 1):
+        for index, weight in enumerate(weights):
+            assert abs(found[:end].count(index) - end * weight / sum(weights)) < 1
 
 
 def test_data_sets_without_shares_come_one_after_the_other(tmp_path: Path) -> None:

@@ -391,7 +391,10 @@ MISTAKES = [
         *NEAR,
         changes={"my_rewards.py": ("return 1 / (1 + distance)", "return '1'")},
     ),
-    asked("cannot read questions.json: it is neither .jsonl nor .parquet", "dataset=questions.json"),
+    asked(
+        "cannot read questions.txt: its name ends with none of .jsonl, .ndjson, .json, .csv, .parquet, .arrow, ...",
+        "dataset=questions.txt",
+    ),
     asked(
         "line 1 of questions.jsonl is not JSON: ...",
         NEAR[0],
@@ -443,7 +446,7 @@ def test_a_mistake_gives_the_message_of_the_page(
         text = (files / name).read_text()
         assert old in text, "the page has changed: change the mistake with it"
         (files / name).write_text(text.replace(old, new))
-    shutil.copy(files / "questions.jsonl", files / "questions.json")
+    shutil.copy(files / "questions.jsonl", files / "questions.txt")
     if mistake.importable:
         monkeypatch.syspath_prepend(str(files))
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n\n"))
