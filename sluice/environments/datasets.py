@@ -395,7 +395,6 @@ def _arrow(path: Path) -> Iterator[Placed]:
                 whole = pa.ipc.open_file(file)
                 batches: Iterable[Any] = (whole.get_batch(index) for index in range(whole.num_record_batches))
             except pa.ArrowInvalid:
-                file.seek(0)
                 batches = pa.ipc.open_stream(file)
             yield from _placed(path, batches)
     except (OSError, ValueError, pa.ArrowException) as error:

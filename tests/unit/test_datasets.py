@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.environments.datasets import mixed_rows, parts, placed_rows, rows
@@ -379,6 +379,7 @@ def test_data_sets_with_shares_are_mixed_evenly_and_end_with_the_first(tmp_path:
     assert [row for _, row in mixed_rows([f"{a}=7", f"{b}=3"], "train")] == found, "only proportions matter"
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6))
 def test_every_data_set_has_its_share_at_any_time(weights: list[int]) -> None:
     with TemporaryDirectory() as directory:
