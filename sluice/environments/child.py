@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice.environments import base, loading
 from sluice.environments.base import MultiTurnEnvironment, Score, SingleTurnEnvironment, Task, number
-from sluice.environments.framing import FrameReader, NotPlainError, encode
+from sluice.environments.framing import MAX_FRAME_BYTES, FrameReader, NotPlainError, encode
 from sluice.errors import ConfigError
 from sluice.loading import without_values
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 _RECEIVE_BYTES = 1 << 16
 _PAGE_TASKS = 1000
 """Tasks per answer: the orchestrator reads one page in milliseconds."""
+
+_PAGE_CHARACTERS = MAX_FRAME_BYTES // 16
+"""Most characters of a page of several tasks, of which JSON has up to 12 bytes for each."""
 
 _TRACE_FRAMES = 8
 _TRACE_CHARACTERS = 4000
@@ -126,7 +129,14 @@ class Server:
             found = await self._call(self._environment.tasks, split, seed)
             self._listings[listing] = found if isinstance(found, Sequence) else list(found)
         tasks = self._listings[listing]
-        page = [_task_fields(task) for task in tasks[start : start + _PAGE_TASKS]]
+        page: list[Answer] = []
+        size = 0
+        while start + len(page) < len(tasks) and len(page) < _PAGE_TASKS:
+            fields = _task_fields(tasks[start + len(page)])
+            size += len(repr(fields))
+            if page and size > _PAGE_CHARACTERS:
+                break
+            page.append(fields)
         if start + len(page) >= len(tasks):
             del self._listings[listing]
         return {"tasks": page, "count": len(tasks)}

@@ -6,6 +6,7 @@ import json
 import random
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,8 +14,9 @@ import pytest
 
 from orchestrator_svc.task_stream import TaskStream
 from sluice.environments import Task, stored_tasks
+from sluice.environments.child import Server
 from sluice.environments.config import EnvironmentProcessesConfig
-from sluice.environments.framing import NotPlainError
+from sluice.environments.framing import MAX_FRAME_BYTES, NotPlainError, encode
 from sluice.environments.libraries import trl, verl
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.environments.question_answer import QuestionAnswer
@@ -95,7 +97,7 @@ def test_a_split_that_is_larger_than_memory_is_listed(
 ) -> None:
     monkeypatch.setattr(stored_tasks, "_IN_MEMORY_BYTES", 1 << 16)
     path = tmp_path / "a.jsonl"
-    size = write_rows(path, 4000)
+    size = write_rows(path, 1200)
     made = {
         "question_answer": lambda: QuestionAnswer(str(path)),
         "trl": lambda: trl.load(dataset=str(path), reward_funcs="json:dumps"),
@@ -116,11 +118,27 @@ def test_a_split_that_is_larger_than_memory_is_listed(
 
 async def test_the_orchestrator_keeps_the_tasks_of_an_environment_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    write_rows(path, 2500)
+    write_rows(path, 1500)
     async with EnvironmentProcesses(
         "question_answer", {"dataset": str(path)}, EnvironmentProcessesConfig(count=1), (60.0, "start_s")
     ) as questions:
         tasks = await questions.tasks("train", 5)
     assert isinstance(tasks, StoredTasks)
     assert tasks == QuestionAnswer(str(path)).tasks("train", 5)
-    assert len({each.task_id for each in tasks}) == 2500
+    assert len({each.task_id for each in tasks}) == 1500
+
+
+async def test_a_page_of_large_tasks_fits_a_message() -> None:
+    tasks = [Task(str(number), {"text": "\U0001f600" * 500_000}) for number in range(12)]
+    server = Server(SimpleNamespace(tasks=lambda *_: tasks))
+    found: list[str] = []
+    while len(found) < 12:
+        call = {
+            "id": 1,
+            "method": "tasks",
+            "arguments": {"listing": "1", "split": "train", "seed": 0, "start": len(found)},
+        }
+        answer = await server.answer(call)
+        assert len(encode(answer)) < MAX_FRAME_BYTES, "all of them have 72 MB"
+        found += [each["task_id"] for each in answer["value"]["tasks"]]
+    assert found == [each.task_id for each in tasks]
