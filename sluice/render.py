@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice.control_tokens import SURROGATE, control_tokens, texts_of, with_texts
+from sluice.end_tokens import SENTINEL, EndTokens, find_end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 """A chat message as templates read it: `role`, `content` and other fields."""
-
-SENTINEL = "SLUICEturnSENTINEL"
-"""Content of a placeholder for an assistant turn. Only letters, so that no template or tokenizer treats it specially."""
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Roles that every chat template either renders or refuses with an error."""
@@ -94,17 +92,29 @@ class ChatRenderer:
     Args:
         tokenizer: A transformers tokenizer.
         template_arguments: Further variables of the template, such as ``enable_thinking``, for every call.
+        ends: The tokens that end a turn, which training teaches; None: those of the tokenizer and its template.
 
     Raises:
         TemplateArgumentError: if an argument is not one of `template_variables`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_arguments: Mapping[str, Any] | None = None,
+        ends: EndTokens | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._given_ends = ends
         _check_arguments(tokenizer, template_arguments or {})
         self._arguments = dict(template_arguments or {})
         self._control = control_tokens(tokenizer)
         self._own_roles: set[str] = set()
+
+    @functools.cached_property
+    def ends(self) -> EndTokens:
+        """The tokens that end a turn."""
+        return find_end_tokens(self.tokenizer) if self._given_ends is None else self._given_ends
 
     def text(
         self,
@@ -305,34 +315,30 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         learned: Container[int] | None = None,
     ) -> Rendered:
-        """Return the token ids of a whole conversation and a mask of the assistant's turns with their end tokens.
+        """Return the token ids of a whole conversation and a mask of the turns to learn with their end tokens.
 
-        Each turn is encoded separately, as it would be sampled: after the generation prompt.
+        Each turn of the assistant is encoded separately, as it would be sampled: after the generation prompt.
 
         Args:
             messages: The conversation.
             tools: Schemas of its tools.
-            learned: Places of the assistant's messages that are learned; None for all.
+            learned: Places of the messages that are learned, of any role; None for all of the assistant.
 
         Raises:
             RewritesError: if the template changes earlier text when messages are added, such as one that removes earlier reasoning.
-            TemplateError: if there is no turn to learn, one is not text, or one does not begin as the generation prompt begins it, or
-                the template leaves out a tool's result.
+            TemplateError: if there is no turn to learn, one is not text, no token ends the assistant's turns, one does not begin as the
+                generation prompt begins it, or the template leaves out a tool's result.
         """
-        messages = [_with_text(message, index) for index, message in enumerate(messages)]
-        self._check_roles(messages, tools)
-        ids: list[int] = []
-        mask: list[bool] = []
+        texts, turns = self._turns(messages, tools, learned)
+        row = Rendered([], [])
         done = ""
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            turn, done = self._turn(messages[: index + 1], tools, done)
-            ids += turn.ids
-            mask += turn.loss_mask if learned is None or index in learned else [False] * len(turn.ids)
-        if not any(mask):
-            raise TemplateError("this conversation has no assistant turn to learn: add one or drop the row")
-        return Rendered(ids, mask)
+        for index, message in enumerate(texts):
+            if message["role"] == "assistant" or index in turns:
+                turn, done = self._turn(texts[: index + 1], tools, done)
+                row = self._joined(row, turn, learn=index in turns)
+        if turns and texts[max(turns)]["role"] == "assistant":
+            row = self._ended(row)
+        return row
 
     def render_turns(
         self,
@@ -350,25 +356,57 @@ class ChatRenderer:
         try:
             return [self.render_sft(messages, tools, learned)]
         except RewritesError:
-            texts = [_with_text(message, index) for index, message in enumerate(messages)]
-            turns = [
-                index
-                for index, message in enumerate(texts)
-                if message["role"] == "assistant" and (learned is None or index in learned)
-            ]
-            return [self._turn(texts[: index + 1], tools)[0] for index in turns]
+            texts, turns = self._turns(messages, tools, learned)
+            rows = []
+            for index in turns:
+                row, _ = self._turn(texts[: index + 1], tools)
+                rows.append(self._ended(row) if texts[index]["role"] == "assistant" else row)
+            return rows
+
+    def _turns(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, learned: Container[int] | None
+    ) -> tuple[list[Message], list[int]]:
+        """Return the messages with text as their contents, and the places of those that are learned.
+
+        Raises:
+            TemplateError: if there is none, one is not text, or the template leaves a role out.
+        """
+        texts = [_with_text(message, index) for index, message in enumerate(messages)]
+        self._check_roles(texts, tools)
+        if learned is None:
+            turns = [index for index, message in enumerate(texts) if message["role"] == "assistant"]
+        else:
+            turns = [index for index in range(len(texts)) if index in learned]
+        if not turns:
+            raise TemplateError(
+                "this conversation has no turn to learn, such as one of the assistant: add one, or drop the row"
+            )
+        for index in turns:
+            if not isinstance(texts[index]["content"], str):
+                raise TemplateError(
+                    f"message {index} of the {texts[index]['role']} is to be learned, and its content is no text: use text, or drop the row"
+                )
+        return texts, turns
 
     def _turn(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, done: str = ""
     ) -> tuple[Rendered, str]:
-        """Return the row of the last message, an assistant's, after what is `done`; and the marked text of all."""
+        """Return the row of the last message after what is `done`, and the marked text of all."""
         index = len(messages) - 1
-        prompt = self._marked(messages[:index], add_generation_prompt=True, tools=tools)
-        self._check_results(messages[:index], add_generation_prompt=True, tools=tools)
         whole = self._marked(messages, add_generation_prompt=False, tools=tools)
-        context = self._encoded(_appended(done, prompt, index))
-        self._check_opening(messages, prompt, whole, tools)
-        answer = self._encoded(_appended(prompt, whole, index))
+        if messages[index]["role"] == "assistant":
+            prompt = self._marked(messages[:index], add_generation_prompt=True, tools=tools)
+            self._check_results(messages[:index], add_generation_prompt=True, tools=tools)
+            context = self._encoded(_appended(done, prompt, index))
+            self._check_opening(messages, prompt, whole, tools)
+            answer = self._encoded(_appended(prompt, whole, index))
+        else:  # nobody samples it: its tokens are those of the text at once
+            head = _appended(done, self._head(messages, tools), index)
+            ids = self._encoded(_appended(done, whole, index))
+            pairs = zip(self._encoded(head), ids, strict=False)
+            count = len(list(itertools.takewhile(lambda both: both[0] == both[1], pairs)))
+            count = count if done else max(count, 1)  # nothing would predict the first token
+            context, answer = ids[:count], ids[count:]
         count = self._learned(answer)
         mask = [False] * len(context) + [True] * count + [False] * (len(answer) - count)
         return Rendered(context + answer, mask), whole
@@ -389,18 +427,69 @@ class ChatRenderer:
                 " template that begins both in the same way"
             )
 
+    def _head(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Return the marked text up to the content of the last message.
+
+        Raises:
+            TemplateError: if the template does not write its content once.
+        """
+        *before, last = messages
+        text = self._marked([*before, {**last, "content": SENTINEL}], add_generation_prompt=False, tools=tools)
+        if text.count(SENTINEL) != 1:
+            raise TemplateError(
+                f"message {len(before)} of the {last['role']} is to be learned, but the chat template does not write its content"
+                " once: leave that role out of learn_roles, or drop the row"
+            )
+        return text.partition(SENTINEL)[0]
+
+    def _joined(self, row: Rendered, turn: Rendered, *, learn: bool) -> Rendered:
+        """Return a row with a further turn.
+
+        Where a template writes no end, the token with which the next turn begins is one if sampling stops at it, as with GLM-4.
+        """
+        mask = turn.loss_mask if learn else [False] * len(turn.ids)
+        if row.loss_mask and row.loss_mask[-1] and row.ids[-1] not in self.ends.sources and turn.ids:
+            mask = [turn.ids[0] in self.ends.sources, *mask[1:]]
+        return Rendered([*row.ids, *turn.ids], [*row.loss_mask, *mask])
+
+    def _ended(self, row: Rendered) -> Rendered:
+        """Return a row that ends with a learned end token: one is appended if the template writes none after the last turn.
+
+        Raises:
+            TemplateError: if no token ends a turn.
+        """
+        last = max((place for place, learn in enumerate(row.loss_mask) if learn), default=-1)
+        if last < len(row.ids) - 1 or row.ids[last] in self.ends.sources or self._control.has(row.ids[last]):
+            return row
+        return Rendered([*row.ids, self._appended_end()], [*row.loss_mask, True])
+
+    def _appended_end(self) -> int:
+        end = self.ends.appended
+        if end is None:
+            raise TemplateError(
+                "no token ends a turn, so that the model would not learn to stop: the tokenizer has no eos_token, config.json and"
+                " generation_config.json have no eos_token_id, and the chat template writes no end; set eos_token of the tokenizer"
+            )
+        return end
+
     def render_completion(self, prompt: str, completion: str) -> Rendered:
-        """Return the token ids of plain text and its completion, without a template. The completion and an end token are learned."""
+        """Return the token ids of plain text and its completion, without a template. The completion and an end token are learned.
+
+        Raises:
+            TemplateError: if there is nothing to learn or to predict it from, or no token ends a text.
+        """
         context = self.encode(prompt)
         beginning = self.tokenizer.bos_token_id
         if beginning is not None:
             context.insert(0, beginning)
+        if not context:
+            raise TemplateError("the prompt must not be empty: nothing would predict the first token")
         answer = self.encode(completion)
-        if self.tokenizer.eos_token_id is not None:
-            answer.append(self.tokenizer.eos_token_id)
-        if not context or not answer:
-            raise TemplateError("prompt and completion must not be empty: nothing would predict the first token")
-        return Rendered([*context, *answer], [False] * len(context) + [True] * len(answer))
+        if not any(token in self.ends.sources for token in answer):
+            answer.append(self._appended_end())
+        count = self._learned(answer)
+        mask = [False] * len(context) + [True] * count + [False] * (len(answer) - count)
+        return Rendered([*context, *answer], mask)
 
     def _check_roles(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Refuse a role that the template leaves out, as many do with an unknown one. Each role is tested once."""
@@ -416,15 +505,15 @@ class ChatRenderer:
             self._own_roles.add(role)
 
     def _learned(self, answer: list[int]) -> int:
-        """Return how many ids of an assistant turn are learned: up to its last end token. Templates add line feeds after it.
+        """Return how many ids of a turn are learned: up to its first end token, at which sampling stops. Templates add line feeds after it.
 
-        A turn may end with another token than the tokenizer's own end: then it is the last control token, if only white space follows.
+        A turn with calls may end with a token that no place names: then it is the last control token, if only white space follows.
         """
-        ends = [position for position, token in enumerate(answer) if token == self.tokenizer.eos_token_id]
-        if not ends:
+        end = next((place for place, token in enumerate(answer) if token in self.ends.sources), None)
+        if end is None:
             last = max((place for place, token in enumerate(answer) if self._control.has(token)), default=None)
-            ends = [last] if last is not None and not self._text_of(answer[last + 1 :]).strip() else []
-        return ends[-1] + 1 if ends else len(answer)
+            end = last if last is not None and not self._text_of(answer[last + 1 :]).strip() else None
+        return len(answer) if end is None else end + 1
 
     def _seam(
         self,

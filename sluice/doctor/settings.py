@@ -8,15 +8,16 @@ import socket
 import ssl
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
 from sluice.certificates import now_utc, read_leaf
-from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig
+from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, reason_of
 from sluice.doctor.finding import Finding, ok, warning, wrong
 from sluice.doctor.machine import GIB, size_text
+from sluice.end_tokens import find_padding, read_end_tokens
 from sluice.file_systems import check_file_system
 from sluice.rpc.access import Access
 from sluice.run_files import uses
@@ -37,6 +38,8 @@ def check_settings(run: RunConfig, services: Sequence[str], directory: Path | No
         directory: The run's directory if it is not where the settings say.
     """
     size, least, run_dir = weight_bytes(run.model), least_free(run), directory or run.run_dir
+    if run.model:
+        yield check_ends(run.model)
     yield check_disk(directory or run.output_dir, size, least)
     versions = versions_of(run)
     if versions is not None and versions.exists() and not _same_disk(versions, run_dir):
@@ -50,6 +53,34 @@ def check_settings(run: RunConfig, services: Sequence[str], directory: Path | No
         yield from check_ports(name, getattr(run.section(name), "server", None))
     yield from check_certificates(run.security)
     yield from check_tokens(run.security)
+
+
+def check_ends(model: str) -> Finding:
+    """Show which tokens end a turn of the model, which one pads, and where each is named. The hub is not asked."""
+    from transformers import AutoConfig, AutoTokenizer  # noqa: PLC0415 - takes seconds
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+        ends = read_end_tokens(model, tokenizer, offline=True)
+    except (OSError, ValueError, KeyError) as error:
+        if Path(model).is_dir():
+            return wrong("end tokens", f"{model}: {reason_of(error)}", "give the directory of a whole model")
+        return warning("end tokens", f"{model} is not here yet", "`sluice fetch-model` downloads it")
+    if not ends.ids:
+        return wrong(
+            "end tokens",
+            f"no token ends a turn of {model}: only the maximum length ends a sample, and training refuses the model",
+            "set eos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json",
+        )
+
+    def shown(id_: int, places: Iterable[str]) -> str:
+        return f"{tokenizer.convert_ids_to_tokens(id_)} ({id_}: {', '.join(places)})"
+
+    found = "; ".join(shown(id_, ends.sources[id_]) for id_ in ends.ids)
+    pad = find_padding(tokenizer, config)
+    padding = "none" if pad is None else shown(pad[0], pad[1:])
+    return ok("end tokens", f"sampling stops at, and training teaches: {found}; padding: {padding}")
 
 
 def weight_bytes(model: str) -> int:

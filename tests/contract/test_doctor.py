@@ -126,6 +126,29 @@ def test_shared_memory_that_two_versions_do_not_fit_into(tmp_path: Path, monkeyp
     assert settings.check_stage(tmp_path / "nowhere", 0).state is State.WRONG
 
 
+def test_the_tokens_that_end_a_turn_are_named_with_their_places(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    init_model(model, ModelShape(layers=1))
+    generation = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [4, 0]}))
+    found = settings.check_ends(str(model))
+    assert found.state is State.OK
+    assert found.found == (
+        "sampling stops at, and training teaches: <|pad|> (0: generation_config.json);"
+        " <|end|> (1: config.json, tokenizer, chat template); <|assistant|> (4: generation_config.json);"
+        " padding: <|pad|> (0: config.json)"
+    )
+    for name, change in (
+        ("config.json", {"eos_token_id": None}),
+        ("generation_config.json", {"eos_token_id": None}),
+        ("tokenizer_config.json", {"eos_token": None}),
+    ):
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | change))
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert "eos_token" in settings.check_ends(str(model)).remedy
+    assert settings.check_ends("someone/no-such-model").state is State.WARNING
+
+
 def test_a_port_that_another_process_has_is_named_with_that_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from rollout_stack import Replica, refused, running_engine
 from small_models import CONTEXT, EOS, VOCABULARY, save_model, text_of, tokenizer
 
-from sluice.render import SENTINEL
+from sluice.end_tokens import SENTINEL
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

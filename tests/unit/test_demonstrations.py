@@ -11,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_render import CHATML, THINKING, assistant, user, word_piece
+from transformers import GenerationConfig
 
 from sluice.config import ConfigError
+from sluice.end_tokens import find_end_tokens
 from sluice.environments.datasets import rows
 from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.offline.data import load_examples, render_demonstration, render_pair
@@ -66,13 +68,12 @@ def test_a_message_says_whether_it_is_learned(field: str, no: object, yes: objec
     [
         ({**assistant("x"), "weight": 0.5}, r"message 1 has weight = 0\.5: a turn is learned \(1, true\) or not"),
         ({**assistant("x"), "train": "yes"}, "message 1 has train = 'yes'"),
-        ({**user("x"), "loss": True}, "message 1 of the user has loss = True: only turns of the assistant are learned"),
-        ({**assistant("x"), "loss": False}, "no assistant turn to learn"),
+        ({**assistant("x"), "loss": False}, "no turn to learn"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(message: dict[str, Any], told: str) -> None:
     with pytest.raises(TemplateError, match=told):
-        taught({"messages": [user("a"), message, *([assistant("y")] if message["role"] == "user" else [])]})
+        taught({"messages": [user("a"), message]})
 
 
 def test_a_row_is_split_where_the_template_drops_earlier_reasoning() -> None:
@@ -106,9 +107,90 @@ def test_nothing_is_learned_after_an_end_that_is_not_the_tokenizers(eos: str | N
     assert learned(renderer, rendered) == "one<|im_end|>"
 
 
-def test_a_turn_without_an_end_is_learned_whole() -> None:
-    bare = "{% for message in messages %}{{ '<|im_start|>' + message.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
-    assert taught({"messages": [user("a"), assistant("one")]}, bare) == ["one\n"]
+NO_ENDS = "{% for message in messages %}{{ '<|im_start|>' + message.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+
+
+def test_a_turn_without_an_end_gets_one() -> None:
+    assert taught({"messages": [user("a"), assistant("one")]}, NO_ENDS) == ["one\n<|im_end|>"]
+
+
+def test_a_turn_that_ends_where_the_next_one_begins_teaches_that_token() -> None:
+    """As with GLM-4, whose generation configuration names the token with which the user's turn begins."""
+    tokenizer = word_piece(NO_ENDS)
+    ends = find_end_tokens(tokenizer, GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>")))
+    renderer = ChatRenderer(tokenizer, ends=ends)
+    messages = [user("a"), assistant("one"), user("b"), assistant("two")]
+    ((rendered,),) = render_demonstration(renderer, {"messages": messages})
+    assert learned(renderer, rendered) == "one\n<|im_start|>two\n<|im_end|>"
+
+
+def test_a_model_without_any_end_is_refused() -> None:
+    tokenizer = word_piece(NO_ENDS)
+    tokenizer.eos_token = None
+    for row in ({"messages": [user("a"), assistant("one")]}, {"prompt": "a", "completion": "one"}):
+        with pytest.raises(TemplateError, match=r"no token ends a turn.*set eos_token of the tokenizer") as refused:
+            render_demonstration(ChatRenderer(tokenizer), row)
+        assert "\n" not in str(refused.value)
+
+
+def test_nothing_of_a_text_is_learned_after_its_end() -> None:
+    (once,) = taught({"prompt": "a", "completion": "one<|im_end|>"})
+    (cut,) = taught({"prompt": "a", "completion": "one<|im_end|>two"})
+    assert once == cut == "one<|im_end|>"
+
+
+def test_padding_that_is_the_end_token_is_learned_as_the_end() -> None:
+    tokenizer = word_piece(CHATML)
+    tokenizer.pad_token = tokenizer.eos_token
+    ((rendered,),) = render_demonstration(ChatRenderer(tokenizer), {"messages": [user("a"), assistant("one")]})
+    assert learned(ChatRenderer(tokenizer), rendered) == "one<|im_end|>"
+    assert rendered.ids.count(tokenizer.pad_token_id) == 2  # the user's turn ends with it too, and is not learned
+
+
+TOOL = {"role": "tool", "content": "42"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        (["assistant"], "one<|im_end|>two<|im_end|>"),
+        (["assistant", "tool"], "one<|im_end|>42<|im_end|>two<|im_end|>"),
+        (["tool"], "42<|im_end|>"),
+        (["user", "system"], "be kind<|im_end|>a<|im_end|>"),
+    ],
+)
+def test_the_roles_to_learn_are_those_of_the_setting(roles: list[str], text: str) -> None:
+    renderer = ChatRenderer(word_piece(CHATML))
+    messages = [{"role": "system", "content": "be kind"}, user("a"), assistant("one"), TOOL, assistant("two")]
+    ((rendered,),) = render_demonstration(renderer, {"messages": messages}, roles)
+    assert learned(renderer, rendered) == text
+    shown = renderer.tokenizer.decode(rendered.ids)
+    assert renderer.text(messages, add_generation_prompt=False).startswith(shown.removesuffix("\n"))
+
+
+def test_a_message_wins_over_the_roles_to_learn() -> None:
+    renderer = ChatRenderer(word_piece(CHATML))
+    messages = [{**user("a"), "train": True}, assistant("one"), {**TOOL, "weight": 0}, assistant("two")]
+    ((rendered,),) = render_demonstration(renderer, {"messages": messages}, ["tool"])
+    assert learned(renderer, rendered) == "a<|im_end|>"
+
+
+def test_a_learned_turn_keeps_the_tokens_of_the_whole_text() -> None:
+    """A tokenizer may merge the end of the head with the content: the ids are those that the model is shown."""
+    renderer = ChatRenderer(word_piece(CHATML))
+    messages = [user("\n\nwhat is the answer?"), assistant("hello")]
+    ((rendered,),) = render_demonstration(renderer, {"messages": messages}, ["user", "assistant"])
+    prompt = renderer.render(messages[:1])
+    assert rendered.ids[: len(prompt)] == prompt
+
+
+def test_a_learned_turn_whose_content_the_template_leaves_out_is_refused() -> None:
+    hides = CHATML.replace("message.content", "('hidden' if message.role == 'tool' else message.content)")
+    renderer = ChatRenderer(word_piece(hides))
+    with pytest.raises(
+        TemplateError, match="message 1 of the tool is to be learned, but the chat template does not write"
+    ):
+        render_demonstration(renderer, {"messages": [user("a"), TOOL, assistant("one")]}, ["tool"])
 
 
 SEPARATORS = "one\u2028two\u2029three\u0085four\x0bfive\x1csix"

@@ -131,6 +131,16 @@ def test_other_settings_are_refused_with_those_of_the_checkpoint(model: Path, ro
         SFT.run(words(model, rows, output, "--lr", "1e-4"))
 
 
+def test_a_checkpoint_of_a_release_with_fewer_settings_is_resumed(model: Path, rows: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    killed_in_step(5, config(model, rows, output))
+    for path in checkpoint_directory(output).glob("step_*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        assert manifest["settings"].pop("learn_roles") == '["assistant"]'
+        path.write_text(json.dumps(manifest))
+    assert SFT.run(words(model, rows, output)) == 0
+
+
 def test_a_full_disk_ends_the_run_with_what_to_do(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ def test_plain_text_is_joined_as_it_is_and_gets_an_end_token(characters):
     rendered = characters.render_completion("2+2=", "4")
     assert characters.tokenizer.decode(rendered.ids) == "2+2=4<|end|>"
     assert rendered.loss_mask == [False] * 4 + [True] * 2
-    with pytest.raises(TemplateError, match="must not be empty"):
+    with pytest.raises(TemplateError, match="the prompt must not be empty"):
         characters.render_completion("", "4")
 
 
@@ -160,7 +160,7 @@ def test_a_template_without_history_cannot_be_continued():
 def test_wrong_messages_are_refused_with_the_templates_own_reason(characters):
     with pytest.raises(TemplateError, match="unknown role wizard"):
         characters.render([{"role": "wizard", "content": "x"}])
-    with pytest.raises(TemplateError, match="no assistant turn"):
+    with pytest.raises(TemplateError, match="no turn to learn"):
         characters.render_sft([user("x")])
     with pytest.raises(TemplateError, match="no messages"):
         characters.render_continuation([1], [])

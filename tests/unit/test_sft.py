@@ -57,6 +57,16 @@ def test_a_run_teaches_the_demonstrated_answers(model_dir, tmp_path, capsys):
         assert tokenizer.decode(sampled[0, ids.shape[1] :]) == f"{answer}<|end|>"
 
 
+def test_a_role_to_learn_that_no_message_has_is_named_with_those_that_there_are(model_dir, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "yes")])
+    words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    with pytest.raises(
+        ConfigError, match="learn_roles names tol, and no message has that role: the data has assistant, user"
+    ):
+        SFT.run([*words, "--learn-roles", '["assistant", "tol"]'])
+    assert SFT.run([*words, "--learn-roles", '["assistant", "user"]', "--max-steps", "1"]) == 0
+
+
 def test_held_out_demonstrations_are_evaluated_every_so_many_steps(model_dir, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [chat(question, "yes") for question in "abcdefghij"])
     words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
@@ -130,7 +140,7 @@ def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_pa
         ([chat("a", "b"), {"text": "x"}], r"line 2 of .*r.jsonl: a row needs `messages`"),
         ([chat("a", "b" * 100)], r"line 1 of .*r.jsonl has \d+ tokens, more than max_length 50"),
         ([[1]], r"line 1 of .*r.jsonl is not a JSON object"),
-        ([{"messages": [{"role": "user", "content": "x"}]}], "no assistant turn"),
+        ([{"messages": [{"role": "user", "content": "x"}]}], "no turn to learn"),
         (
             [chat("a", "b"), {"messages": [{"content": "x"}]}],
             "line 2 of .*r.jsonl contains malformed messages .KeyError",

@@ -187,11 +187,13 @@ class RunCheckpoints:
 
     @property
     def _settings(self) -> dict[str, str]:
-        return dict(_flat(self._config.model_dump(mode="json", exclude=_MAY_CHANGE, exclude_none=True)))
+        return _written(self._config)
 
     def _check_settings(self, written: Mapping[str, str]) -> None:
         """Compare the settings with those of the checkpoint, whose manifest has none if another program wrote it."""
         own = self._settings
+        if written:  # an earlier release did not have every setting: it did as the default says
+            written = {**_written(type(self._config).model_construct()), **written}
         changed = [name for name in sorted({*own, *written}) if own.get(name) != written.get(name)] if written else []
         if changed:
             began = ", ".join(f"{name} = {written.get(name, 'unset')}" for name in changed)
@@ -215,6 +217,11 @@ def _computes_nan(engine: TrainEngine, rows: Rows[Sequence]) -> bool:
     computed = zip(rows, engine.forward(rows), strict=True)
     count = sum(int(values[row.loss_mask].isnan().sum()) for row, values in computed)
     return engine.ranks.total({"nan": count})["nan"] > 0
+
+
+def _written(config: OfflineConfig) -> dict[str, str]:
+    """Return the settings that a checkpoint holds, as TOML."""
+    return dict(_flat(config.model_dump(mode="json", exclude=_MAY_CHANGE, exclude_none=True)))
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -102,6 +102,11 @@ class SftConfig(OfflineConfig):
         "`completion` (texts are joined as they are; lists of messages are rendered as a chat).",
     )
     output: Path = Field(Path("outputs/sft"), description="Model directory to write; must not exist.")
+    learn_roles: list[str] = Field(
+        ["assistant"],
+        min_length=1,
+        description="Roles whose messages are learned, such as assistant and tool. Fields of a message (`weight`, `loss`, `train`) say otherwise for it. Every role must be in the data.",
+    )
 
 
 PAIRS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,21 +44,38 @@ SAME = "chosen and rejected are the same: drop the row"
 # Rendering: one row of the data to one or two lists of token ids.
 
 
-def render_demonstration(renderer: ChatRenderer, row: Row) -> list[tuple[Rendered, ...]]:
+ASSISTANT = frozenset({"assistant"})
+"""The role whose turns are learned by default."""
+
+
+def roles_of(row: Row) -> set[str]:
+    """Return the roles of the messages of a demonstration."""
+    parts = (row.get(name) for name in ("messages", "prompt", "completion"))
+    return {message["role"] for part in parts if isinstance(part, list) for message in part}
+
+
+def render_demonstration(
+    renderer: ChatRenderer, row: Row, roles: Container[str] = ASSISTANT
+) -> list[tuple[Rendered, ...]]:
     """Return the examples of a demonstration, each with one row: token ids and their loss mask.
 
     They are several where the chat template changes earlier turns (`ChatRenderer.render_turns`). Turns of a prompt are not learned.
+
+    Args:
+        renderer: Renders the messages.
+        row: The demonstration.
+        roles: Whose turns are learned, unless a message itself says whether it is.
 
     Raises:
         TemplateError: if the row has neither `messages` nor `prompt` and `completion`, or cannot be rendered.
     """
     prompt, completion, tools = row.get("prompt"), row.get("completion"), row.get("tools")
     if row.get("messages"):
-        return [(each,) for each in renderer.render_turns(*_learned(row["messages"], tools))]
+        return [(each,) for each in renderer.render_turns(*_learned(row["messages"], tools, roles))]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [(renderer.render_completion(prompt, completion),)]
     if isinstance(prompt, list) and isinstance(completion, list):
-        turns = renderer.render_turns(*_learned([*prompt, *completion], tools, len(prompt)))
+        turns = renderer.render_turns(*_learned([*prompt, *completion], tools, roles, len(prompt)))
         return [(each,) for each in turns]
     raise TemplateError(
         "a row needs `messages`, or `prompt` and `completion`, both texts or both lists of messages; this one has "
@@ -70,13 +87,14 @@ _Messages: TypeAlias = Rows[Mapping[str, Any]]
 
 
 def _learned(
-    messages: _Messages, tools: _Messages | None, first: int = 0
+    messages: _Messages, tools: _Messages | None, roles: Container[str], first: int = 0
 ) -> tuple[_Messages, _Messages | None, set[int]]:
     """Return messages without the fields that say whether they are learned, the tools, and the places of those that are.
 
     Args:
         messages: The conversation.
         tools: Its tools.
+        roles: Whose turns are learned where no field says so.
         first: Place of the first message that may be learned.
 
     Raises:
@@ -91,12 +109,8 @@ def _learned(
                 raise TemplateError(
                     f"message {index} has {name} = {value!r}: a turn is learned (1, true) or not (0, false)"
                 )
-            if value and message["role"] != "assistant":
-                raise TemplateError(
-                    f"message {index} of the {message['role']} has {name} = {value!r}: only turns of the assistant are learned; remove it"
-                )
         bare.append({name: value for name, value in message.items() if name not in _LEARNED})
-        if message["role"] == "assistant" and index >= first and all(said.values()):
+        if index >= first and (all(said.values()) if said else message["role"] in roles):
             learned.add(index)
     return bare, tools, learned
 
@@ -124,8 +138,8 @@ def render_pair(renderer: ChatRenderer, row: Row) -> list[tuple[Rendered, ...]]:
             prompt = [{"role": "user", "content": prompt}]
         tools, first = row.get("tools"), len(prompt)
         pair = (
-            renderer.render_sft(*_learned([*prompt, *chosen], tools, first)),
-            renderer.render_sft(*_learned([*prompt, *rejected], tools, first)),
+            renderer.render_sft(*_learned([*prompt, *chosen], tools, ASSISTANT, first)),
+            renderer.render_sft(*_learned([*prompt, *rejected], tools, ASSISTANT, first)),
         )
     else:
         raise TemplateError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
 from functools import partial
 from time import perf_counter
 from typing import TypeAlias, TypeVar
@@ -14,7 +15,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from sluice.config import ConfigError, reason_of
-from sluice.render import ChatRenderer
+from sluice.end_tokens import EndTokens, find_padding, read_end_tokens
+from sluice.render import ChatRenderer, Rendered
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import LoraConfig, check_decay
 from trainer_svc.engine.engine import TrainEngine
@@ -25,13 +27,17 @@ from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.checkpoints import RunCheckpoints, checkpoint_directory, claim_output
 from trainer_svc.offline.config import DistillConfig, DpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from trainer_svc.offline.data import (
+    ASSISTANT,
     Data,
+    Render,
+    Row,
     batches,
     every_row,
     load_data,
     precompute_logprobs,
     render_demonstration,
     render_pair,
+    roles_of,
     scored,
 )
 from trainer_svc.offline.losses import (
@@ -62,7 +68,7 @@ def run(config: OfflineConfig, say: Say, mesh: Mesh = SINGLE) -> None:
             weights that are not finite: nothing is written then.
     """
     claim_output(config)
-    renderer = ChatRenderer(_tokenizer_of(config.model, "model"))
+    renderer = _renderer_of(config.model)
     match config:
         case SftConfig():
             _fine_tune(config, renderer, say, mesh)
@@ -77,15 +83,34 @@ def run(config: OfflineConfig, say: Say, mesh: Mesh = SINGLE) -> None:
 
 
 def _fine_tune(config: SftConfig, renderer: ChatRenderer, say: Say, mesh: Mesh) -> None:
-    data = load_data(config, partial(render_demonstration, renderer))
+    seen: set[str] = set()
+    data = load_data(config, _learning(config, renderer, seen))
+    if missing := [role for role in config.learn_roles if role not in seen | ASSISTANT]:
+        raise ConfigError(
+            f"learn_roles names {', '.join(missing)}, and no message has that role: the data has {', '.join(sorted(seen)) or 'no messages'};"
+            " correct the name, or leave it out"
+        )
     engine = _build_engine(with_steps(config, len(data.train)), mesh)
+    _write_ends(engine, renderer.ends)
     objective = Objective.of(ObjectiveConfig(preset="sft"))
     _train(engine, Training(objective.loss, objective.weight), data, config, say)
+
+
+def _learning(config: SftConfig, renderer: ChatRenderer, seen: set[str]) -> Render:
+    """Return what renders a demonstration; it adds the roles of its messages to those that were seen."""
+
+    def render(row: Row) -> Rows[tuple[Rendered, ...]]:
+        examples = render_demonstration(renderer, row, config.learn_roles)
+        seen.update(roles_of(row))
+        return examples
+
+    return render
 
 
 def _prefer(config: DpoConfig, renderer: ChatRenderer, say: Say, mesh: Mesh) -> None:
     data = load_data(config, partial(render_pair, renderer))
     engine = _build_engine(with_steps(config, len(data.train)), mesh)
+    _write_ends(engine, renderer.ends)
     data = data.each(lambda examples: precompute_logprobs(engine, examples, "reference_logprobs"))
     training = Training(PreferenceLoss(config), count_pairs, preference_figures, whole_groups=True)
     _train(engine, training, data, config, say)
@@ -93,9 +118,8 @@ def _prefer(config: DpoConfig, renderer: ChatRenderer, say: Say, mesh: Mesh) -> 
 
 def _train_scorer(config: RewardModelConfig, renderer: ChatRenderer, say: Say, mesh: Mesh) -> None:
     """Train a sequence classifier with one label."""
-    padding = AutoConfig.from_pretrained(config.model).get_text_config().pad_token_id
-    if padding is None:
-        padding = renderer.tokenizer.pad_token_id
+    found = find_padding(renderer.tokenizer, AutoConfig.from_pretrained(config.model).get_text_config())
+    padding = None if found is None else found[0]
     data = load_data(config, partial(render_pair, renderer)).each(lambda pairs: scored(pairs, padding))
     engine = _build_engine(with_steps(config, len(data.train)), mesh, head="value")
     # transformers finds the last token of a padded batch by it, and refuses batches where it is not set.
@@ -114,13 +138,28 @@ def _distill(config: DistillConfig, renderer: ChatRenderer, say: Say, mesh: Mesh
     data = _with_teacher(sized, data, mesh)
     loss = TeacherLoss(config.divergence)
     training = Training(loss, loss.objective.weight, teacher_figures)
-    _train(_build_engine(sized, mesh), training, data, config, say)
+    engine = _build_engine(sized, mesh)
+    _write_ends(engine, renderer.ends)
+    _train(engine, training, data, config, say)
 
 
 def _with_teacher(config: DistillConfig, data: Data, mesh: Mesh) -> Data:
     """Return the data with the teacher's log-probabilities. The teacher's memory is free when this returns."""
     teacher = _build_engine(config.model_copy(update={"lora": LoraConfig()}), mesh, config.teacher)
     return data.each(lambda examples: precompute_logprobs(teacher, examples, "teacher_logprobs"))
+
+
+def _renderer_of(model: str) -> ChatRenderer:
+    """Return the renderer of a model, with all tokens that end its turns.
+
+    Raises:
+        ConfigError: if the model has no tokenizer or no configuration that loads.
+    """
+    tokenizer = _tokenizer_of(model, "model")
+    try:
+        return ChatRenderer(tokenizer, ends=read_end_tokens(model, tokenizer))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model: no configuration loads from {model}: {reason_of(error)}") from error
 
 
 def _tokenizer_of(model: str, setting: str) -> PreTrainedTokenizerBase:
@@ -159,6 +198,13 @@ def _build_engine(
             f"cannot load the model {model}: its weights have other shapes than its config.json says: give the"
             " directory of a whole model"
         ) from error
+
+
+def _write_ends(engine: TrainEngine, ends: EndTokens) -> None:
+    """Let the written generation configuration name all tokens that end a turn, since other programs stop at those alone."""
+    generation_config = engine.network.model.generation_config
+    if ends.ids and generation_config is not None:
+        generation_config.eos_token_id = list(ends.ids) if len(ends.ids) > 1 else ends.ids[0]
 
 
 # The loop.

@@ -162,7 +162,7 @@ class TransformersEngine(LoraEngine):
         model = SlotModel(self._model, self._options.device, self._options.dtype, self._options.max_model_len)
         model.check()
         self._base = model.known_of(read_base_model(model.directory))
-        self._decoder = _tokenizer(str(model.directory))
+        self._decoder = model.tokenizer
         self.info = model.info
         one_sample = model.kv_shape.position_bytes * model.info.max_model_len
         budget = self._options.kv_cache_bytes or max(DEFAULT_KV_CACHE_BYTES, one_sample)
@@ -397,16 +397,6 @@ def chosen(names: Sequence[str], fraction: float, version: Version) -> list[str]
         return list(names)
     count = max(1, round(fraction * len(names)))
     return random.Random(str(version)).sample(names, count)  # noqa: S311 - no secret
-
-
-def _tokenizer(directory: str) -> Decoder | None:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - loaded with the model
-
-    try:
-        tokenizer: Decoder = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError):
-        return None
-    return tokenizer
 
 
 def _check(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) -> None:

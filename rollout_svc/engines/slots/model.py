@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int64
@@ -21,6 +21,11 @@ from rollout_svc.engines.adapters import Adapter
 from rollout_svc.engines.base import EngineError, EngineSettingsError, ModelInfo, UnfitVersionError
 from rollout_svc.engines.model_files import TIED_HEAD, BaseModel, check_length, model_directory
 from rollout_svc.engines.slots.sampling import Logits, PerRow
+from sluice.end_tokens import find_end_tokens
+from sluice.models import TOKENIZERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ATTENTION = "sluice_slots"
 """Name under which `slot_attention` is registered with transformers."""
@@ -70,7 +75,8 @@ class SlotModel:
             raise EngineSettingsError(f"cannot load {model}: {error}") from error
         self.module.requires_grad_(requires_grad=False).eval().to(self.device)
         self.adapters = SlotAdapters(self.module)
-        self.info = _info(model, self.module, max_model_len)
+        self.tokenizer = _tokenizer(self.directory)
+        self.info = _info(model, self.module, self.tokenizer, max_model_len)
         self._picked: tuple[Tensor, Tensor] | None = None
         head = self.module.get_output_embeddings()
         if head is None:
@@ -224,7 +230,27 @@ def _device(name: str) -> str:
     return name
 
 
-def _info(model: str, module: Any, max_model_len: int | None) -> ModelInfo:  # noqa: ANN401 - transformers is not typed
+def _tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a model; None if it has none.
+
+    Without files transformers makes an empty tokenizer for some architectures, such as GPT-2, whose end token means nothing.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - loaded with the model
+
+    if not any(any(directory.glob(pattern)) for pattern in TOKENIZERS):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _info(
+    model: str,
+    module: Any,  # noqa: ANN401 - transformers is not typed
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_model_len: int | None,
+) -> ModelInfo:
     text = module.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or max_model_len
     if longest is None:
@@ -233,17 +259,14 @@ def _info(model: str, module: Any, max_model_len: int | None) -> ModelInfo:  # n
         check_length(model, max_model_len or longest, longest)
     except ValueError as error:
         raise EngineSettingsError(str(error)) from error
-    ends: set[int] = set()
-    for source in (text, module.generation_config):
-        named = getattr(source, "eos_token_id", None)
-        ends.update([named] if isinstance(named, int) else named or ())
+    ends = find_end_tokens(tokenizer, text, module.generation_config, vocabulary_size=text.vocab_size)
     return ModelInfo(
         model=model,
         architecture=type(module).__name__,
         vocabulary_size=text.vocab_size,
         max_model_len=max_model_len or longest,
         dtype=str(module.dtype).removeprefix("torch."),
-        eos_token_ids=tuple(sorted(id_ for id_ in ends if id_ < text.vocab_size)),
+        eos_token_ids=ends.ids,
         engine="transformers",
     )
 

@@ -152,7 +152,7 @@ class VllmEngine(LoraEngine):
         directory = await asyncio.to_thread(model_directory, self._model, model_config.revision)
         self._weights.base = await asyncio.to_thread(read_base_model, directory)
         self._weights.version = BASE
-        self.info = describe(self._model, self._processes.config)
+        self.info = describe(self._model, self._processes.config, self._processes.llm.tokenizer)
         self._seeds = not (self._processes.on_cpu and self._processes.config.scheduler_config.enable_chunked_prefill)
         self._broken, self._paused = "", None
         self._forget_adapters()

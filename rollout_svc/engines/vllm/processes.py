@@ -23,12 +23,14 @@ from rollout_svc.engines.base import EngineError, EngineSettingsError, ModelInfo
 from rollout_svc.engines.vllm import check_names, lora_arguments
 from rollout_svc.engines.vllm.requests import LoadRecorder
 from sluice.clock import CLOCK, Clock
+from sluice.end_tokens import find_end_tokens
 from sluice.tasks import settle
 from sluice.threads import SerialThread
 from weightsync.vllm_plugin import BACKEND, CPU_KERNELS, WORKER_EXTENSION, children_die_with_us
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from transformers import PreTrainedTokenizerBase
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
 TESTED_VERSIONS = ("0.32.0",)
@@ -272,34 +274,27 @@ def garbage_stays_behind() -> Iterator[None]:
         gc.unfreeze()
 
 
-def describe(model: str, config: VllmConfig) -> ModelInfo:
-    """Return a description of the served model, from vLLM's ``VllmConfig``."""
-    model_config = config.model_config
-    return ModelInfo(
-        model=model,
-        architecture=model_config.architectures[0],
-        vocabulary_size=model_config.get_vocab_size(),
-        max_model_len=model_config.max_model_len,
-        dtype=str(model_config.dtype).removeprefix("torch."),
-        eos_token_ids=end_tokens(model_config),
-        engine="vllm",
-    )
-
-
-def end_tokens(model_config: ModelConfig) -> tuple[int, ...]:
-    """Return the end tokens of the configuration and of the generation configuration."""
+def describe(model: str, config: VllmConfig, tokenizer: PreTrainedTokenizerBase | None) -> ModelInfo:
+    """Return a description of the served model, from vLLM's ``VllmConfig`` and its tokenizer."""
     from vllm.transformers_utils.config import try_get_generation_config  # noqa: PLC0415 - loaded by start()
 
-    generation = try_get_generation_config(
+    model_config = config.model_config
+    generation_config = try_get_generation_config(
         model_config.hf_config_path or model_config.model,
         trust_remote_code=model_config.trust_remote_code,
         revision=model_config.revision,
     )
-    ids: set[int] = set()
-    for source in (model_config.hf_text_config, generation):
-        named = getattr(source, "eos_token_id", None)
-        ids.update([named] if isinstance(named, int) else named or ())
-    return tuple(sorted(ids))
+    size = model_config.get_vocab_size()
+    ends = find_end_tokens(tokenizer, model_config.hf_text_config, generation_config, vocabulary_size=size)
+    return ModelInfo(
+        model=model,
+        architecture=model_config.architectures[0],
+        vocabulary_size=size,
+        max_model_len=model_config.max_model_len,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        eos_token_ids=ends.ids,
+        engine="vllm",
+    )
 
 
 def prepare_environment(environment: MutableMapping[str, str], *, workers: int) -> None:
