@@ -36,9 +36,14 @@ EXPORTED = "exported"
 
 _MAY_CHANGE = {
     *(ComputeConfig.model_fields.keys() - OptimizerConfig.model_fields.keys() - {"lora", "dtype"}),
-    *("output", "resume", "checkpoint_every", "log_every", "eval_every", "eval_data", "eval_split", "save_dtype"),
+    *("output", "resume", "checkpoint_every", "log_every", "eval_every", "save_dtype"),
+    *("eval_data", "eval_split", "evaluation", "metric", "min_gain"),
 }
 """Settings that change neither the weights nor the order of the data: where and how a step is computed, what is reported."""
+
+
+_COMPARED = {"eval_data", "eval_split", "evaluation", "metric", "min_gain"}
+"""Those of them that must not change where evaluations of the run are compared with each other."""
 
 
 class FinishedError(Exception):
@@ -221,7 +226,8 @@ def _computes_nan(engine: TrainEngine, rows: Rows[Sequence]) -> bool:
 
 def _written(config: OfflineConfig) -> dict[str, str]:
     """Return the settings that a checkpoint holds, as TOML."""
-    return dict(_flat(config.model_dump(mode="json", exclude=_MAY_CHANGE, exclude_none=True)))
+    may_change = _MAY_CHANGE - (_COMPARED if config.compares else set())
+    return dict(_flat(config.model_dump(mode="json", exclude=may_change, exclude_none=True)))
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -27,6 +27,7 @@ from trainer_svc.offline.config import (
     is_file,
     make_parent,
 )
+from trainer_svc.offline.playing import check_evaluation
 
 _Config = TypeVar("_Config", bound=OfflineConfig)
 
@@ -93,6 +94,7 @@ def _check(config: OfflineConfig) -> None:
         files = [is_file(each.dataset) for each in parts(data)] if data else []
         if files and all(files) and setting in config.model_fields_set:
             raise ConfigError(f"{setting}: {data} is a file, which has no splits: remove {setting}, or name a dataset")
+    check_evaluation(config)
 
 
 def _models(config: OfflineConfig) -> dict[str, str]:

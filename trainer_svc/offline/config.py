@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from sluice.config import ConfigError
 from sluice.environments.datasets import ENDINGS, kind, parts
 from trainer_svc.compute_config import ComputeConfig, check_decay
+
+LOSS = "loss"
+"""The metric that every run with held-out examples has."""
+
+_SET_BY_THE_RUN = ("model", "weights_dir", "steps", "url", "baseline", "address", "output", "plot", "attempts")
+"""Settings of `sluice eval` that an evaluation inside of a run does not have."""
 
 
 class OfflineConfig(ComputeConfig):
@@ -40,8 +46,24 @@ class OfflineConfig(ComputeConfig):
         0.0, ge=0, lt=1, description="Share of `data` to hold out if `eval_data` is empty; 0: none."
     )
     eval_every: int = Field(
-        0, ge=0, description="Optimizer steps between two reports on held-out examples; 0: before and after training."
+        0, ge=0, description="Optimizer steps between two evaluations; 0: before and after training."
     )
+    evaluation: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Settings of `sluice eval`, such as environment, prompts and samples: it plays the environment with the current weights at each evaluation, by the transformers engine unless `engine` is set. Empty: the loss on held-out examples alone.",
+    )
+    metric: str = Field(
+        LOSS,
+        description="Result by which evaluations are compared: loss, of the held-out examples, or one of `evaluation`, such as reward_mean or greedy_exact_share; of several environments the mean.",
+    )
+    keep_best: bool = Field(
+        False,
+        description="Keep the model of the best evaluation in `OUTPUT.checkpoints/best`, and write it in place of the last step's.",
+    )
+    patience: int = Field(
+        0, ge=0, description="Evaluations in a row without a better result after which training ends; 0: it does not."
+    )
+    min_gain: float = Field(0.0, ge=0, description="By how much a result must be better than the best one to count.")
     checkpoint_every: int = Field(
         0, ge=0, description="Optimizer steps between two checkpoints in `OUTPUT.checkpoints`; 0: no checkpoints."
     )
@@ -88,7 +110,26 @@ class OfflineConfig(ComputeConfig):
             raise ValueError(
                 "eval_data and eval_share are both set, and only one can define the held-out examples: remove one"
             )
+        self._check_evaluations()
         return self
+
+    @property
+    def compares(self) -> bool:
+        """Whether evaluations are compared with each other."""
+        return self.keep_best or self.patience > 0
+
+    def _check_evaluations(self) -> None:
+        if given := [name for name in _SET_BY_THE_RUN if name in self.evaluation]:
+            raise ValueError(f"evaluation.{given[0]} is not for an evaluation inside of a run: remove it")
+        if self.metric != LOSS and not self.evaluation:
+            raise ValueError(f"metric {self.metric} is a result of an environment: set evaluation, or metric to {LOSS}")
+        if self.compares and self.metric == LOSS and not (self.eval_data or self.eval_share):
+            raise ValueError(
+                "keep_best and patience compare the loss of held-out examples: set eval_data or eval_share, or metric to a result of"
+                " evaluation"
+            )
+        if self.patience and not self.eval_every:
+            raise ValueError("patience counts evaluations between steps: set eval_every")
 
 
 class SftConfig(OfflineConfig):
@@ -158,6 +199,12 @@ class RewardModelConfig(OfflineConfig):
         ge=0,
         description="Weight of the squared sum of a pair's scores, which pulls the mean score to 0; 0.01 is usual, 0: off.",
     )
+
+    @model_validator(mode="after")
+    def _plays_nothing(self) -> Self:
+        if self.evaluation:
+            raise ValueError("a reward model plays no environment: remove evaluation")
+        return self
 
 
 class DistillConfig(OfflineConfig):

@@ -40,6 +40,7 @@ from trainer_svc.offline.data import (
     roles_of,
     scored,
 )
+from trainer_svc.offline.evaluations import Evaluations
 from trainer_svc.offline.losses import (
     PreferenceLoss,
     ScoreLoss,
@@ -238,39 +239,54 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
         none = f"there is no checkpoint in {directory}: training starts from the beginning"
         say(f"resumed from {directory} after {first} steps" if first else none)
 
-    def evaluate(step: int) -> None:
-        """Say the loss of the held-out examples under the current weights."""
+    save_dtype = getattr(torch, config.save_dtype)
+    evaluations = Evaluations(engine, config, save_dtype)
+    evaluations.resume(first)
+
+    def evaluate(step: int, rows: list[Sequence] | None) -> bool:
+        """Evaluate the current weights, and say the results; return whether training ends."""
+        if (data.held_out is None and not config.evaluation) or evaluations.was_made(step):
+            return False
+        said, loss = "", None
         if data.held_out is not None:
-            rows = every_row(data.held_out, engine.ranks)
-            metrics = engine.eval_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups)
-            say(f"held out after {step} steps: loss {metrics.loss:.4f}{_written(training.figures(metrics.sums))}")
+            held = every_row(data.held_out, engine.ranks)
+            metrics = engine.eval_batch(held, training.loss, training.weight, whole_groups=training.whole_groups)
+            loss = metrics.loss
+            said = f" loss {loss:.4f}{_written(training.figures(metrics.sums))}"
+        if config.evaluation or config.keep_best:
+            checkpoints.require_fit(step, save_dtype, rows=rows)
+        played, ends = evaluations.take(step, loss)
+        say(f"{'evaluated' if loss is None else 'held out'} after {step} steps:{said}{played}")
+        return ends
 
     tally = _Tally(training)
     start = perf_counter()
     rows: list[Sequence] | None = None
+    done = first
     drawn = batches(examples, config.batch_size, config.seed, engine.ranks, first=first)
-    for step, rows in zip(range(first, steps), drawn):  # noqa: B905  batches never end
-        if step % config.eval_every == 0 if config.eval_every else step == 0:
-            evaluate(step)
+    for step, batch in zip(range(first, steps), drawn):  # noqa: B905  batches never end
+        if (step % config.eval_every == 0 if config.eval_every else step == 0) and evaluate(step, rows):
+            break
+        rows = batch
         metrics = engine.train_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups)
         if metrics.skipped:  # because of the batch, or of weights that the step before made
             checkpoints.require_fit(step, rows=rows)
         tally.add(metrics)
-        if (step + 1) % config.log_every == 0 or step + 1 == steps:
-            say(f"step {step + 1:>{len(str(steps))}}/{steps}  {tally.progress()}")
-        checkpoints.after(step + 1)
-    save_dtype = getattr(torch, config.save_dtype)
-    checkpoints.require_fit(steps, save_dtype, rows=rows)
-    evaluate(steps)
+        done = step + 1
+        if done % config.log_every == 0 or done == steps:
+            say(f"step {done:>{len(str(steps))}}/{steps}  {tally.progress()}")
+        checkpoints.after(done)
+    checkpoints.require_fit(done, save_dtype, rows=rows)
+    evaluate(done, None)
     seconds = perf_counter() - start
     checkpoints.before_export()
-    engine.export_hf(config.output, save_dtype)
+    evaluations.export()
     checkpoints.remove()
     dropped = f" ({examples.dropped_long} more were too long)" if examples.dropped_long else ""
     say(
-        f"{config.output}: {steps} steps on {len(examples)} {config.EXAMPLES}{dropped}, "
+        f"{config.output}: {done} steps on {len(examples)} {config.EXAMPLES}{dropped}, "
         f"{tally.tokens:,} tokens ({tally.learned_tokens:,} learned) in {seconds:.1f} s = "
-        f"{tally.tokens / seconds:,.0f} tokens/s, final loss {tally.final_loss():.4f}"
+        f"{tally.tokens / seconds:,.0f} tokens/s, final loss {tally.final_loss():.4f}{evaluations.summary()}"
     )
 
 
