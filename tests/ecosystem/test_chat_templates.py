@@ -272,3 +272,31 @@ def test_control_tokens_in_a_text_are_text_and_other_text_keeps_its_ids(stem: st
             assert [id_ for id_ in quoted if id_ in ids] == [id_ for id_ in harmless if id_ in ids]
     assert judged
     assert refused <= DECIDES.get(stem.partition("_")[0], set())
+
+
+WRITE_NO_END = {
+    "glm4moe",
+    *(f"{stem}{kind}" for stem in ("idefics3", "llava_next", "smolvlm") for kind in ("", "_training")),
+}
+"""Templates that end no turn, or leave a text out that is not a list of parts."""
+
+
+THINKS_FIRST = {"deepseekv3", "deepseek_r1_distill", "nemotron_3"}
+"""Templates that begin a turn with reasoning when it is sampled, and write a turn without reasoning in another way."""
+
+
+@pytest.mark.parametrize("stem", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_the_end_of_a_turn_is_found_and_learned(stem: str) -> None:
+    renderer = ChatRenderer(tokenizer_of((TEMPLATES / f"{stem}.jinja").read_text()))
+    end = next((id_ for id_, places in renderer.ends.sources.items() if "chat template" in places), None)
+    assert (end is None) == (stem in WRITE_NO_END)
+    if end is None:
+        return
+    try:
+        rows = renderer.render_turns([QUESTION, {"role": "assistant", "content": "4 degrees"}])
+    except TemplateError:
+        assert any(stem.startswith(each) for each in THINKS_FIRST)
+        return
+    learned = [id_ for row in rows for id_, learn in zip(row.ids, row.loss_mask, strict=True) if learn]
+    assert (learned[-1], learned.count(end)) == (end, 1)
+    assert "4 degrees" in renderer.tokenizer.decode(learned)

@@ -143,6 +143,10 @@ def test_a_resumed_run_knows_the_best_model(
         if thread.name == "checkpoint":
             thread.join()
     assert {each.name for each in checkpoint_directory(tmp_path / "out").iterdir()} >= {"best", "best.json"}
+    other = tmp_path / "other.jsonl"
+    other.write_text(chat("a", "maybe"))
+    with pytest.raises(ConfigError, match=r"the checkpoint was written with eval_data = .*held\.jsonl"):
+        run(settings(model, tmp_path, resume=True, eval_data=str(other), **changes), lambda _: None)
     said: list[str] = []
     run(settings(model, tmp_path, resume=True, **changes), said.append)
     assert said[-1].endswith("after 5 steps; ended by patience, 4 evaluations without a better one")

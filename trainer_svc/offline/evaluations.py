@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -119,10 +120,11 @@ class Evaluations:
         results = {} if loss is None else {LOSS: loss}
         words = ""
         if self._config.evaluation:
+            began = perf_counter()
             self._engine.export_hf(self._played, self._dtype)
             try:
                 found = self._play()
-                words = shown(found)
+                words = f"{shown(found)}  in {perf_counter() - began:.0f} s"
                 results |= found
             except EvaluationFailedError as error:
                 if self.standing.last_step < 0:

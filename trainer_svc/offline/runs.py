@@ -228,16 +228,22 @@ def with_steps(config: _Config, examples: int) -> _Config:
     return sized
 
 
-def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineConfig, say: Say) -> None:
-    """Make all optimizer steps of a run, and write the model."""
-    examples = data.train
-    steps = with_steps(config, len(examples)).max_steps
-    checkpoints = RunCheckpoints(engine, config)
+def _resume(checkpoints: RunCheckpoints, config: OfflineConfig, say: Say) -> int:
+    """Restore the newest checkpoint if the run resumes, and say so; return the number of steps that are done."""
     first = checkpoints.resume()
     if config.resume:
         directory = checkpoint_directory(config.output)
         none = f"there is no checkpoint in {directory}: training starts from the beginning"
         say(f"resumed from {directory} after {first} steps" if first else none)
+    return first
+
+
+def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineConfig, say: Say) -> None:
+    """Make all optimizer steps of a run, and write the model."""
+    examples = data.train
+    steps = with_steps(config, len(examples)).max_steps
+    checkpoints = RunCheckpoints(engine, config)
+    first = _resume(checkpoints, config, say)
 
     save_dtype = getattr(torch, config.save_dtype)
     evaluations = Evaluations(engine, config, save_dtype)
@@ -247,6 +253,7 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
         """Evaluate the current weights, and say the results; return whether training ends."""
         if (data.held_out is None and not config.evaluation) or evaluations.was_made(step):
             return False
+        began = perf_counter()
         said, loss = "", None
         if data.held_out is not None:
             held = every_row(data.held_out, engine.ranks)
@@ -256,6 +263,7 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
         if config.evaluation or config.keep_best:
             checkpoints.require_fit(step, save_dtype, rows=rows)
         played, ends = evaluations.take(step, loss)
+        tally.leave_out(perf_counter() - began)
         say(f"{'evaluated' if loss is None else 'held out'} after {step} steps:{said}{played}")
         return ends
 
@@ -278,7 +286,7 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
         checkpoints.after(done)
     checkpoints.require_fit(done, save_dtype, rows=rows)
     evaluate(done, None)
-    seconds = perf_counter() - start
+    seconds = perf_counter() - start - tally.left_out_s
     checkpoints.before_export()
     evaluations.export()
     checkpoints.remove()
@@ -300,6 +308,12 @@ class _Tally:
         self._sums: Counter[str] = Counter()
         self._reported, self._reported_losses, self._reported_tokens = perf_counter(), 0, 0
         self.tokens = self.learned_tokens = self.skipped = 0
+        self.left_out_s = 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave a time out of the speed: it went into an evaluation."""
+        self._reported += seconds
+        self.left_out_s += seconds
 
     def add(self, metrics: StepMetrics) -> None:
         self._losses.append(metrics.loss)
