@@ -109,7 +109,7 @@ class ChatRenderer:
         _check_arguments(tokenizer, template_arguments or {})
         self._arguments = dict(template_arguments or {})
         self._control = control_tokens(tokenizer)
-        self._own_roles: set[str] = set()
+        self._written_roles: set[str] = set()
 
     @functools.cached_property
     def ends(self) -> EndTokens:
@@ -492,17 +492,26 @@ class ChatRenderer:
         return Rendered([*context, *answer], mask)
 
     def _check_roles(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Refuse a role that the template leaves out, as many do with an unknown one. Each role is tested once."""
+        """Refuse a role that the template leaves out, as many do with an unknown one, and some with an assistant's text.
+
+        Each role is tested once.
+        """
         for index, message in enumerate(messages):
             role = message["role"]
-            if role in ROLES or role in self._own_roles:
+            is_text = role == "assistant" and message.get("content") and not message.get("tool_calls")
+            if role in self._written_roles or (role in ROLES and not is_text):
                 continue
             marked = [*messages[:index], {**message, "content": SENTINEL}]
             if SENTINEL not in self.text(marked, add_generation_prompt=False, tools=tools):
-                raise TemplateError(
-                    f"message {index} has the role {role!r}, which the chat template leaves out: use {', '.join(sorted(ROLES))}"
+                remedy = (
+                    "give a template that writes an assistant's content where it is a text"
+                    if is_text
+                    else f"use {', '.join(sorted(ROLES))}"
                 )
-            self._own_roles.add(role)
+                raise TemplateError(
+                    f"message {index} has the role {role!r}, whose text the chat template leaves out: {remedy}"
+                )
+            self._written_roles.add(role)
 
     def _learned(self, answer: list[int]) -> int:
         """Return how many ids of a turn are learned: up to its first end token, at which sampling stops. Templates add line feeds after it.

@@ -144,6 +144,15 @@ def test_a_demonstration_that_begins_otherwise_than_a_sampled_turn_is_named():
         renderer.render_turns([user("a"), assistant("b")])
 
 
+def test_a_template_that_leaves_out_an_assistants_text_is_named():
+    parts = CHATML.replace("message.content +", "(message.content if message.role == 'user' else '') +")
+    assert parts != CHATML
+    with pytest.raises(
+        TemplateError, match=r"message 1 has the role 'assistant', whose text the chat template leaves out"
+    ):
+        ChatRenderer(word_piece(parts)).render_turns([user("a"), assistant("b")])
+
+
 def test_a_demonstration_whose_tool_result_is_left_out_is_named():
     silent = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
     assert silent != CHATML
@@ -210,7 +219,7 @@ def test_a_role_that_the_template_passes_over_is_refused_and_one_of_its_own_is_t
     )
     renderer = ChatRenderer(word_piece(known))
     with pytest.raises(
-        TemplateError, match="message 0 has the role 'usr', which the chat template leaves out: use assist"
+        TemplateError, match="message 0 has the role 'usr', whose text the chat template leaves out: use assist"
     ):
         renderer.render_sft([{"role": "usr", "content": "x"}, assistant("y")])
     rendered = renderer.render_sft([{"role": "critic", "content": "x"}, assistant("y")])

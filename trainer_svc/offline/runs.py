@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from sluice.config import ConfigError, reason_of
 from sluice.end_tokens import EndTokens, find_padding, read_end_tokens
+from sluice.environments.datasets import Row
 from sluice.render import ChatRenderer, Rendered
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import LoraConfig, check_decay
@@ -30,7 +31,6 @@ from trainer_svc.offline.data import (
     ASSISTANT,
     Data,
     Render,
-    Row,
     batches,
     every_row,
     load_data,
