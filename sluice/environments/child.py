@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 from sluice.environments import base, loading
 from sluice.environments.base import MultiTurnEnvironment, Score, SingleTurnEnvironment, Task, number
 from sluice.environments.framing import MAX_FRAME_BYTES, FrameReader, NotPlainError, encode
+from sluice.environments.message_fields import __file__ as message_file
+from sluice.environments.message_fields import message_fields
 from sluice.errors import ConfigError
 from sluice.loading import without_values
 
@@ -142,7 +144,10 @@ class Server:
         return {"tasks": page, "count": len(tasks)}
 
     async def _messages(self, task: Answer) -> list[Any]:
-        return _conversation(await self._call(self._environment.messages, Task(**task)), "messages(task)")
+        found = _conversation(await self._call(self._environment.messages, Task(**task)), "messages(task)")
+        if not found:
+            raise ValueError("messages(task) gave no message: give at least what the user says")
+        return found
 
     async def _score(self, task: Answer, completions: list[str]) -> list[Any]:
         """Return rewards; in place of one that cannot be had, what the call raised."""
@@ -212,6 +217,8 @@ def _conversation(messages: Any, what: str) -> list[Any]:  # noqa: ANN401 - what
         raise TypeError(
             f'{what}: give a list of messages such as {{"role": "user", "content": "..."}}, not {messages!r:.200}'
         )
+    for each in found:
+        message_fields(each)  # else the run would refuse it later, and name neither task nor method
     return found
 
 
@@ -242,7 +249,7 @@ def _described(error: BaseException) -> Answer:
 
     A wrong setting has none: its message says all.
     """
-    ours = {__file__, loading.__file__, base.__file__}
+    ours = {__file__, loading.__file__, base.__file__, message_file}
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

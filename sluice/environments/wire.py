@@ -9,15 +9,10 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 
 from sluice.environments.base import Message, Task
+from sluice.environments.message_fields import message_fields
 from sluice.plain_data import plain_data
 from sluice.tool_schemas import tool_dict, tool_message
 from sluice.v1 import environment_pb2, tokens_pb2
-
-_MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-
-_OF_TRAINING = {"weight", "loss", "train"}
-"""Fields with which data sets say whether SFT learns a message: nothing to a prompt."""
-
 
 def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
     """Return messages in their wire form.
@@ -29,35 +24,8 @@ def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
 
 
 def _chat_message(message: Message) -> tokens_pb2.ChatMessage:
-    given = {name for name, value in message.items() if not (value is None or value is False or value == [])}
-    unknown = sorted(given - _MESSAGE_FIELDS - _OF_TRAINING)
-    if unknown or "role" not in message:
-        problem = f"the unknown fields {', '.join(unknown)}" if unknown else "no role"
-        raise ValueError(f"a message of the environment has {problem}; known are {', '.join(sorted(_MESSAGE_FIELDS))}")
-    texts: dict[str, Any] = {name: message.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
-    texts["content"] = _text(texts["content"])
-    texts["reasoning"] = message.get("reasoning") or message.get("reasoning_content") or ""
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise ValueError(f"field {name} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
-    return tokens_pb2.ChatMessage(**texts, tool_calls=[_tool_call(call) for call in message.get("tool_calls") or ()])
-
-
-def _text(content: Any) -> Any:  # noqa: ANN401 - whatever an environment gave
-    """Return the text of a list of parts that are text; other content as it is."""
-    if isinstance(content, list) and all(isinstance(each, Mapping) and each.get("type") == "text" for each in content):
-        return "".join(each.get("text") or "" for each in content)
-    return content
-
-
-def _tool_call(call: Mapping[str, Any]) -> tokens_pb2.ToolCall:
-    """Read a tool call, in the form of the OpenAI API or flat; arguments may be text or an object."""
-    function = call.get("function", call)
-    if not function.get("name"):
-        raise ValueError("one of the tool_calls of a message has no name")
-    arguments = function.get("arguments") or "{}"
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return tokens_pb2.ToolCall(id=call.get("id") or "", name=function["name"], arguments=text)
+    texts, calls = message_fields(message)
+    return tokens_pb2.ChatMessage(**texts, tool_calls=[tokens_pb2.ToolCall(**call) for call in calls])
 
 
 def tool_messages(tools: Iterable[Mapping[str, Any]]) -> list[tokens_pb2.Tool]:

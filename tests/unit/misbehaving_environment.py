@@ -162,13 +162,19 @@ class Single:
     def messages(self, task):
         word = task.data.get("do", "")
         if word == "decimal":
-            return [{"role": "user", "content": [decimal.Decimal(1)]}]
+            return [{"role": "user", "content": "", "weight": [decimal.Decimal(1)]}]
         if word == "large":
             return [{"role": "user", "content": "x" * (65 << 20)}]
         if word == "itself":
             circle = []
             circle.append(circle)
-            return [{"role": "user", "content": circle}]
+            return [{"role": "user", "content": "", "weight": circle}]
+        if word == "field":
+            return [{"role": "user", "content": "hi", "thinking": "so"}]
+        if word == "number":
+            return [{"role": "user", "content": 7}]
+        if word == "nothing":
+            return []
         if word == "text":
             return "what is it?"
         return [{"role": "user", "content": f"\ud800 {act(word)}"}]

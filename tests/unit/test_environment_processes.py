@@ -208,13 +208,16 @@ async def test_an_error_carries_its_type_its_message_and_the_lines_of_the_enviro
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("decimal", r"value\[0\]\.content\[0\] is of type Decimal"),
+        ("decimal", r"value\[0\]\.weight\[0\] is of type Decimal"),
         ("large", "at most 64 MiB can be sent"),
         ("itself", "levels deep"),
         ("text", r"messages\(task\): give a list of messages such as .*, not 'what is it\?'"),
+        ("field", r"messages of task t raised ValueError: a message of the environment has the unknown fields thinking; known"),
+        ("number", "messages of task t raised ValueError: field content of a message is int, not text$"),
+        ("nothing", r"messages of task t raised ValueError: messages\(task\) gave no message"),
     ],
 )
-async def test_what_is_not_plain_data_is_an_error_that_says_where(single, word, message) -> None:
+async def test_messages_that_cannot_be_used_are_an_error_that_says_where(single, word, message) -> None:
     with pytest.raises(EnvironmentFailedError, match=message):
         await single.messages(Task("t", {"do": word}))
     assert await single.score(TASK, ["a"]) == [1.0]

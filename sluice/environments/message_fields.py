@@ -1,0 +1,52 @@
+"""Which fields a message of an environment may have.
+
+Imports nothing of the contracts: the processes of environments check their messages with it, and start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+
+_OF_TRAINING = {"weight", "loss", "train"}
+"""Fields with which data sets say whether SFT learns a message. They mean nothing in a prompt."""
+
+
+def message_fields(message: Mapping[str, Any]) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Return the texts of a message by field, and its tool calls as id, name and arguments. What is empty counts as absent.
+
+    Raises:
+        ValueError: if the message has no role, an unknown field that is not empty, or a field that is not text.
+    """
+    given = {name for name, value in message.items() if not (value is None or value is False or value == [])}
+    unknown = sorted(given - _KNOWN - _OF_TRAINING)
+    if unknown or "role" not in message:
+        problem = f"the unknown fields {', '.join(unknown)}" if unknown else "no role"
+        raise ValueError(f"a message of the environment has {problem}; known are {', '.join(sorted(_KNOWN))}")
+    texts: dict[str, Any] = {name: message.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
+    texts["content"] = _text(texts["content"])
+    texts["reasoning"] = message.get("reasoning") or message.get("reasoning_content") or ""
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(f"field {name} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
+    return texts, [_tool_call(call) for call in message.get("tool_calls") or ()]
+
+
+def _text(content: Any) -> Any:  # noqa: ANN401 - whatever an environment gave
+    """Return the text of a list of parts that are text; other content as it is."""
+    if isinstance(content, list) and all(isinstance(each, Mapping) and each.get("type") == "text" for each in content):
+        return "".join(each.get("text") or "" for each in content)
+    return content
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, str]:
+    """Read a tool call, in the form of the OpenAI API or flat; arguments may be text or an object."""
+    function = call.get("function", call)
+    if not function.get("name"):
+        raise ValueError("one of the tool_calls of a message has no name")
+    arguments = function.get("arguments") or "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": call.get("id") or "", "name": function["name"], "arguments": text}
