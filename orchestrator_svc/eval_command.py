@@ -233,13 +233,13 @@ def run(argv: list[str]) -> int:
         0, or 1 if a task failed or a reward is missing.
     """
     config = load_command(EvalConfig, argv, "eval", check=check_evaluation)
-    configure_logging("eval", os.environ.get(LEVEL_VARIABLE) or "warning")
+    configure_logging("eval", os.environ.get(LEVEL_VARIABLE) or "warning", for_people=True)
     results, samples = [], []
     for result, outcome in evaluations(config):
         results.append(result)
         names = {name: result[name] for name in ("checkpoint", "environment") if name in result}
         samples += [{**names, **asdict(sample)} for sample in outcome.result.samples]
-        sys.stderr.write(_missing(outcome.result.samples))
+        sys.stderr.write(_missing(outcome.result.samples, outcome.unscored))
         if config.output is not None:
             several = config.weights_dir is not None or config.environments
             whole = {"results": results} if several else result
@@ -254,10 +254,15 @@ def run(argv: list[str]) -> int:
     return int(any(each["metrics"][name] > 0 for each in results for name in _FAULTS))
 
 
-def _missing(samples: Sequence[EvalSample]) -> str:
-    """Return why rewards are missing, and what helps; nothing if none is."""
+def _missing(samples: Sequence[EvalSample], unscored: int) -> str:
+    """Return why rewards are missing, and what helps; nothing if none is.
+
+    Args:
+        samples: All samples.
+        unscored: How many of them the environment was asked to score, and could not.
+    """
     missing = [each for each in samples if each.reward is None]
-    cut_off = sum(each.truncated for each in missing)
+    cut_off = min(sum(each.truncated for each in missing), max(0, len(missing) - unscored))
     lines = []
     if cut_off:
         lines.append(
@@ -266,18 +271,28 @@ def _missing(samples: Sequence[EvalSample]) -> str:
         )
     if len(missing) > cut_off:
         lines.append(
-            f"{len(missing) - cut_off} rewards are missing because the environment gave none: the log says why"
+            f"{len(missing) - cut_off} rewards are missing because the environment gave none: see `scoring failed` above"
         )
     return "".join(f"{line}\n" for line in lines)
 
 
 def evaluations(config: EvalConfig) -> Iterator[tuple[dict[str, Any], Outcome]]:
     """Make the evaluations that were asked for, one after the other, and print each; yield the result for people, and what it was made of."""
+    found = False
     for each in _each(config):
-        result, outcome = _compared(each.config)
+        try:
+            result, outcome = _compared(each.config)
+        except ConfigError:
+            if not each.is_removed:
+                raise
+            sys.stderr.write(f"{each.config.model} is left out: its run has removed it meanwhile (weightsync.keep)\n")
+            continue
+        found = True
         result |= each.names
         _print(result)
         yield result, outcome
+    if not found:
+        raise ConfigError(f"{config.weights_dir} has none of the versions any more that it had: evaluate it again")
 
 
 @dataclass(frozen=True)
@@ -291,6 +306,11 @@ class _Evaluation:
 
     config: EvalConfig
     names: Mapping[str, str]
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether it is of a version whose directory a live run has removed since it was listed."""
+        return "checkpoint" in self.names and not Path(self.config.model).is_dir()
 
 
 def _each(config: EvalConfig) -> Iterator[_Evaluation]:
@@ -397,12 +417,14 @@ class Outcome(NamedTuple):
         version: The version that was evaluated.
         tasks: Number of tasks.
         tokens: Tokens that were sampled.
+        unscored: Completions that the environment could not score.
     """
 
     result: EvalResult
     version: str
     tasks: int
     tokens: int
+    unscored: int
 
 
 async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
@@ -477,7 +499,8 @@ async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
             raise ConfigError(f"the evaluation took more than {config.deadline_s:g} s (--deadline-s)")
         if evaluating not in done:
             done.pop().result()  # raises why
-        return Outcome(evaluating.result(), str(pool.replicas[0].version), len(tasks), engine.counts["tokens"])
+        version, unscored = str(pool.replicas[0].version), environment.failures["missing"]
+        return Outcome(evaluating.result(), version, len(tasks), engine.counts["tokens"], unscored)
 
 
 def _attempts(
@@ -521,7 +544,7 @@ async def _by_endpoint(
                 result = await evaluate(runner, tasks, config, sampling, known=known, keep=keep)
         except TimeoutError as error:
             raise ConfigError(f"the evaluation took more than {config.deadline_s:g} s (--deadline-s)") from error
-    return Outcome(result, "", len(tasks), workflow.tokens)
+    return Outcome(result, "", len(tasks), workflow.tokens, environment.failures["missing"])
 
 
 async def _must_live(replica: Child) -> None:

@@ -446,7 +446,8 @@ async def evaluate(
                     samples += [_sample(task, record.whole(), greedy=greedy) for record in ended.values()]
                     failed += episodes - len(ended)
             except Exception as error:  # noqa: BLE001 - an environment or a workflow may raise anything
-                log.warning("evaluation of a task failed", task=task.task_id, error=repr(error))
+                told = error.message if isinstance(error, SluiceError) else repr(error)
+                log.warning("evaluation of a task failed", task=task.task_id, error=told)
                 result.failed_tasks += 1
             else:
                 result.samples += samples

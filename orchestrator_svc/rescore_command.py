@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
             load_command(RescoreConfig, ["--help"], "rescore")
         raise ConfigError('give the run first: sluice rescore RUN --environment-args \'{"reward": "math"}\'')
     config = load_command(RescoreConfig, argv[1:], "rescore")
-    configure_logging("rescore", os.environ.get(LEVEL_VARIABLE) or "warning")
+    configure_logging("rescore", os.environ.get(LEVEL_VARIABLE) or "warning", for_people=True)
     directory = find_run(argv[0], config.output_dir)
     config = _completed(config, directory)
     check_there(locate(config.environment), "environment")

@@ -40,7 +40,7 @@ class SynthesizeConfig(EvalConfig):
 def run(argv: list[str]) -> int:
     """Attempt the tasks, and write what is good; return 0, or 1 if nothing is."""
     config = load_command(SynthesizeConfig, argv, "synthesize", check=check_evaluation)
-    configure_logging("synthesize", os.environ.get(LEVEL_VARIABLE) or "warning")
+    configure_logging("synthesize", os.environ.get(LEVEL_VARIABLE) or "warning", for_people=True)
     samples = [sample for _, outcome in evaluations(config) for sample in outcome.result.samples]
     kept = list(_kept(samples, config.threshold, config.keep))
     config.data.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -36,7 +36,12 @@ log = structlog.get_logger(__name__)
 
 
 def configure_logging(
-    service: str, level: str | None = None, stream: TextIO | None = None, *, secrets: Collection[str] = ()
+    service: str,
+    level: str | None = None,
+    stream: TextIO | None = None,
+    *,
+    secrets: Collection[str] = (),
+    for_people: bool = False,
 ) -> None:
     """Route structlog and the standard library's logging to one stream, in one format.
 
@@ -45,6 +50,7 @@ def configure_logging(
         level: Least severe level written; None takes ``SLUICE_LOG_LEVEL``, else ``info``.
         stream: Where to write; None is stderr.
         secrets: Texts that are replaced in every line, tracebacks included.
+        for_people: Write text instead of JSON, for a command that a person started, and the same problem at most three times.
 
     Raises:
         ValueError: if the level has no such name.
@@ -55,9 +61,10 @@ def configure_logging(
     threshold = logging.getLevelNamesMapping()[name.upper()]
     output = stream or sys.stderr
     shared = _shared_processors(service, terminal=output.isatty())
-    renderer = _renderer(terminal=output.isatty(), secrets=secrets)
+    renderer = _renderer(terminal=output.isatty(), secrets=secrets, for_people=for_people)
+    limit: list[Processor] = [FewOfAKind()] if for_people else []
     structlog.configure(
-        processors=[*shared, *renderer],
+        processors=[*shared, *limit, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(output),
         cache_logger_on_first_use=True,
@@ -84,16 +91,56 @@ def _shared_processors(service: str, *, terminal: bool) -> list[Processor]:
     return [structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, clock, name_service]
 
 
-def _renderer(*, terminal: bool, secrets: Collection[str]) -> list[Processor]:
+def _renderer(*, terminal: bool, secrets: Collection[str], for_people: bool) -> list[Processor]:
     """Tracebacks are plain: local variables may hold prompts and tokens."""
 
     def without_secrets(_logger: WrappedLogger, _method: str, line: Any) -> str:  # noqa: ANN401 - the rendered text
         return hide(line, secrets)
 
     last: list[Processor] = [without_secrets] if secrets else []
+    if for_people:
+        return [structlog.processors.format_exc_info, _sentence, *last]
     if terminal:
         return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback), *last]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str), *last]
+
+
+class FewOfAKind:
+    """Drop log lines about a problem that was shown `SHOWN` times; those that differ in their task alone are one kind."""
+
+    SHOWN = 3
+
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[str, ...]] = Counter()
+
+    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        """Return the line (structlog's interface).
+
+        Raises:
+            DropEvent: if its like was shown often enough.
+        """
+        *_, last = str(event.get("problem") or event.get("error") or "").splitlines() or [""]
+        kind = (str(event["event"]), str(event.get("reason", "")), last)
+        self._seen[kind] += 1
+        if self._seen[kind] > self.SHOWN:
+            raise structlog.DropEvent
+        if self._seen[kind] == self.SHOWN:
+            event["note"] = "others like it are not shown"
+        return event
+
+
+_LONG = ("problem", "error", "exception")
+"""Values that may have several lines."""
+
+_NOT_FOR_PEOPLE = frozenset({"event", "level", "timestamp", "service", "logger", "note", *_LONG})
+
+
+def _sentence(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    """Return what happened with its short values, and below it the texts of several lines."""
+    values = ", ".join(f"{name} {value}" for name, value in event.items() if name not in _NOT_FOR_PEOPLE)
+    below = [line for name in _LONG if name in event for line in str(event[name]).splitlines()]
+    below += [f"({event['note']})"] if "note" in event else []
+    return "\n  ".join([f"{event['event']}: {values}" if values else str(event["event"]), *below])
 
 
 LOOP_LAG_SECONDS = Histogram(

@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
         ConfigError: if there is no such environment, or it cannot be used.
     """
     verbs = {"list": _list, "show": _show, "try": _try}
-    configure_logging("env", os.environ.get(LEVEL_VARIABLE) or "warning")
+    configure_logging("env", os.environ.get(LEVEL_VARIABLE) or "warning", for_people=True)
     if not argv or argv[0] in {"--help", "-h"}:
         print(f"{_USAGE}\n\n{__doc__}")
         return 0
@@ -208,7 +208,7 @@ async def _play_all(environment: EnvironmentProcesses, tasks: Sequence[Task], op
         try:
             await play(environment, task, options.seed + number, player)
         except (EnvironmentFailedError, EndpointError) as error:
-            print(f"failed: {error}")
+            print(f"failed: {error.message if isinstance(error, EnvironmentFailedError) else error}")
             failed += 1
         except EOFError:
             print("(no more input)")

@@ -274,29 +274,43 @@ class EnvironmentProcesses:
         """Return what some completions of a task are worth; the reward is None where it is missing.
 
         All are scored in one call. Those that fail are scored again, each on its own, so that one bad completion spoils no other.
+        What went wrong is logged once, at the end.
 
         Raises:
             EnvironmentFailedError: if the environment is given up.
         """
-        together = await self._scored(task, completions)
+        problems: dict[str, str] = {}
+        together = await self._scored(task, completions, problems)
         alone = [place for place, score in enumerate(together) if score.reward is None]
         again = await asyncio.gather(
-            *(self._scored_alone(task, completions[place], len(completions)) for place in alone)
+            *(self._scored_alone(task, completions[place], len(completions), problems) for place in alone)
         )
         for place, score in zip(alone, again, strict=True):
             together[place] = score
+        missing = sum(score.reward is None for score in together)
+        for problem, reason in problems.items():
+            tell = log.warning if missing else log.info
+            tell(
+                "scoring failed",
+                task=task.task_id,
+                missing=missing,
+                completions=len(completions),
+                reason=reason,
+                problem=problem,
+            )
         return together
 
-    async def _scored_alone(self, task: Task, completion: str, of: int) -> Score:
+    async def _scored_alone(self, task: Task, completion: str, of: int, problems: dict[str, str]) -> Score:
         for _ in range(max(self._config.score_retries, int(of > 1))):
-            (score,) = await self._scored(task, [completion])
+            (score,) = await self._scored(task, [completion], problems)
             if score.reward is not None:
                 return score
         self.failures["missing"] += 1
         log.info("reward is missing", task=task.task_id)
         return _MISSING
 
-    async def _scored(self, task: Task, completions: Sequence[str]) -> list[Score]:
+    async def _scored(self, task: Task, completions: Sequence[str], problems: dict[str, str]) -> list[Score]:
+        """Score completions in one call, and add to `problems` the reason of each that occurs."""
         limit = (self._scoring.limit_s(len(completions)), f"{self._section}.score_s")
         try:
             values, _ = await self._call(
@@ -305,18 +319,12 @@ class EnvironmentProcesses:
         except EnvironmentFailedError as error:
             if error.reason == Reason.GIVEN_UP:
                 raise
-            log.warning("scoring failed", task=task.task_id, reason=error.reason, problem=error.message)
+            problems[error.message] = error.reason
             return [_MISSING] * len(completions)
         raised = [value for value in values if "reward" not in value]
         if raised:
             self.failures[Reason.RAISED] += len(raised)
-            log.warning(
-                "scoring failed",
-                task=task.task_id,
-                completions=len(raised),
-                reason=Reason.RAISED,
-                problem=_text(raised[0]),
-            )
+            problems.update((_text(value), Reason.RAISED) for value in raised)
         return [Score(**value) if "reward" in value else _MISSING for value in values]
 
     async def run(

@@ -14,6 +14,7 @@ from sluice.plain_data import plain_data
 from sluice.tool_schemas import tool_dict, tool_message
 from sluice.v1 import environment_pb2, tokens_pb2
 
+
 def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
     """Return messages in their wire form.
 

@@ -539,6 +539,33 @@ async def test_an_evaluation_says_why_rewards_are_missing(tmp_path, capsys) -> N
     assert "`last`" in said
 
 
+BROKEN = """
+from sluice.environments.base import Task
+
+class Broken:
+    name = "broken"
+    def tasks(self, split, seed):
+        return [Task("a")]
+    def messages(self, task):
+        return [{"role": "user", "content": "go"}]
+    def score(self, task, completion):
+        return {}["key"]
+"""
+
+
+async def test_an_evaluation_does_not_blame_the_length_of_what_cannot_be_scored(tmp_path, capsys) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    flags = {"environment": f"{tmp_path}/broken.py:Broken", "samples": 3, "max-tokens": 1}
+    double = RolloutDouble(version=Version(1, 7), finish=lambda _: tokens_pb2.FINISH_REASON_LENGTH)
+    async with serve_rollout(double) as address:
+        argv = [f"--{name}={value}" for name, value in {"address": address, **flags}.items()]
+        assert await asyncio.to_thread(COMMAND.run, argv) == 1
+    said = capsys.readouterr().err
+    assert "4 rewards are missing because the environment gave none: see `scoring failed` above" in said
+    assert said.count("KeyError: 'key'") == 2, "once for the samples, once for the greedy one"
+    assert "cut off" not in said
+
+
 async def test_an_evaluation_whose_environment_never_lists_its_tasks_ends_with_the_remedy(tmp_path) -> None:
     (tmp_path / "slow_env.py").write_text(
         "import time\nclass Slow:\n    name = 'slow'\n"

@@ -146,6 +146,20 @@ def act(word):
     return float(len(word)) if found is None else found
 
 
+CIRCLE = []
+CIRCLE.append(CIRCLE)
+
+ODD_MESSAGES = {
+    "decimal": lambda: [{"role": "user", "content": "", "weight": [decimal.Decimal(1)]}],
+    "large": lambda: [{"role": "user", "content": "", "weight": "x" * (65 << 20)}],
+    "itself": lambda: [{"role": "user", "content": "", "weight": CIRCLE}],
+    "text": lambda: "what is it?",
+    "field": lambda: [{"role": "user", "content": "hi", "thinking": "so"}],
+    "number": lambda: [{"role": "user", "content": 7}],
+    "nothing": lambda: [],
+}
+
+
 class Single:
     """Acts in `score` on what is completed, in `messages` on what the task says, and in `tasks` on the name of the split."""
 
@@ -161,22 +175,8 @@ class Single:
 
     def messages(self, task):
         word = task.data.get("do", "")
-        if word == "decimal":
-            return [{"role": "user", "content": "", "weight": [decimal.Decimal(1)]}]
-        if word == "large":
-            return [{"role": "user", "content": "x" * (65 << 20)}]
-        if word == "itself":
-            circle = []
-            circle.append(circle)
-            return [{"role": "user", "content": "", "weight": circle}]
-        if word == "field":
-            return [{"role": "user", "content": "hi", "thinking": "so"}]
-        if word == "number":
-            return [{"role": "user", "content": 7}]
-        if word == "nothing":
-            return []
-        if word == "text":
-            return "what is it?"
+        if word in ODD_MESSAGES:
+            return ODD_MESSAGES[word]()
         return [{"role": "user", "content": f"\ud800 {act(word)}"}]
 
     def score(self, task, completion):

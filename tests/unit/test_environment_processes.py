@@ -143,6 +143,15 @@ async def test_a_completion_that_cannot_be_scored_is_missing_and_spoils_no_other
     assert await single.score(TASK, ["cc"]) == [2.0], "the pool goes on"
 
 
+async def test_what_went_wrong_in_scoring_is_logged_once_for_a_group(single, logs) -> None:
+    assert await single.score(TASK, ["raise", "a", "raise", "nan"]) == [None, 1.0, None, None]
+    raised, odd = [each for each in logs if each["event"] == "scoring failed"]
+    assert (raised["task"], raised["missing"], raised["completions"]) == (TASK.task_id, 3, 4)
+    assert raised["problem"].startswith("KeyError: 'no such key'\n")
+    assert "misbehaving_environment.py" in raised["problem"]
+    assert "nan" in odd["problem"]
+
+
 @linux_only
 @pytest.mark.parametrize("word", ["hog", "hog shared memory"])
 async def test_a_process_that_needs_too_much_memory_is_killed(timed, clock, logs, word) -> None:
@@ -212,7 +221,10 @@ async def test_an_error_carries_its_type_its_message_and_the_lines_of_the_enviro
         ("large", "at most 64 MiB can be sent"),
         ("itself", "levels deep"),
         ("text", r"messages\(task\): give a list of messages such as .*, not 'what is it\?'"),
-        ("field", r"messages of task t raised ValueError: a message of the environment has the unknown fields thinking; known"),
+        (
+            "field",
+            r"messages of task t raised ValueError: a message of the environment has the unknown fields thinking; known",
+        ),
         ("number", "messages of task t raised ValueError: field content of a message is int, not text$"),
         ("nothing", r"messages of task t raised ValueError: messages\(task\) gave no message"),
     ],

@@ -103,6 +103,20 @@ def test_a_terminal_gets_readable_lines(logs):
         json.loads(terminal.getvalue())
 
 
+def test_people_get_sentences_and_the_same_problem_three_times(logs):
+    configure_logging("env", "warning", logs, for_people=True)
+    for task in ("a", "b", "c", "d"):
+        structlog.get_logger().warning("scoring failed", task=task, problem="KeyError: 'x'\n  File \"env.py\", line 5")
+    structlog.get_logger().warning("scoring failed", task="e", problem="another")
+    for _ in range(4):  # structlog cannot drop the lines of other loggers
+        logging.getLogger("theirs").warning("slow %s", "disk")
+    problem = "  KeyError: 'x'\n    File \"env.py\", line 5\n"
+    assert logs.getvalue() == (
+        f"scoring failed: task a\n{problem}scoring failed: task b\n{problem}scoring failed: task c\n{problem}"
+        "  (others like it are not shown)\nscoring failed: task e\n  another\n" + 4 * "slow disk\n"
+    )
+
+
 def test_curves_go_to_json_lines_and_tensorboard_and_are_continued(tmp_path):
     for step in (1, 2):
         with contextlib.closing(MetricsWriter(tmp_path / "run")) as writer:
