@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
+import grpc
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 
 from sluice.cli.live_view import STATES
-from sluice.cli.rl import CONFIG_FILE
+from sluice.cli.report import REPORT_FILE
+from sluice.cli.rl import CONFIG_FILE, JOURNAL_FILE, is_held
 from sluice.client import OrchestratorClient
 from sluice.config import ConfigError, Options, RunConfig, load_run
 from sluice.rpc import SluiceError
@@ -64,18 +67,39 @@ def run(command: str, argv: list[str]) -> int:
         "stop": partial(_stop, name=arguments.run, reason=getattr(arguments, "reason", "")),
         "set": partial(_set, name=arguments.run, values=_values(getattr(arguments, "values", []))),
     }
-    return asyncio.run(_ask(_settings_of(arguments.run, settings), acts[command]))
+    return asyncio.run(_ask(arguments.run, _settings_of(arguments.run, settings), acts[command]))
 
 
-async def _ask(config: RunConfig, act: Act) -> int:
+async def _ask(name: str, config: RunConfig, act: Act) -> int:
     target = config.peers.orchestrator
     try:
         async with OrchestratorClient(target, config.security) as orchestrator:
             await act(orchestrator)
     except SluiceError as error:
-        print(f"sluice: the orchestrator at {target} says: {error}", file=sys.stderr)
+        nobody = (
+            error.code is grpc.StatusCode.UNAVAILABLE and error.reason == error.code.name
+        )  # no server gave a reason
+        said = _why_silent(name, config, error) if nobody else f"the orchestrator at {target} says: {error}"
+        print(f"sluice: {said}", file=sys.stderr)
         return 1
     return 0
+
+
+def _why_silent(name: str, config: RunConfig, error: SluiceError) -> str:
+    """Return why the orchestrator of a run does not answer, and what to do, as far as the run's files tell."""
+    directory = config.output_dir / name
+    *_, reason = error.message.split("last error: ")
+    silent = f"nothing answers at {config.peers.orchestrator} ({reason})"
+    if not (directory / JOURNAL_FILE).exists():
+        return f"{silent}: start the run, or correct its address (--peers.orchestrator HOST:PORT)"
+    if is_held(directory):
+        return f"run {name} is starting, or an orchestrator that ended is started again: {silent}; try again in a moment, or see {directory / 'logs'}"
+    try:
+        report = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))
+        ended = f"has ended ({report['state']} after {report['steps']} steps)"
+    except (OSError, ValueError, KeyError, TypeError):
+        ended = f"is not running: no `sluice rl` holds {directory}, and {silent}"
+    return f"run {name} {ended}; `sluice rl ... --resume` continues it, `sluice report {directory}` shows what it did"
 
 
 def _settings_of(name: str, settings: list[str]) -> RunConfig:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 
 import grpc
 import pytest
@@ -14,7 +15,8 @@ from test_orchestrator_run import Scene, make_scene
 
 from orchestrator_svc.journal.store import read_facts
 from sluice.cli import steer
-from sluice.config import ConfigError
+from sluice.cli.rl import JOURNAL_FILE, claim
+from sluice.config import ConfigError, load_run
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
@@ -194,8 +196,38 @@ async def test_the_commands_show_pause_resume_and_stop_a_run(scene: Scene, capsy
     assert (await said("stop", "--reason", "enough")).startswith("ends after the batches that are made")
     scene.trainer.run_freely()
     await asyncio.wait_for(running, DEADLINE_S)
-    assert scene.report()["steps"] < 40
+    assert (steps := scene.report()["steps"]) < 40
+    capsys.readouterr()
     assert await asyncio.to_thread(steer.run, "status", ["test", "--output-dir", str(scene.directory)]) == 1
+    said_at_the_end = capsys.readouterr().err
+    assert said_at_the_end.startswith(
+        f"sluice: run test has ended (stopped after {steps} steps); `sluice rl ... --resume` continues it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("began", "held", "message"),
+    [
+        (False, False, "nothing answers at 127.0.0.1:{port} ("),
+        (True, False, "run r is not running: no `sluice rl` holds"),
+        (True, True, "run r is starting, or an orchestrator that ended is started again: nothing answers at"),
+    ],
+)
+def test_where_nobody_answers_the_files_of_the_run_say_why(tmp_path, capsys, began, held, message):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_text(f'run = "r"\n[peers]\norchestrator = "127.0.0.1:{port}"\n')
+    if began:
+        (tmp_path / "r" / JOURNAL_FILE).touch()
+    words = ["r", "trainer.lr=1", "--output-dir", str(tmp_path)]
+    with (
+        claim(load_run(["--run", "r", "--output-dir", str(tmp_path)]), resume=True)
+        if held
+        else contextlib.nullcontext()
+    ):
+        assert steer.run("set", words) == 1
+    assert message.format(port=port) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
