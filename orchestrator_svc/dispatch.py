@@ -412,7 +412,8 @@ class Dispatcher:
             return
         if not scored.records:
             reason = next(iter(scored.untrainable.values()), Reason.EPISODE_FAILED)
-            self._drop(group, reason, f"{reason} of all episodes of task {group.task_id}; see the warnings above")
+            settings = self.curriculum.environments[group.environment]
+            self._drop(group, reason, _problem(reason, group, settings), heals=reason != Reason.OVERLONG)
             return
         self._succeeded()
         versions = {version for record in scored.records for version in versions_of(record.trajectory)}
@@ -479,8 +480,9 @@ class Dispatcher:
                     if heals
                     else ""
                 )
-                + f", the last one because: {problem}. Correct the environment, the judge or the deadline at fault, then start"
-                " the run again: it continues",
+                + f", the last one because: {problem}."
+                + f" Correct {'the environment, the judge or the deadline at fault' if heals else 'that'}, then start the run again:"
+                " it continues",
             )
 
     def _begin_outage(self, problem: str) -> None:
@@ -541,6 +543,19 @@ class Dispatcher:
         self._counted_at = self._ledger.batches_made
         if grown:
             self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
+
+
+def _problem(reason: str, group: Group, settings: EnvironmentConfig) -> str:
+    """Return why all episodes of a group bring nothing to train, for people."""
+    all_of_it = f"{reason} of all {group.episodes} episodes of task {group.task_id}"
+    if reason == Reason.OVERLONG:
+        return (
+            f"{all_of_it}: they were cut off, and orchestrator.overlong.policy = {settings.overlong.policy} trains none that was:"
+            f" raise sampling.max_tokens ({settings.sampling.max_tokens}) or max_turns, or set the policy to none or penalise"
+        )
+    if reason == Reason.MISSING_REWARD:
+        return f"{all_of_it}: see `scoring failed` above"
+    return f"{all_of_it}; see the warnings above"
 
 
 def _reason_of(lost: Mapping[int, str]) -> str:

@@ -223,7 +223,7 @@ class Training:
         try:
             self._ledger.check_reach(origin.number)
         except LedgerError as error:
-            raise JournalError(str(error)) from error
+            raise SluiceError.failed_precondition("NO_CHECKPOINT", str(error)) from error
         self._record(epoch_begun=journal_pb2.EpochBegun(epoch=epoch, origin=answer.restored_version))
 
     async def _unmake_unfit(self) -> None:

@@ -196,6 +196,16 @@ async def test_penalised_and_filtered_episodes_are_counted(scene) -> None:
     assert {round(each.reward, 4) for each in trained(scene) if each.finish_reason == CUT} == {round(2 / 3 - 0.25, 4)}
 
 
+async def test_a_run_whose_episodes_are_all_cut_off_names_the_setting_that_drops_them(scene) -> None:
+    scene.replicas[0].finish = lambda request: CUT
+    with pytest.raises(
+        FailedForGoodError,
+        match=r"episodes of task \S+: they were cut off, and orchestrator\.overlong\.policy = filter trains none that was: raise"
+        r" sampling\.max_tokens \(256\) or max_turns, or set the policy to none or penalise\. Correct that, then",
+    ):
+        await scene.run(overlong={"policy": "filter"}, max_failed_groups=3)
+
+
 async def test_a_run_that_goes_on_draws_on_where_it_stopped(scene) -> None:
     settings = mixed(scene, {"name": "many", "ratio": 3}, {"name": "few"})
     before = await scene.run(**settings, max_steps=3)

@@ -60,7 +60,7 @@ from sluice.v1 import (
     tokens_pb2,
     trainer_pb2,
 )
-from sluice.versions import Lineage, Version
+from sluice.versions import BASE, Lineage, Version
 
 pytestmark = pytest.mark.slow
 
@@ -490,6 +490,24 @@ async def test_a_journal_that_lost_its_end_ends_the_run_instead_of_training_from
     scene.trainer.saved.append(trainer_pb2.Checkpoint(name="step_4", journal_position=1 << 40))
     with pytest.raises(FailedForGoodError, match=r"step_4.*put the run's journal back"):
         await scene.run()
+
+
+async def test_a_run_whose_checkpoints_were_removed_ends_with_the_reason(scene) -> None:
+    trainer = scene.trainer
+    trainer.automatic = False
+    task = scene.start(common={"max_staleness": 3}, checkpoint={"every_steps": 1})
+    for number in (1, 2):
+        await scene.until(lambda: trainer.waiting)
+        trainer.apply()
+        await scene.until(lambda number=number: trainer.checkpoints == list(range(1, number + 1)))
+    trainer.saved.clear()
+    trainer.checkpoint = BASE
+    trainer.crash()
+    with pytest.raises(
+        FailedForGoodError, match=r"NO_CHECKPOINT: .*no longer holds batch 1: put the newer checkpoint back"
+    ):
+        async with asyncio.timeout(DEADLINE_S):
+            await task
 
 
 async def test_a_batch_that_would_be_sent_as_other_bytes_is_made_again_and_named(scene) -> None:

@@ -156,7 +156,7 @@ ODD_MESSAGES = {
     "text": lambda: "what is it?",
     "field": lambda: [{"role": "user", "content": "hi", "thinking": "so"}],
     "number": lambda: [{"role": "user", "content": 7}],
-    "nothing": lambda: [],
+    "nothing": list,
 }
 
 
