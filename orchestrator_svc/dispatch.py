@@ -215,7 +215,7 @@ class Dispatcher:
                 raise SluiceError.aborted(
                     "ALL_QUARANTINED",
                     "every task of the run is in quarantine, because its groups failed quarantine_after times one after the"
-                    " other: the report lists tasks and problems. Correct the environment, then start the run again with"
+                    f" other{self._last_quarantined()}. The report lists all tasks and problems. Correct that, then start the run again with"
                     " orchestrator.release_quarantine = true: it continues and draws them again",
                 )
             return None
@@ -228,6 +228,16 @@ class Dispatcher:
             position=draw.position,
             redraw_reason=draw.reason,
             passed_over=draw.passed_over,
+        )
+
+    def _last_quarantined(self) -> str:
+        """Return why the task that came last is in quarantine, as a clause for people."""
+        *_, last = ("", ""), *self.curriculum.quarantined
+        environment, task_id = last
+        if not task_id:
+            return ""
+        return (
+            f", the one of task {task_id} because of {self.curriculum.stream(environment).quarantined[task_id].problem}"
         )
 
     def _drop_redraws(self) -> None:

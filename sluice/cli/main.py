@@ -23,6 +23,7 @@ from sluice.config import (
     Options,
     RunConfig,
     Section,
+    SecurityConfig,
     ServerConfig,
     Service,
     TooMuchSetAsideError,
@@ -195,7 +196,6 @@ def run_service(name: str, argv: list[str]) -> int:
     import structlog
 
     from sluice.rpc import SluiceError
-    from sluice.rpc.metrics_server import start_metrics_server
     from sluice.telemetry import configure_logging
 
     run = load_run(argv, service=name, check=lambda run: run.section(name).check_start(run))
@@ -214,9 +214,9 @@ def run_service(name: str, argv: list[str]) -> int:
     if importlib.util.find_spec("uvloop"):  # vLLM brings it
         new_loop = importlib.import_module("uvloop").new_event_loop
     try:
+        if isinstance(server, ServerConfig) and not rank:
+            _begin_to_listen(name, server, run.security)
         service = load_service(name)
-        if isinstance(server, ServerConfig) and server.metrics_port is not None and not rank:
-            start_metrics_server(server.metrics_port, server.metrics_host, run.security)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             started = runner.run(_serve_until_signal(service, run, section))
         if not started:
@@ -244,6 +244,16 @@ def run_service(name: str, argv: list[str]) -> int:
         # The process ends next. Without this the garbage collector examines all objects of torch and vLLM, for seconds.
         gc.freeze()
     return 0
+
+
+def _begin_to_listen(name: str, server: ServerConfig, security: SecurityConfig) -> None:
+    """Serve metrics, and refuse ports that are taken before the service loads what takes long."""
+    from sluice.rpc.metrics_server import start_metrics_server
+    from sluice.rpc.server import check_ports_free
+
+    check_ports_free(name, server)
+    if server.metrics_port is not None:
+        start_metrics_server(server.metrics_port, server.metrics_host, security)
 
 
 async def _serve_until_signal(service: Service, run: RunConfig, section: Section) -> bool:

@@ -40,7 +40,15 @@ from sluice.config.decide import visible_devices
 from sluice.file_systems import no_locks
 from sluice.models import check_hub, check_model
 from sluice.plan import Machines, Plan, Purpose, make_plan
-from sluice.plan.local import child_specs, free_names, known_host, local_peers, on_free_ports, this_machine
+from sluice.plan.local import (
+    child_specs,
+    free_names,
+    known_host,
+    local_peers,
+    on_free_ports,
+    this_machine,
+    unused_ports,
+)
 from sluice.plan.plan import COMPUTES
 from sluice.rpc.access import Access
 from sluice.rpc.principals import new_token, replace_private
@@ -74,12 +82,12 @@ def run(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(parser.format_help())
     options, settings = parser.parse_known_args(argv)
-    config = load_run(settings, check=lambda config: check_run(config, _plan(config, options)))
+    resume = options.resume or bool(options.resume_from)
+    config = load_run(settings, check=lambda config: _check(config, _plan(config, options), resume=resume))
     for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
         check_hub(model, setting)  # once, before every service tries to load it
     if options.resume_from:
         fork(config, options.resume_from, resume=options.resume)
-    resume = options.resume or bool(options.resume_from)
     with claim(config, resume=resume) as directory:
         console = Console()
         view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
@@ -88,10 +96,23 @@ def run(argv: list[str]) -> int:
                 view.say(done, style="green")
                 return 0
             view.say(describe_resume(directory))
+        for line in unused_ports(_plan(config, options), config):
+            view.say(line, style="yellow")
         began = time.monotonic()
         outcome = run_on_free_ports(_plan(config, options), config, view, partial(_run_once, options, view))
     report_outcome(view, outcome, config, time.monotonic() - began)
     return EXIT_SET_ASIDE if outcome.set_aside else EXIT_CODES[outcome.ending]
+
+
+def _check(config: RunConfig, plan: Plan, *, resume: bool) -> list[str]:
+    """Make the checks of a run, also those that Slurm and Ray do without; return the further lines of a dry run.
+
+    Raises:
+        ConfigError: if it would be refused.
+    """
+    if (begun := begun_before(config)) and not resume:
+        raise ConfigError(begun)
+    return [*check_run(config, plan), *unused_ports(plan, config)]
 
 
 def run_on_free_ports(

@@ -63,6 +63,23 @@ def free_names(place: Place, run: RunConfig) -> list[str]:
     return [each.name for each in place.ports if each.name != "metrics" and not known.get(each.name)]
 
 
+def unused_ports(plan: Plan, run: RunConfig) -> list[str]:
+    """Return one line for each port of the settings in whose place a service of the plan gets a free one."""
+    lines = []
+    for service in sorted({part.service for part in plan.parts} - {*KNOWN}):
+        section = run.section(service)
+        given, usual = (getattr(each, "server", None) for each in (section, type(section)()))
+        if not isinstance(given, ServerConfig):
+            continue
+        lines += [
+            f"{service}.server.{name} = {number} is not used: on one machine each service gets a free port, so that several runs fit"
+            " beside each other; `peers` of the run's config.toml has the addresses"
+            for name in ("port", "http_port")
+            if (number := getattr(given, name)) and number != getattr(usual, name)
+        ]
+    return lines
+
+
 def known_host(run: RunConfig, part: str) -> str:
     """Return where a part listens: those of `KNOWN` at the host of their settings, since callers may be elsewhere."""
     return _server(run, part).host if part in KNOWN else LOOPBACK

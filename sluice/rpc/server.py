@@ -7,6 +7,7 @@ a stream pass through the same loop that gRPC itself would run, so that streamin
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import math
 import random
@@ -141,13 +142,35 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
 
 def is_free(port: int, host: str) -> bool:
     """Return whether a server could bind a TCP port of an address of this machine a moment ago."""
-    with socket.socket() as each:
+    return _bind_problem(port, host) == 0
+
+
+def _bind_problem(port: int, host: str) -> int:
+    """Return the error number with which the system refuses a TCP port; 0 if it does not, -1 if the error has none."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as each:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: closed connections do not count
         try:
-            each.bind((host, port))
-        except OSError:
-            return False
-    return True
+            each.bind((host.strip("[]"), port))
+        except OSError as error:
+            return error.errno or -1
+    return 0
+
+
+def check_ports_free(service: str, config: ServerConfig) -> None:
+    """Refuse ports that another program has. Called before a service loads what takes long, since a server binds them after that.
+
+    Raises:
+        BindError: with the setting of the first such port.
+    """
+    host = LOOPBACK if config.host.startswith(UNIX) else config.host
+    for name in ("port", "http_port", "probe_port"):
+        number = getattr(config, name)
+        unused = name == "port" and host != config.host
+        if number and not unused and _bind_problem(number, host) == errno.EADDRINUSE:
+            raise BindError(
+                f"cannot listen on {f'[{host}]' if ':' in host else host}:{number}: another program does; end it, or set {service}.server.{name} to another port,"
+                " or to 0 for a free one"
+            )
 
 
 def _lasting_ports() -> range:

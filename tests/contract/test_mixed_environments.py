@@ -127,7 +127,9 @@ async def test_a_task_whose_request_is_refused_is_put_in_quarantine_and_named(sc
 
 async def test_a_run_all_of_whose_tasks_are_in_quarantine_fails_and_says_why(scene) -> None:
     every = {"deadly": ["train-0", "train-1"], "count": 2}
-    with pytest.raises(FailedForGoodError, match="every task of the run is in quarantine"):
+    with pytest.raises(
+        FailedForGoodError, match=r"every task of the run is in quarantine.* because of ENVIRONMENT_DIED: "
+    ):
         await scene.run(environment_args=every, quarantine_after=1, max_running=1)
     report = scene.report()
     assert {each["task_id"] for each in report["environments"][0]["quarantined"]} == {"train-0", "train-1"}

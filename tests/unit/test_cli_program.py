@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -80,6 +81,15 @@ async def test_wrong_settings_end_with_code_two_and_a_line_instead_of_a_tracebac
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+async def test_a_port_that_is_taken_is_named_before_the_service_loads_anything(site):
+    (site / "toy_svc" / "app.py").write_text("raise OSError('it was loaded')\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = await sluice(site, "toy", "--server.port", str(port))
+    assert code == 4
+    assert f"cannot listen on 127.0.0.1:{port}: another program does; end it, or set toy.server.port" in err
 
 
 async def test_a_service_that_fails_ends_with_code_one_and_its_traceback_in_the_log(site):

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator_svc import eval_command
 from sluice.cli.main import run_service
-from sluice.cli.rl import run
+from sluice.cli.rl import JOURNAL_FILE, run
 from sluice.config import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
@@ -56,6 +56,18 @@ def test_settings_that_work_are_printed(model: Path, capsys) -> None:
         run(words(model, "--trainer.parallel.tp", "3", "--replicas", "2"))
     assert stopped.value.code == 0
     assert tomllib.loads(capsys.readouterr().out)["trainer"]["parallel"]["tp"] == 3
+
+
+def test_what_the_run_would_say_is_said_of_a_run_that_exists_and_of_ports(model: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / JOURNAL_FILE).touch()
+    flags = ("--run", "r", "--output-dir", str(tmp_path), "--rollout.server.port", "9999")
+    with pytest.raises(ConfigError, match=r"run 'r' exists in .*: continue it with --resume, or choose another"):
+        run(words(model, *flags))
+    with pytest.raises(SystemExit) as stopped:
+        run(words(model, *flags, "--resume"))
+    assert stopped.value.code == 0
+    assert "# rollout.server.port = 9999 is not used" in capsys.readouterr().out
 
 
 LORA = ("--trainer.lora.rank", "16", "--trainer.lora.merge", "false")

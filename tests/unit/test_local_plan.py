@@ -18,7 +18,7 @@ from sluice.cli.live_view import RunView
 from sluice.cli.rl import claim, describe_finished, newest_checkpoint, run_on_free_ports, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.plan import Machines, Part, Plan, Purpose, make_plan
-from sluice.plan.local import HOSTS, child_environment, child_specs, on_free_ports
+from sluice.plan.local import HOSTS, child_environment, child_specs, on_free_ports, unused_ports
 from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK
@@ -233,6 +233,21 @@ class Services:
         with self._taken:
             view = RunView(run.run, Console(), live=False, verbose=False)
             return run_on_free_ports(make_plan(run, Machines(cores=2)), run, view, self)
+
+
+def test_ports_of_the_settings_that_are_not_used_are_named(tmp_path: Path) -> None:
+    assert unused_ports(local(a_run(tmp_path)), a_run(tmp_path)) == []
+    run = a_run(
+        tmp_path,
+        "--rollout.server.port",
+        "9999",
+        "--gateway.server.port",
+        "9998",
+        "--orchestrator.workflow",
+        "external",
+    )
+    (line,) = unused_ports(local(run), run)
+    assert line.startswith("rollout.server.port = 9999 is not used")
 
 
 def test_a_run_of_which_another_program_takes_a_port_starts_again_on_others(tmp_path: Path, capsys) -> None:
