@@ -8,20 +8,33 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from sluice.errors import ConfigError
 from sluice.host_files import write_whole
 from sluice.loading import STARTED_BY, ScriptEndedError
+from sluice.supervise.restart_policy import EXIT_CONFIG
+
+_SAYS = "sluice: "
+"""What stands before the message of a command that refuses its settings."""
+
+_LINES_KEPT = 50
+"""Last lines of an output in which that message is looked for."""
+
+_COPY_S = 5.0
+"""Seconds to copy the end of a run's output; a process that the run left behind may keep it open."""
 
 Reward: TypeAlias = "Callable[..., Sequence[float | None]] | str"
 
 
 class TrainingFailedError(Exception):
-    """A run did not reach its end. The message has the exit code and where the logs are."""
+    """A run did not reach its end. The message has the exit code, the reason as far as it is known, and where the logs are, if any."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +124,54 @@ def train(
     argv = [sys.executable, "-m", "sluice.cli.main", "rl"]
     for name, value in words.items():
         argv += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
-    with subprocess.Popen(argv) as process:  # noqa: S603 - our own program
+    began = time.time()
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, errors="replace") as process:  # noqa: S603 - our own program
+        said: deque[str] = deque(maxlen=_LINES_KEPT)
+        copying = threading.Thread(target=_copy, args=(process.stderr, said), daemon=True)
+        copying.start()
         try:
             code = process.wait()
         except KeyboardInterrupt:
             process.wait()  # Ctrl-C reaches it too: it ends the services, then itself
             raise
+        copying.join(_COPY_S)
     directory = output / run
     if code:
-        raise TrainingFailedError(
-            f"run {run} ended with exit code {code}; what it printed says why, and the logs are in {directory / 'logs'}"
-        )
+        reason = _refusal(said) or _reason_in(directory, began) or "what it printed says why"
+        logs = directory / "logs"
+        where = f"; the logs are in {logs}" if logs.is_dir() and code != EXIT_CONFIG else ""
+        raise TrainingFailedError(f"run {run} ended with exit code {code}: {reason}{where}")
     return _read(directory)
+
+
+def _copy(lines: IO[str] | None, kept: deque[str]) -> None:
+    """Copy what a run writes to standard error to that of this process, and keep the last lines."""
+    for line in lines or ():
+        kept.append(line)
+        sys.stderr.write(line)
+
+
+def _refusal(lines: Iterable[str]) -> str:
+    """Return the message of a command, or of a service, that ends with it; empty without one."""
+    text = "".join(lines)
+    place = max(text.rfind(f"\n{_SAYS}"), 0 if text.startswith(_SAYS) else -1)
+    return "" if place < 0 else text[place:].strip().removeprefix(_SAYS)
+
+
+def _reason_in(directory: Path, since: float) -> str:
+    """Return why a run failed, as its report or the log of a service has it; empty if neither does. Older files say nothing."""
+    try:
+        report = directory / "report.json"
+        is_new = report.is_file() and report.stat().st_mtime >= since
+        if is_new and (error := json.loads(report.read_text(encoding="utf-8")).get("error")):
+            return str(error)
+        for log in sorted(directory.glob("logs/*.log")):
+            with log.open(encoding="utf-8", errors="replace") as lines:
+                if log.stat().st_mtime >= since and (said := _refusal(deque(lines, _LINES_KEPT))):
+                    return said
+    except (OSError, ValueError):
+        pass
+    return ""
 
 
 def _location(thing: Any) -> str:  # noqa: ANN401 - a function, a class, or where one is

@@ -56,7 +56,10 @@ def test_a_script_trains_with_its_own_reward_functions(tmp_path: Path) -> None:
         assert step["reward/mean"] == pytest.approx(step["environment/longer"] + 1.0)
     failed = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert failed.returncode == 1
-    assert "TrainingFailedError: run train ended with exit code 2" in failed.stderr, "the run exists"
+    last = failed.stderr.splitlines()[-1]
+    assert last.startswith(
+        "sluice.training.TrainingFailedError: run train ended with exit code 2: run 'train' exists in runs/train"
+    )
 
 
 def top_level() -> None:
@@ -78,3 +81,22 @@ def test_arguments_that_exclude_each_other_or_hold_nothing_are_refused(tmp_path:
         sluice.train("m", [], top_level, output_dir=tmp_path)
     with pytest.raises(ConfigError, match="not what JSON has"):
         sluice.train("m", [{"prompt": "?", "image": object()}], top_level, output_dir=tmp_path)
+
+
+def test_a_wrong_setting_is_the_reason_and_no_logs_are_named_that_there_are_not(tmp_path: Path, capsys) -> None:
+    rows = [{"prompt": "hi"}] * 8
+    with pytest.raises(training.TrainingFailedError) as failed:
+        sluice.train("m", rows, "rewards:near", output_dir=tmp_path, settings={"trainer.lrr": 1})
+    assert str(failed.value) == (
+        "run train ended with exit code 2: --trainer.lrr: unknown key 'trainer.lrr'; did you mean 'trainer.lr'?"
+    )
+    assert "sluice: --trainer.lrr: unknown key" in capsys.readouterr().err, "it is printed, too"
+
+
+def test_the_reason_of_a_run_that_failed_is_that_of_its_report_or_of_the_service_that_ended_it(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "orchestrator.log").write_text('{"event": "x"}\nsluice: no tasks: raised\n  File "env.py"\n')
+    assert training._reason_in(tmp_path, 0.0) == 'no tasks: raised\n  File "env.py"'
+    (tmp_path / "report.json").write_text('{"error": "every task is in quarantine"}')
+    assert training._reason_in(tmp_path, 0.0) == "every task is in quarantine"
+    assert training._reason_in(tmp_path, 1e12) == "", "of an earlier start"
