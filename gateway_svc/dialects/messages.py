@@ -48,10 +48,11 @@ SYSTEM = "system"
 
 
 class Source(Inner):
-    """Where an image is."""
+    """Where an image is, or what a document says."""
 
     type: str
     data: str | None = None
+    content: str | list[Block] | None = None
 
 
 class Block(Inner):
@@ -242,6 +243,8 @@ class _Reader:
             return tokens_pb2.ContentPart(text=block.text or "")
         if block.type == "image":
             return tokens_pb2.ContentPart(image=self._image(block, index))
+        if block.type == "document" and (text := _document_text(block.source)):
+            return tokens_pb2.ContentPart(text=text)
         self._request.note("left_out", f"block.{block.type[:32]}")
         return None
 
@@ -253,6 +256,15 @@ class _Reader:
             return base64.b64decode(block.source.data, validate=True)
         except binascii.Error as error:
             raise fault(where, f"the image is not base64: {error}") from error
+
+
+def _document_text(source: Source | None) -> str:
+    """Return the text of a document that is one, or blocks of one; empty for files and addresses."""
+    if source is None:
+        return ""
+    if source.type == "content" and not isinstance(source.content, str):
+        return "\n".join(each.text or "" for each in source.content or () if each.type == "text")
+    return {"text": source.data, "content": source.content}.get(source.type) or ""
 
 
 def _set_content(message: tokens_pb2.ChatMessage, parts: Sequence[tokens_pb2.ContentPart]) -> None:

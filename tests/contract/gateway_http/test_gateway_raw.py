@@ -102,12 +102,33 @@ class TestMessages:
         arguments = [call.arguments for call in second.conversation.messages[2].tool_calls]
         assert arguments == ["{", "[1]", "{}"]
 
-    async def test_an_image_is_a_part_and_a_document_is_left_out(self, gateway):
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ({"type": "text", "media_type": "text/plain", "data": "the text"}, "Look:\nthe text"),
+            ({"type": "content", "content": "the text"}, "Look:\nthe text"),
+            (
+                {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                "Look:\na\nb",
+            ),
+            ({"type": "base64", "media_type": "application/pdf", "data": "cGRm"}, "Look:"),
+            ({"type": "url", "url": "http://example.com"}, "Look:"),
+        ],
+    )
+    async def test_a_document_with_a_text_is_its_text(self, gateway, source, said):
+        content = [{"type": "text", "text": "Look:"}, {"type": "document", "title": "T", "source": source}]
+        async with gateway.http() as http:
+            await http.post("/v1/messages", json=self.BODY | {"messages": [{"role": "user", "content": content}]})
+        (request,) = gateway.session.requests
+        assert request.generate.conversation.messages[1].content == said
+        assert (("left_out", "block.document") in request.notices) == (said == "Look:")
+
+    async def test_an_image_is_a_part_and_a_document_without_a_text_is_left_out(self, gateway):
         image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "cG5n"}}
         content = [
             {"type": "text", "text": "Look:"},
             image,
-            {"type": "document", "source": {"type": "text", "data": "x"}},
+            {"type": "document", "source": {"type": "base64", "data": "cGRm"}},
         ]
         async with gateway.http() as http:
             messages = [{"role": "user", "content": content}]
