@@ -28,14 +28,14 @@ class ScriptEndedError(BaseException):
 
 
 def check_there(location: str, what: str) -> None:
-    """Check that the file or package that ``module:Attr`` or ``path.py:Attr`` names exists, without importing it.
+    """Check that what ``module:Attr`` or ``path.py:Attr`` names exists, without importing it: the package, or the file and its attribute.
 
     Raises:
         ConfigError: if not.
     """
-    module, _ = _parts(location, what)
+    module, attribute = _parts(location, what)
     if module.endswith(".py"):
-        _existing(Path(module), what)
+        _check_defines(module, attribute, what)
         return
     from sluice.models import importable  # noqa: PLC0415 - brings the settings; only who checks needs it
 
@@ -43,6 +43,40 @@ def check_there(location: str, what: str) -> None:
         raise ConfigError(
             f"cannot find {what} {module}: there is no such module; install its package, or correct the name"
         )
+
+
+def _check_defines(file: str, attribute: str, what: str) -> None:
+    """Refuse a file that is no Python, or that never binds a name. A file that may bind any name is accepted.
+
+    Raises:
+        ConfigError: with the line, or the names that there are.
+    """
+    import ast  # noqa: PLC0415 - only who checks needs it
+
+    path = _existing(Path(file), what)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise _no_python(path, what, error) from error
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.Name(id=name):
+                names.add(name)
+            case ast.alias(name=name, asname=asname):
+                names.add(asname or name)
+    if attribute in names or names & {"*", "__getattr__", "globals", "exec", "setattr", "vars"}:
+        return
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    own = [each.name for each in tree.body if isinstance(each, kinds) and not each.name.startswith("_")]
+    raise ConfigError(f"{file} has no {attribute!r}; it defines {', '.join(own) or 'nothing'}")
+
+
+def _no_python(path: Path, what: str, error: Exception) -> ConfigError:
+    place = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else path
+    return ConfigError(f"cannot import {what} {place}: {getattr(error, 'msg', error)}; correct the file")
 
 
 def construct(location: str, what: str, arguments: Mapping[str, Any], setting: str, name: str = "") -> Any:  # noqa: ANN401 - whatever the user names
@@ -79,8 +113,9 @@ def load_attribute(location: str, what: str) -> Any:  # noqa: ANN401 - whatever 
     found = getattr(module, attribute, None)
     if found is None:
         own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-        names = [value.__name__ for value in own if inspect.isclass(value) and not value.__name__.startswith("_")]
-        raise ConfigError(f"{module_name} has no {attribute!r}; it defines {', '.join(names) or 'no classes'}")
+        kept = [value for value in own if inspect.isclass(value) or inspect.isfunction(value)]
+        names = [value.__name__ for value in kept if not value.__name__.startswith("_")]
+        raise ConfigError(f"{module_name} has no {attribute!r}; it defines {', '.join(names) or 'nothing'}")
     return found
 
 
@@ -137,6 +172,9 @@ def _from_file(path: Path, what: str) -> ModuleType:
     except ImportError as error:
         del sys.modules[name]
         raise ConfigError(f"cannot import {what} {path}: {error}") from error
+    except SyntaxError as error:  # of this file, or of one that it imports
+        del sys.modules[name]
+        raise _no_python(Path(error.filename or path), what, error) from error
     return module
 
 

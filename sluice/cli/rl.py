@@ -110,9 +110,10 @@ def _check(config: RunConfig, plan: Plan, *, resume: bool) -> list[str]:
     Raises:
         ConfigError: if it would be refused.
     """
+    notes = [*check_run(config, plan), *unused_ports(plan, config)]
     if (begun := begun_before(config)) and not resume:
         raise ConfigError(begun)
-    return [*check_run(config, plan), *unused_ports(plan, config)]
+    return notes
 
 
 def run_on_free_ports(

@@ -45,6 +45,9 @@ _TRACE_CHARACTERS = 4000
 _MESSAGE_CHARACTERS = 2000
 """Bounds of what an error carries to the orchestrator."""
 
+_SLUICE = base.__file__.rpartition("environments")[0]
+"""Directory of this package."""
+
 _OOM_SCORE = 500
 """When memory runs out, the kernel ends environments before the trainer or the engine."""
 
@@ -257,6 +260,8 @@ def _described(error: BaseException) -> Answer:
     ]
     if isinstance(error, ConfigError):
         frames = []
+    # Lines of an environment of ours are of no use where it calls a function of the user's.
+    frames = [frame for frame in frames if not frame.filename.startswith(_SLUICE)] or frames[-1:]
     # One line each, without the marks below: a log shows the first line and the last.
     lines = [f'  File "{each.filename}", line {each.lineno}, in {each.name}: {each.line}\n' for each in frames]
     trace = "".join(lines[-_TRACE_FRAMES:])[-_TRACE_CHARACTERS:]

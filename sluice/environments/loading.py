@@ -51,10 +51,16 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> Any:  # no
     environment: Any = construct(locate(reference), "environment", arguments, "environment_args", reference)
     if not isinstance(environment, Environment) and not hasattr(environment, "run"):
         raise ConfigError(
-            f"{reference} is not an environment: it needs name, tasks(split, seed), and either messages(task) with"
+            f"{reference} is not an environment{_lacks(environment)}: it needs name, tasks(split, seed), and either messages(task) with"
             " score(task, completion), or reset(task, seed); name and tasks are enough if external agents run its episodes. An agent needs run(data, base_url, api_key)"
         )
     return environment
+
+
+def _lacks(environment: object) -> str:
+    """Return which of the two things that every environment has are missing, as a clause for people."""
+    missing = [name for name in ("name", "tasks") if not hasattr(environment, name)]
+    return f", since it has no {' and no '.join(missing)}" if missing else ""
 
 
 def locate(reference: str) -> str:

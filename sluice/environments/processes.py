@@ -559,7 +559,9 @@ class EnvironmentProcesses:
             if opened:
                 self._forget(worker, call.arguments["episode"], call.task_id, closed=False)
         elif "raised" in answer:
-            text = f"{call.name} raised {_text(answer['raised'])}"
+            raised = answer["raised"]
+            is_setting = raised["type"] == ConfigError.__name__  # its message says all
+            text = raised["message"] if is_setting else f"{call.name} raised {_text(raised)}"
             call.answer.set_exception(EnvironmentFailedError(Reason.RAISED, text, call.task_id))
         elif "hung" in answer:
             text = f"{call.name} did not end within {call.limit_s:g} s ({call.setting}) and was cancelled"

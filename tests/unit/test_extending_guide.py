@@ -357,7 +357,7 @@ MISTAKES = [
         partail="1",
     ),
     tried(
-        "vowels.py:Vowels is not an environment: it needs name, tasks(split, seed), and either messages(task) with"
+        "vowels.py:Vowels is not an environment, since it has no name: it needs name, tasks(split, seed), and either messages(task) with"
         " score(task, completion), or reset(task, seed); ...",
         VOWELS,
         '    name = "vowels"\n',

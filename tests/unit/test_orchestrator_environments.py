@@ -13,6 +13,7 @@ from sluice.environments.base import SingleTurnEnvironment
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import load_environment
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.loading import check_there, load_attribute
 
 
 def test_a_file_beside_which_others_lie_is_an_environment(tmp_path) -> None:
@@ -63,6 +64,50 @@ def test_an_error_names_the_arguments_of_an_environment_and_never_their_values(t
 def test_what_is_no_environment_is_told_so(reference, message) -> None:
     with pytest.raises(ConfigError, match=message):
         load_environment(reference, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Env:\n    pass\ndef make():\n    pass\n", r"some_env\.py has no 'Word'; it defines Env, make$"),
+        (
+            "class Env:\n    pass\n  x\n",
+            r"cannot import environment .*some_env\.py:3: unindent does not match .*; correct the file",
+        ),
+    ],
+)
+def test_what_a_file_lacks_is_found_without_importing_it_and_said_as_the_import_says_it(
+    tmp_path, text, message
+) -> None:
+    location = f"{tmp_path}/some_env.py:Word"
+    (tmp_path / "some_env.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        check_there(location, "environment")
+    with pytest.raises(ConfigError, match=message):
+        load_attribute(location, "environment")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise RuntimeError\nclass Word: pass\n",
+        "if True:\n    from words import Word\n",
+        "from words import other as Word\n",
+        "Word = make()\n",
+        "from words import *\n",
+        "def __getattr__(name): pass\n",
+        "globals()['Word'] = 1\n",
+    ],
+)
+def test_a_file_that_may_bind_a_name_is_accepted_without_importing_it(tmp_path, text) -> None:
+    (tmp_path / "some_env.py").write_text(text)
+    check_there(f"{tmp_path}/some_env.py:Word", "environment")
+
+
+def test_an_environment_without_a_name_is_told_what_it_lacks(tmp_path) -> None:
+    (tmp_path / "some_env.py").write_text("class Env:\n    def tasks(self, split, seed): return []\n")
+    with pytest.raises(ConfigError, match="is not an environment, since it has no name: it needs name, tasks"):
+        load_environment(f"{tmp_path}/some_env.py:Env", {})
 
 
 def test_questions_come_from_a_file_of_lines(tmp_path) -> None:
