@@ -262,9 +262,13 @@ def _document_text(source: Source | None) -> str:
     """Return the text of a document that is one, or blocks of one; empty for files and addresses."""
     if source is None:
         return ""
-    if source.type == "content" and not isinstance(source.content, str):
-        return "\n".join(each.text or "" for each in source.content or () if each.type == "text")
-    return {"text": source.data, "content": source.content}.get(source.type) or ""
+    if source.type == "text":
+        return source.data or ""
+    if source.type != "content":
+        return ""
+    if isinstance(source.content, str):
+        return source.content
+    return "\n".join(each.text or "" for each in source.content or () if each.type == "text")
 
 
 def _set_content(message: tokens_pb2.ChatMessage, parts: Sequence[tokens_pb2.ContentPart]) -> None:
