@@ -24,6 +24,7 @@ from sluice.cli.live_view import RunView
 from sluice.cli.rl import (
     EXIT_CODES,
     add_plan_options,
+    check_begins,
     check_run,
     claim,
     describe_finished,
@@ -92,7 +93,7 @@ def run(argv: list[str]) -> int:
         machines = _machines(options) if needs_cluster or options.nodes else Machines()
         # This process decides what `auto` means, for nodes that may have GPUs where it has none.
         os.environ[VISIBLE] = ",".join(str(number) for number in range(machines.devices))
-        config = load_run(settings, check=lambda config: _check(config, _plan(config, options, machines), options.pin))
+        config = load_run(settings, check=lambda config: _check(config, _plan(config, options, machines), options))
         return _run(_absolute(config), options, machines)
 
 
@@ -178,11 +179,13 @@ def _plan(config: RunConfig, options: argparse.Namespace, machines: Machines) ->
     return plan_with(options, config, machines)
 
 
-def _check(config: RunConfig, plan: Plan, pin: str) -> list[str]:
+def _check(config: RunConfig, plan: Plan, options: argparse.Namespace) -> list[str]:
     """Refuse settings that would make a part fail, before any is placed; return the further lines of a dry run."""
     if config.security.tls_cert is not None:  # otherwise certificates and principals are made
         check_exposure(ServerConfig(host=_BEYOND_LOOPBACK), config.security)
-    return [*check_run(config, plan), *render(plan, pin).splitlines()]
+    notes = [*check_run(config, plan), *render(plan, options.pin).splitlines()]
+    check_begins(config, resume=options.resume or bool(options.resume_from))
+    return notes
 
 
 @contextlib.contextmanager

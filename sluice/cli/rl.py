@@ -105,14 +105,13 @@ def run(argv: list[str]) -> int:
 
 
 def _check(config: RunConfig, plan: Plan, *, resume: bool) -> list[str]:
-    """Make the checks of a run, also those that Slurm and Ray do without; return the further lines of a dry run.
+    """Make the checks of a run on this machine; return the further lines of a dry run.
 
     Raises:
         ConfigError: if it would be refused.
     """
     notes = [*check_run(config, plan), *unused_ports(plan, config)]
-    if (begun := begun_before(config)) and not resume:
-        raise ConfigError(begun)
+    check_begins(config, resume=resume)
     return notes
 
 
@@ -222,9 +221,18 @@ def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
             raise ConfigError(
                 f"another process runs {run.run!r} in {directory}: stop it, or choose another name with --run NAME"
             )
-        if (begun := begun_before(run)) and not resume:
-            raise ConfigError(begun)
+        check_begins(run, resume=resume)
         yield directory
+
+
+def check_begins(run: RunConfig, *, resume: bool) -> None:
+    """Refuse a run that exists, unless it is to be resumed.
+
+    Raises:
+        ConfigError: with both remedies.
+    """
+    if (begun := begun_before(run)) and not resume:
+        raise ConfigError(begun)
 
 
 def begun_before(run: RunConfig) -> str:
