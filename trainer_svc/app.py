@@ -16,7 +16,7 @@ from sluice.rpc.server import serve_probes
 from sluice.telemetry import StateMetrics
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine.finite import UnfitWeightsError
+from trainer_svc.engine.finite import IncompleteWeightsError, UnfitWeightsError
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join
 from trainer_svc.service.learner import ComputeThread, FollowingRank, Learner
 from trainer_svc.service.publication import PolicyPublisher
@@ -181,12 +181,12 @@ async def _load(trainer: Trainer, server: RpcServer, failed: asyncio.Event) -> N
     """Load the model, then say that the trainer serves.
 
     Raises:
-        ConfigError: if the files of the model hold weights that are not finite.
+        ConfigError: if the files of the model lack weights, or hold some that are not finite.
     """
     try:
         await trainer.load()
         server.set_serving(True)
-    except UnfitWeightsError as error:
+    except (IncompleteWeightsError, UnfitWeightsError) as error:
         failed.set()
         raise ConfigError(f"model: {error}") from error
     except BaseException:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sluice.render import tokenizer_digest
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.finite import IncompleteWeightsError
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 
@@ -214,7 +215,7 @@ def test_training_goes_on_exactly_from_saved_state(model_dir):
 def test_a_directory_without_the_output_layer_is_no_language_model(model_dir, tmp_path):
     TrainEngine(TrainerConfig(device="cpu"), model_dir, head="value").export_hf(tmp_path / "scores")
     with pytest.raises(
-        ValueError, match=r"scores lacks lm_head\.weight, which transformers would fill with random weights"
+        IncompleteWeightsError, match=r"scores lacks lm_head\.weight, which transformers would fill with random weights"
     ):
         engine(tmp_path / "scores")
 

@@ -17,6 +17,10 @@ class UnfitWeightsError(ValueError):
     """Weights are not finite, or too large to compute with, so they are neither written nor published."""
 
 
+class IncompleteWeightsError(ValueError):
+    """A model's files lack weights that its architecture has."""
+
+
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def unfit_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> list[str]:
     """Return the names of weights that are not finite, or too large to compute with or to be stored in a precision.

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
 from trainer_svc.compute_config import ParallelConfig, check_heads
 from trainer_svc.engine.cpu_linear import onednn_is_faster, use_onednn
-from trainer_svc.engine.finite import UnfitWeightsError, some_of, unfit_weights
+from trainer_svc.engine.finite import IncompleteWeightsError, UnfitWeightsError, some_of, unfit_weights
 from trainer_svc.engine.network import PACKED_ATTENTION, Head, Network, Packing, varlen_attention
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 from trainer_svc.parallel.context import Context
@@ -197,7 +197,7 @@ def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: AN
     )
     if missing := sorted(loading["missing_keys"]):
         named = ", ".join(missing[:3])
-        raise ValueError(
+        raise IncompleteWeightsError(
             f"{path} lacks {named}, which transformers would fill with random weights: name a complete language model"
         )
     if head == "both":
