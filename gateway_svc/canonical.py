@@ -56,7 +56,11 @@ class ConversationKeys:
 
 def conversation_keys(conversation: tokens_pb2.Conversation) -> ConversationKeys:
     """Return the keys of a conversation."""
-    root = tokens_pb2.Conversation(tools=conversation.tools, template_arguments=conversation.template_arguments)
+    root = tokens_pb2.Conversation(tools=conversation.tools)
+    if conversation.HasField("template_arguments_json"):
+        root.template_arguments_json = canonical_arguments(conversation.template_arguments_json)[1]
+    else:
+        root.template_arguments.CopyFrom(conversation.template_arguments)
     for tool in root.tools:
         if tool.HasField("parameters_json"):
             tool.parameters_json = canonical_arguments(tool.parameters_json)[1]

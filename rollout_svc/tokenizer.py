@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 import xxhash
-from google.protobuf.struct_pb2 import Struct, Value
 
 from rollout_svc.replies import CALLS, MAX_BEFORE_REPLY, THINK_START, ReplyFormat, Said, reply_format
 from sluice.clock import CLOCK, Clock
 from sluice.render import ChatRenderer, TemplateArgumentError, TemplateError, tokenizer_digest
 from sluice.rpc import SluiceError
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
+from sluice.template_arguments import arguments_text, template_arguments
 from sluice.tool_schemas import tool_dict
 from sluice.v1 import rollout_pb2, tokens_pb2
 
@@ -100,16 +100,22 @@ class ModelTokenizer:
         tokenizer: The model's tokenizer. None: prompts must be token ids.
         replies: How the model's replies are read. None: as its template writes them.
         clock: The time of the deadlines.
+        arguments: Arguments of the chat template for requests that do not set them themselves.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, replies: ReplyFormat | None = None, clock: Clock = CLOCK
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        replies: ReplyFormat | None = None,
+        clock: Clock = CLOCK,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer, self._clock = tokenizer, clock
+        self._arguments = dict(arguments or {})
         self.replies = reply_format(tokenizer, "auto", "auto") if replies is None else replies
         self._said_malformed = False
         self._parsing = DeadlineThreads("parsing", PARSE_THREADS, PARSE_DEADLINE_S, MAX_HUNG_RENDERINGS, clock)
-        self.digest = tokenizer_digest(tokenizer) if tokenizer is not None else ""
+        self.digest = tokenizer_digest(tokenizer, self._arguments) if tokenizer is not None else ""
         # One renderer per set of template arguments, since each renderer examines the template once.
         self._renderer = functools.lru_cache(maxsize=32)(self._build_renderer)
         self._token_text = functools.lru_cache(maxsize=TOKEN_TEXTS)(self._decode_token)
@@ -213,8 +219,12 @@ class ModelTokenizer:
             tools = [tool_dict(tool) for tool in conversation.tools] or None
         except ValueError as error:
             raise SluiceError.invalid_argument("conversation.tools", str(error)) from error
+        try:
+            arguments = arguments_text(template_arguments(conversation))
+        except ValueError as error:
+            raise SluiceError.invalid_argument("conversation.template_arguments", str(error)) from error
         with _template_errors():
-            renderer = self._renderer(conversation.template_arguments.SerializeToString(deterministic=True))
+            renderer = self._renderer(arguments)
         return renderer, messages, tools
 
     def text_stream(self, continued: Sequence[int]) -> TextStream:
@@ -331,7 +341,7 @@ class ModelTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         self._require_tokenizer("text")
-        return self._renderer(b"").encode(text)
+        return self._renderer("{}").encode(text)
 
     def _require_tokenizer(self, field: str) -> None:
         if self._tokenizer is None:
@@ -342,12 +352,11 @@ class ModelTokenizer:
             return ""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def _build_renderer(self, template_arguments: bytes) -> ChatRenderer:
+    def _build_renderer(self, arguments: str) -> ChatRenderer:
+        """Return the renderer for the template arguments of a request, as JSON text, which take precedence over the replica's."""
         if self._tokenizer is None:
             raise SluiceError.invalid_argument("prompt", "the served model has no tokenizer: send token_ids")
-        arguments = tokens_pb2.Conversation().template_arguments
-        arguments.ParseFromString(template_arguments)
-        return ChatRenderer(self._tokenizer, struct_dict(arguments))
+        return ChatRenderer(self._tokenizer, self._arguments | json.loads(arguments))
 
 
 @contextlib.contextmanager
@@ -443,11 +452,18 @@ def check_size(conversation: tokens_pb2.Conversation) -> None:
             "conversation", f"has {parts} messages, parts, tool calls and tools; the limit is {MAX_PARTS}"
         )
     for field, size, most in (
-        ("template_arguments", conversation.template_arguments.ByteSize(), MAX_ARGUMENT_BYTES),
+        ("template_arguments", _arguments_size(conversation), MAX_ARGUMENT_BYTES),
         ("tools", sum(map(_rendered_size, conversation.tools)), MAX_TOOLS_BYTES),
     ):
         if size > most:
             raise SluiceError.invalid_argument(f"conversation.{field}", f"take {size} bytes; the limit is {most}")
+
+
+def _arguments_size(conversation: tokens_pb2.Conversation) -> int:
+    """Return the size of the template arguments that are read: they may be there twice."""
+    if conversation.HasField("template_arguments_json"):
+        return len(conversation.template_arguments_json.encode())
+    return conversation.template_arguments.ByteSize()
 
 
 def _rendered_size(tool: tokens_pb2.Tool) -> int:
@@ -474,33 +490,3 @@ def message_dict(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
         ]
     optional = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": message.reasoning}
     return fields | {key: value for key, value in optional.items() if value}
-
-
-def struct_dict(struct: Struct) -> dict[str, Any]:
-    """Return a JSON object, always the same for the same content: its keys in order, whole numbers as integers.
-
-    A Struct keeps neither the order of keys nor the kind of numbers, and a template writes both into the prompt.
-
-    Raises:
-        SluiceError: INVALID_ARGUMENT for a number that JSON does not have.
-    """
-    return {key: _plain(struct.fields[key]) for key in sorted(struct.fields)}
-
-
-def _plain(value: Value) -> Any:  # noqa: ANN401 - JSON
-    match value.WhichOneof("kind"):
-        case "struct_value":
-            return struct_dict(value.struct_value)
-        case "list_value":
-            return [_plain(each) for each in value.list_value.values]
-        case "number_value":
-            number = value.number_value
-            if not math.isfinite(number):
-                raise SluiceError.invalid_argument("conversation", f"{number} is not a number of JSON")
-            return int(number) if number.is_integer() else number
-        case "string_value":
-            return value.string_value
-        case "bool_value":
-            return value.bool_value
-        case _:
-            return None

@@ -798,8 +798,8 @@ def _appended(before: str, after: str, index: int) -> str:
     return after[len(before) :]
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the digest of vocabulary, merges, normalisation, special tokens and chat template.
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any] | None = None) -> str:
+    """Return the digest of vocabulary, merges, normalisation, special tokens, chat template and its arguments.
 
     Two services with the same digest turn messages into the same ids. Paths, padding and truncation are not part of it.
 
@@ -812,10 +812,12 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         content["padding"] = content["truncation"] = None
     else:
         content = {"vocabulary": tokenizer.get_vocab()}
-    material = {
+    material: dict[str, Any] = {
         "tokenizer": content,
         "template": tokenizer.chat_template,
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token_id,
     }
+    if template_arguments:  # each as text: a template may print it, so that the order of its keys becomes tokens
+        material["arguments"] = {name: json.dumps(value) for name, value in template_arguments.items()}
     return hashlib.sha256(json.dumps(material, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

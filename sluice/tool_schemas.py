@@ -41,22 +41,31 @@ def tool_dict(tool: tokens_pb2.Tool) -> dict[str, Any]:
     if tool.description:
         function["description"] = tool.description
     if tool.HasField("parameters_json"):
-        function["parameters"] = _schema(tool)
+        function["parameters"] = json_object(tool.parameters_json, f"parameters_json of tool {tool.name[:64]!r}")
     elif tool.HasField("parameters"):
         function["parameters"] = _sorted(plain_data(tool.parameters))
     return {"type": "function", "function": function}
 
 
-def _schema(tool: tokens_pb2.Tool) -> dict[str, Any]:
+def json_object(text: str, what: str) -> dict[str, Any]:
+    """Return the JSON object that a text is.
+
+    Args:
+        text: The text.
+        what: Names it in the error.
+
+    Raises:
+        ValueError: if it is not a JSON object, or has a number that a double does not hold.
+    """
     try:
-        schema = json.loads(tool.parameters_json, parse_float=_finite, parse_constant=_finite)
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError as error:
-        raise ValueError(f"parameters_json of tool {tool.name[:64]!r} is nested too deeply") from error
+        raise ValueError(f"{what} is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"parameters_json of tool {tool.name[:64]!r} is not JSON: {error}") from error
-    if not isinstance(schema, dict):
-        raise ValueError(f"parameters_json of tool {tool.name[:64]!r} is not a JSON object")  # noqa: TRY004 - one kind
-    return schema
+        raise ValueError(f"{what} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not a JSON object")  # noqa: TRY004 - one kind
+    return value
 
 
 def _finite(text: str) -> float:

@@ -25,6 +25,7 @@ from gateway_svc.capture import (
 )
 from gateway_svc.dialects import openai_fields as fields
 from sluice.openai.dialect import MAX_MESSAGES, MAX_TOOLS, JsonObject, Unsigned
+from sluice.template_arguments import set_template_arguments
 from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, tokens_pb2
 
@@ -116,8 +117,7 @@ def parse(body: ChatBody, unsupported: Unsupported) -> CapturedRequest:
         _add_tools(conversation, body, request)
     if body.response_format is not None and body.response_format.type != "text":
         request.note("not_enforced", f"response_format.{body.response_format.type[:32]}")
-    if body.chat_template_kwargs:
-        conversation.template_arguments.update(body.chat_template_kwargs)
+    set_template_arguments(conversation, body.chat_template_kwargs)
     settle_sampling(request, unsupported)
     return request
 

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from sluice.openai.errors import error_body
 from sluice.rpc import MAX_SAMPLES, SluiceError
+from sluice.template_arguments import set_template_arguments
 from sluice.tool_schemas import tool_message
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import Version
@@ -340,7 +341,7 @@ def chat_request(body: ChatRequest) -> rollout_pb2.GenerateRequest:
     for tool in body.tools or [] if body.tool_choice != "none" else []:
         function = tool.function
         request.conversation.tools.append(tool_message(function.name, function.description, function.parameters))
-    request.conversation.template_arguments.update(body.chat_template_kwargs or {})
+    set_template_arguments(request.conversation, body.chat_template_kwargs)
     request.return_message = bool(request.conversation.tools)
     return request
 

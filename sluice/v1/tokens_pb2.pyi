@@ -411,6 +411,11 @@ class Conversation(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    template_arguments_json: _builtins.str
+    """The same arguments as JSON text. If it is set, the chat template gets them with this order and these numbers, and
+    `template_arguments` is not read. Text of a JSON object.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Messages, oldest first."""
@@ -422,7 +427,9 @@ class Conversation(_message.Message):
     @_builtins.property
     def template_arguments(self) -> _struct_pb2.Struct:
         """Further variables of the chat template, such as enable_thinking. Only those that the model's own template reads
-        are taken; others are INVALID_ARGUMENT with the list of these. At most 64 KiB.
+        are taken; others are INVALID_ARGUMENT with the list of these. At most 64 KiB. They take precedence over the replica's own
+        (`chat_template_kwargs` of the run). A Struct keeps neither the order of keys nor the kind of numbers: without
+        `template_arguments_json` the chat template gets its keys sorted, and whole numbers as integers.
         """
 
     def __init__(
@@ -431,12 +438,15 @@ class Conversation(_message.Message):
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
         template_arguments: _struct_pb2.Struct | None = ...,
+        template_arguments_json: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["template_arguments", b"template_arguments"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_template_arguments_json", b"_template_arguments_json", "template_arguments", b"template_arguments", "template_arguments_json", b"template_arguments_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_template_arguments_json", b"_template_arguments_json", "messages", b"messages", "template_arguments", b"template_arguments", "template_arguments_json", b"template_arguments_json", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__template_arguments_json: _TypeAlias = _typing.Literal["template_arguments_json"]  # noqa: Y015
+    _WhichOneofArgType__template_arguments_json: _TypeAlias = _typing.Literal["_template_arguments_json", b"_template_arguments_json"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__template_arguments_json) -> _WhichOneofReturnType__template_arguments_json | None: ...
 
 Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
 
