@@ -280,6 +280,8 @@ class RunReporter:
                 "error": self._status.error,
                 "seed": self._common.seed,
                 "model": self._common.model,
+                "chat_template": None if self._common.chat_template is None else str(self._common.chat_template),
+                "chat_template_kwargs": self._common.chat_template_kwargs,
                 "environment": ", ".join(each.environment for each in self._config.mix),
                 "steps": ledger.applied,
                 "epochs": ledger.epoch,

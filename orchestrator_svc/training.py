@@ -23,7 +23,6 @@ from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.journal.ledger import Batch, Group, Reason, Stage
 from orchestrator_svc.journal.records import Each, SharedRecord
-from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.live_settings import LEARNING_RATE
 from orchestrator_svc.report import AppliedStep, reward_by_environment, summarise

@@ -59,13 +59,13 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     except EngineError as error:
         raise SluiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", str(error)) from error
     try:
-        loaded = await load_tokenizer(common.model)
+        loaded = await load_tokenizer(common)
         parsers = ENGINES[config.engine].parsers
         # vLLM's parsers take seconds to import.
         replies = await asyncio.to_thread(
             reply_format, loaded, config.tool_parser, config.reasoning_parser, parsers=parsers
         )
-        tokenizer = ModelTokenizer(loaded, replies)
+        tokenizer = ModelTokenizer(loaded, replies, arguments=common.chat_template_kwargs)
         _freeze_what_is_loaded()
         await _serve(common, config, server, engine, tokenizer)
     finally:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
 from sluice.engines import ENGINES, EngineName
@@ -233,6 +234,7 @@ class RolloutConfig(Section):
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that the replica would fail on while it starts; see `Section.check_start`."""
         check_model(run.model)
+        check_chat_template(run.model, run.chat_template, run.chat_template_kwargs)
         engine = ENGINES[self.engine]
         if importlib.util.find_spec(engine.library) is None:
             others = " or ".join(sorted(ENGINES.keys() - {self.engine}))

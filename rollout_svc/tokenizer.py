@@ -14,11 +14,13 @@ import structlog
 import xxhash
 
 from rollout_svc.replies import CALLS, MAX_BEFORE_REPLY, THINK_START, ReplyFormat, Said, reply_format
+from sluice.chat_template import set_chat_template, template_text
 from sluice.clock import CLOCK, Clock
+from sluice.config import CommonConfig
 from sluice.render import ChatRenderer, TemplateArgumentError, TemplateError, tokenizer_digest
 from sluice.rpc import SluiceError
-from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.template_arguments import arguments_text, template_arguments
+from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.tool_schemas import tool_dict
 from sluice.v1 import rollout_pb2, tokens_pb2
 
@@ -66,16 +68,22 @@ CONTEXT_TOKENS = 8
 Result = TypeVar("Result")
 
 
-async def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
-    """Load the model's tokenizer. Return None if it has none: then prompts must be token ids."""
+async def load_tokenizer(run: CommonConfig) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a run's model, with the run's chat template. Return None if it has none: then prompts must be token ids.
+
+    Raises:
+        ConfigError: if its chat template is not valid Jinja, or does not read an argument of the run.
+    """
+    template = template_text(run.chat_template)
 
     def load() -> PreTrainedTokenizerBase | None:
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds; only where a model is served
 
         try:
-            return AutoTokenizer.from_pretrained(model)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.model)
         except (OSError, ValueError, KeyError):
             return None
+        return set_chat_template(tokenizer, template, run.chat_template_kwargs)
 
     return await asyncio.to_thread(load)
 
@@ -314,7 +322,7 @@ class ModelTokenizer:
             raise SluiceError.failed_precondition(
                 "TOKENIZER_MISMATCH",
                 f"the caller expects tokenizer {expected[:64]}, this replica has {self.digest or 'none'}: "
-                "serve and train from the same model directory",
+                "serve and train from the same model directory, with the same chat_template and chat_template_kwargs",
             )
 
     async def _in_thread(self, field: str, work: Callable[[], Result]) -> Result:

@@ -23,6 +23,7 @@ from sluice.control_tokens import SURROGATE, control_tokens, texts_of, with_text
 from sluice.end_tokens import SENTINEL, EndTokens, find_end_tokens
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
@@ -731,13 +732,40 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
         templates = templates.values()
     special = (*tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *tokenizer.special_tokens_map)
     reserved = RENDER_VARIABLES.union(inspect.signature(tokenizer.apply_chat_template).parameters, special)
-    return frozenset().union(*(_variables_read(template) for template in templates)) - reserved
+    return frozenset().union(*(variables_read(template) for template in templates)) - reserved
 
 
 @functools.lru_cache(maxsize=64)
-def _variables_read(template: str) -> frozenset[str]:
-    """Return the names that a Jinja template reads and does not define itself."""
-    from jinja2 import Environment, TemplateSyntaxError, meta  # noqa: PLC0415  only where messages are rendered
+def variables_read(template: str) -> frozenset[str]:
+    """Return the names that a Jinja template reads and does not define itself.
+
+    Raises:
+        TemplateError: if it is not valid Jinja.
+    """
+    from jinja2 import meta  # noqa: PLC0415  only where messages are rendered
+
+    if (fault := template_fault(template)) is not None:
+        raise TemplateError(f"the model's chat template is not valid Jinja: line {fault[0]}: {fault[1]}")
+    return frozenset(meta.find_undeclared_variables(_jinja().parse(template)))
+
+
+def template_fault(template: str) -> tuple[int, str] | None:
+    """Return the line and the reason why a template is not valid Jinja; None if it is."""
+    from jinja2 import TemplateSyntaxError  # noqa: PLC0415  only where messages are rendered
+
+    try:
+        _jinja().compile(template, raw=True)
+    except TemplateSyntaxError as error:
+        return error.lineno, str(error.message)
+    except RecursionError:
+        return 1, "it is nested too deeply"
+    return None
+
+
+@functools.cache
+def _jinja() -> Environment:
+    """Return an environment that takes what transformers does. It renders nothing."""
+    from jinja2 import Environment  # noqa: PLC0415  only where messages are rendered
     from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415
     from jinja2.nodes import Node  # noqa: PLC0415
     from jinja2.parser import Parser  # noqa: PLC0415
@@ -753,11 +781,7 @@ def _variables_read(template: str) -> frozenset[str]:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     # Nothing is rendered here, so nothing must be escaped.
-    environment = Environment(extensions=[Generation, loopcontrols])  # noqa: S701
-    try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
-    except TemplateSyntaxError as error:
-        raise TemplateError(f"the model's chat template is not valid Jinja: {error}") from error
+    return Environment(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[Generation, loopcontrols])  # noqa: S701
 
 
 def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:

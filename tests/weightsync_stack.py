@@ -131,10 +131,16 @@ class Stack:
 
 @asynccontextmanager
 async def running_stack(
-    output_dir: Path, *, port: int = 0, model: str = "", clock: Clock = CLOCK, **settings: object
+    output_dir: Path,
+    *,
+    port: int = 0,
+    model: str = "",
+    chat_template: Path | None = None,
+    clock: Clock = CLOCK,
+    **settings: object,
 ) -> AsyncIterator[Stack]:
     """Serve on loopback until the block ends."""
-    common = CommonConfig(output_dir=output_dir, run=RUN, model=model)
+    common = CommonConfig(output_dir=output_dir, run=RUN, model=model, chat_template=chat_template)
     config = WeightSyncConfig.model_validate({"server": ServerConfig(port=port), "min_free_bytes": 0, **settings})
     runs = build_runs(common, config, clock=clock)
     ingest, delivery = WeightSyncServicer(runs), WeightDeliveryServicer(runs)

@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
 from sluice.config.decide import smallest_memory, visible_devices
@@ -279,6 +280,7 @@ class TrainerConfig(ComputeConfig):
             check_sizes(model, setting, self.parallel)
         for setting, model in models.items():
             check_files(model, setting, tokenizer=setting == "model")
+        check_chat_template(run.model, run.chat_template, run.chat_template_kwargs)
         self.check_compiler()
         for setting, objective in {"objective": self.objective, **self.objectives}.items():
             module, separator, _ = objective.preset.partition(":")

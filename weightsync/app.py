@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sluice.chat_template import template_text
 from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, ConfigError, Service
 from sluice.peers import missing_peers_reported
@@ -58,7 +59,8 @@ def build_runs(
         # Another run's base model is not known here; its versions hold weights alone.
         return common.model if run == common.run else ""
 
-    return Runs(config, directory_of, model_of, upstream, mirror=mirror, clock=clock)
+    template = template_text(common.chat_template)
+    return Runs(config, directory_of, model_of, upstream, mirror=mirror, clock=clock, chat_template=template)
 
 
 @dataclass(frozen=True, slots=True)

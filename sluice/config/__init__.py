@@ -12,12 +12,15 @@ from __future__ import annotations
 from sluice.config.decide import allocated, allocation_of, check_tables_fit
 from sluice.config.load import Options, RunConfig, load_command, load_run, run_config_class, seconds, whole_number
 from sluice.config.schema import (
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATE_KWARGS,
     RUN_PATTERN,
     CommonConfig,
     PeersConfig,
     Section,
     SecurityConfig,
     ServerConfig,
+    TemplateArguments,
     reason_of,
 )
 from sluice.config.services import (
@@ -36,6 +39,8 @@ from sluice.config.text import dump_toml, markdown_reference
 from sluice.errors import ConfigError
 
 __all__ = [
+    "CHAT_TEMPLATE",
+    "CHAT_TEMPLATE_KWARGS",
     "RUN_PATTERN",
     "Command",
     "CommonConfig",
@@ -48,6 +53,7 @@ __all__ = [
     "SecurityConfig",
     "ServerConfig",
     "Service",
+    "TemplateArguments",
     "TooMuchSetAsideError",
     "UnfinishedError",
     "allocated",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from sluice.config.allocation import Allocation
@@ -323,6 +324,36 @@ class PeersConfig(Section):
     gateway: str = Field("127.0.0.1:7105", description="Address of the gateway that agents lease episodes from.")
 
 
+def _of_json(value: Value) -> Value:
+    """Refuse what a settings file can hold and JSON cannot, and nulls, which TOML cannot hold."""
+    match value:
+        case Mapping():
+            return {str(key): _of_json(inner) for key, inner in value.items()}
+        case list():
+            return [_of_json(inner) for inner in value]
+        case float() if not math.isfinite(value):
+            raise ValueError(f"{value} is not a number of JSON")
+        case None:
+            raise ValueError("null has no form in TOML: leave the argument out")
+        case str() | bool() | int() | float():
+            return value
+        case _:
+            raise ValueError(f"{value} is neither text, number, list nor table: write it in quotes")
+
+
+TemplateArguments: TypeAlias = Annotated[dict[str, Any], AfterValidator(_of_json)]
+"""Arguments of a chat template by their names: JSON without nulls."""
+
+CHAT_TEMPLATE = (
+    "File with a Jinja template, UTF-8, which replaces the chat template of the model. Unset: the model's own."
+)
+"""Description of the settings `chat_template`."""
+
+CHAT_TEMPLATE_KWARGS = (
+    "Arguments of the chat template, such as `enable_thinking = false`; only variables that the template reads."
+)
+"""Description of the settings `chat_template_kwargs`."""
+
 RUN_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 """What the name of a run looks like."""
 
@@ -337,6 +368,13 @@ class CommonConfig(Section):
     )
     output_dir: Path = Field(Path("outputs"), description="Directory that holds one directory per run.")
     model: str = Field("", description="Base model: a Hugging Face directory or hub id.")
+    chat_template: Path | None = Field(
+        None, description=f"{CHAT_TEMPLATE} The directories of the run's versions and checkpoints have it too."
+    )
+    chat_template_kwargs: TemplateArguments = Field(
+        default_factory=dict,
+        description=f"{CHAT_TEMPLATE_KWARGS} Those of an environment and of a request take precedence.",
+    )
     seed: int = Field(0, ge=0, description="Seed of everything random in the run.")
     max_staleness: int = Field(
         2,

@@ -342,6 +342,17 @@ async def test_a_version_is_a_directory_that_transformers_loads(tmp_path: Path) 
             assert loaded(torch.tensor([[5, 6]])).logits.shape == (1, 2, VOCABULARY)
 
 
+async def test_a_version_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", 1)
+    (model / "chat_template.jinja").write_text("of the model")
+    template = tmp_path / "mine.jinja"
+    template.write_text("of the run: {{ messages }}", encoding="utf-8")
+    async with running_stack(tmp_path / "out", model=str(model), chat_template=template) as stack:
+        await stack.push(Version(1, 1), weights(1), deadline_s=TIMEOUT_S)
+        assert AutoTokenizer.from_pretrained(stack.directory / "v1.1").chat_template == template.read_text()
+    assert (model / "chat_template.jinja").read_text() == "of the model"
+
+
 def reads_of(stack: Stack, run: str) -> list[Awaitable[object]]:
     """Every call that reads a run's versions, or says something of a replica that does."""
     version = Version(1, 1).to_proto()

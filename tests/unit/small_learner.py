@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_policy import ragged_batch
@@ -17,9 +18,9 @@ from trainer_svc.service.batches import Batch, Sample, judge
 from trainer_svc.service.learner import Learner
 
 
-def learner(model: Path, output_dir: Path, **settings: object) -> Learner:
+def learner(model: Path, output_dir: Path, *, common: Mapping[str, Any] | None = None, **settings: object) -> Learner:
     config = TrainerConfig(**({"lr": 1e-2, "warmup_steps": 3, "device": "cpu", "threads": 1} | settings))
-    built = Learner(CommonConfig(run="test", output_dir=output_dir, model=str(model)), config)
+    built = Learner(CommonConfig(run="test", output_dir=output_dir, model=str(model), **common or {}), config)
     built.load()
     return built
 

@@ -13,9 +13,9 @@ from threading import Event
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
+from sluice.chat_template import save_tokenizer
 from sluice.host_files import whole_directory
 from trainer_svc.batch.rows import (
     LossFn,
@@ -66,6 +66,7 @@ class TrainEngine:
         head: What the network has on top: "language", "value" or "both".
         mesh: The processes that train together, from `trainer_svc.parallel.mesh.join`.
         frozen: Precision of the weights of a model that only computes and is never trained; None: the model is trained.
+        chat_template: Chat template that exported models get; None: that of the base model.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class TrainEngine:
         head: Head = "language",
         mesh: Mesh = SINGLE,
         frozen: Precision | None = None,
+        chat_template: str | None = None,
     ) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -85,6 +87,7 @@ class TrainEngine:
         self.ranks = mesh.ranks
         self._tensor_group = None if mesh.tensor is None else mesh.tensor.get_group()
         self.model_dir = str(model_dir)
+        self.chat_template = chat_template
         self.device = mesh.device or resolve_device(config.device)
         self.config = config = on_device(config, self.device.type)
         load = partial(
@@ -399,7 +402,7 @@ class TrainEngine:
     ) -> None:
         """Write such a directory from whole tensors under their names in the network; any thread may call it."""
         if self.adapter is not None:
-            self.adapter.export(self.model_dir, Path(directory), dtype, weights)
+            self.adapter.export(self.model_dir, Path(directory), dtype, weights, self.chat_template)
             return
         model = self.network.model
         with whole_directory(Path(directory)) as staging:
@@ -411,7 +414,7 @@ class TrainEngine:
                     dtype  # transformers writes the model's dtype, to which engines would widen the weights
                 )
                 described.save_pretrained(staging)
-            AutoTokenizer.from_pretrained(self.model_dir).save_pretrained(staging)
+            save_tokenizer(self.model_dir, staging, self.chat_template)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors of a checkpoint as ``model.<name>`` and ``optimizer.<moment>.<name>``; tied weights once.

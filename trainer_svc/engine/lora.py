@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from sluice.chat_template import save_tokenizer
 from sluice.host_files import whole_directory
 from trainer_svc.compute_config import LoraConfig
 from trainer_svc.engine.finite import UnfitWeightsError, some_of, unfit_weights
@@ -88,12 +89,17 @@ class Adapter:
         return state
 
     def export(
-        self, source: str, directory: Path, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]
+        self,
+        source: str,
+        directory: Path,
+        dtype: torch.dtype | None,
+        weights: Mapping[str, torch.Tensor],
+        chat_template: str | None = None,
     ) -> None:
         """Write a PEFT adapter with its tokenizer, or the merged model if `config.merges`; it appears whole or not at all.
 
         `weights` are the trained ones by their names in the model, `source` is the directory or hub id of the base model. `dtype`
-        None keeps float32.
+        None keeps float32, `chat_template` None that of the base model.
 
         Raises:
             FileExistsError: if the directory exists.
@@ -102,11 +108,11 @@ class Adapter:
             with tempfile.TemporaryDirectory(prefix="sluice-adapter-") as parts:
                 state = _peft_state(None, weights)
                 self.peft.save_pretrained(parts, state_dict=state, save_embedding_layers=False)
-                merge_adapter(source, parts, directory, dtype or torch.float32)
+                merge_adapter(source, parts, directory, dtype or torch.float32, chat_template)
             return
         with whole_directory(directory) as staging:
             self.peft.save_pretrained(staging, state_dict=_peft_state(dtype, weights), save_embedding_layers=False)
-            AutoTokenizer.from_pretrained(source).save_pretrained(staging)
+            save_tokenizer(source, staging, chat_template)
 
     def merged(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the weights with the adapter added, W + scale x B A, under the base model's names.
@@ -228,10 +234,13 @@ def _store_base(network: Network, config: LoraConfig) -> None:
             module.to(torch.bfloat16)
 
 
-def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) -> None:
+def merge_adapter(
+    base: str, adapter: str, directory: Path, dtype: torch.dtype, chat_template: str | None = None
+) -> None:
     """Write the model that computes the same as base and adapter together; the factors are added in float32.
 
-    Base and adapter are directories or hub ids. An adapter of a sequence classifier gives a classifier.
+    Base and adapter are directories or hub ids. An adapter of a sequence classifier gives a classifier. `chat_template` None is
+    that of the base.
 
     Raises:
         FileExistsError: if the directory exists.
@@ -270,7 +279,7 @@ def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) 
                 f" {some_of(names)}"
             )
         merged.to(dtype).save_pretrained(staging)
-        AutoTokenizer.from_pretrained(base).save_pretrained(staging)
+        save_tokenizer(base, staging, chat_template)
 
 
 def _untie(model: Any, given: set[str]) -> None:  # noqa: ANN401 - a model of transformers

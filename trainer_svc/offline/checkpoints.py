@@ -6,6 +6,7 @@ outputs/sft.checkpoints     during the run: step_*/, and the file `exported` jus
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
@@ -192,7 +193,10 @@ class RunCheckpoints:
 
     @property
     def _settings(self) -> dict[str, str]:
-        return _written(self._config)
+        settings = _written(self._config)
+        if self._engine.chat_template is not None:  # what the file says, wherever it is
+            settings["chat_template"] = json.dumps(hashlib.sha256(self._engine.chat_template.encode()).hexdigest())
+        return settings
 
     def _check_settings(self, written: Mapping[str, str]) -> None:
         """Compare the settings with those of the checkpoint, whose manifest has none if another program wrote it."""

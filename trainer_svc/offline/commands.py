@@ -14,6 +14,7 @@ from typing import Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from sluice.chat_template import TEMPLATE_FILE, check_chat_template, read_template
 from sluice.config import Command, ConfigError, Section, load_command, reason_of
 from sluice.environments.datasets import parts
 from sluice.models import ADAPTER_SETTINGS, check_files, check_hub, check_model
@@ -89,6 +90,7 @@ def _check(config: OfflineConfig) -> None:
         check_model(model, setting)
         check_sizes(model, setting, config.parallel)
         check_files(model, setting)
+    check_chat_template(config.model, config.chat_template, config.chat_template_kwargs)
     config.check_compiler()
     for setting, data in (("split", config.data), ("eval_split", config.eval_data)):
         files = [is_file(each.dataset) for each in parts(data)] if data else []
@@ -157,7 +159,9 @@ def merge(argv: list[str]) -> int:
     logging.disable_progress_bar()
     failed = f"cannot merge {config.adapter} into {base}"
     try:
-        merge_adapter(base, str(config.adapter), config.output, getattr(torch, config.save_dtype))
+        own = config.adapter / TEMPLATE_FILE  # that of the base, or one that the adapter was trained with
+        template = read_template(own) if own.is_file() else None
+        merge_adapter(base, str(config.adapter), config.output, getattr(torch, config.save_dtype), template)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{failed}: {reason_of(error)}; give directories as save_pretrained writes them") from error
     except UnfitWeightsError as error:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from sluice.config import ConfigError
+from sluice.config import CHAT_TEMPLATE, CHAT_TEMPLATE_KWARGS, ConfigError, TemplateArguments
 from sluice.environments.datasets import ENDINGS, kind, parts
 from trainer_svc.compute_config import ComputeConfig, check_decay
 
@@ -26,6 +26,11 @@ class OfflineConfig(ComputeConfig):
     """The word for the examples in the last line of output."""
 
     model: str = Field("", description="Model to start from: a Hugging Face directory or hub id.")
+    chat_template: Path | None = Field(None, description=f"{CHAT_TEMPLATE} It is written with the model.")
+    chat_template_kwargs: TemplateArguments = Field(
+        default_factory=dict,
+        description=f"{CHAT_TEMPLATE_KWARGS} Serve the model with the same ones: its directory does not have them.",
+    )
     data: str | list[str] = Field(
         "",
         description="Examples: a file (JSONL, JSON, CSV, Parquet, Arrow), a dataset directory or a hub dataset id, also with a revision (`owner/name@revision`). Several are read one after the other, or mixed if each has a share (`a.jsonl=0.7,b.parquet=0.3`).",

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from sluice.chat_template import set_chat_template, template_text
 from sluice.config import ConfigError, reason_of
 from sluice.end_tokens import EndTokens, find_padding, read_end_tokens
 from sluice.environments.datasets import Row
@@ -69,7 +70,7 @@ def run(config: OfflineConfig, say: Say, mesh: Mesh = SINGLE) -> None:
             weights that are not finite: nothing is written then.
     """
     claim_output(config)
-    renderer = _renderer_of(config.model)
+    renderer = _renderer_of(config)
     match config:
         case SftConfig():
             _fine_tune(config, renderer, say, mesh)
@@ -150,17 +151,19 @@ def _with_teacher(config: DistillConfig, data: Data, mesh: Mesh) -> Data:
     return data.each(lambda examples: precompute_logprobs(teacher, examples, "teacher_logprobs"))
 
 
-def _renderer_of(model: str) -> ChatRenderer:
+def _renderer_of(config: OfflineConfig) -> ChatRenderer:
     """Return the renderer of a model, with all tokens that end its turns.
 
     Raises:
-        ConfigError: if the model has no tokenizer or no configuration that loads.
+        ConfigError: if the model has no tokenizer or no configuration that loads, or the chat template or its arguments do not fit.
     """
-    tokenizer = _tokenizer_of(model, "model")
+    model, arguments = config.model, config.chat_template_kwargs
+    tokenizer = set_chat_template(_tokenizer_of(model, "model"), template_text(config.chat_template), arguments)
     try:
-        return ChatRenderer(tokenizer, ends=read_end_tokens(model, tokenizer))
+        ends = read_end_tokens(model, tokenizer)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model: no configuration loads from {model}: {reason_of(error)}") from error
+    return ChatRenderer(tokenizer, arguments, ends)
 
 
 def _tokenizer_of(model: str, setting: str) -> PreTrainedTokenizerBase:
@@ -187,7 +190,15 @@ def _build_engine(
     """
     model = frozen_model or config.model
     try:
-        return TrainEngine(config, model, config.seed, head=head, mesh=mesh, frozen="auto" if frozen_model else None)
+        return TrainEngine(
+            config,
+            model,
+            config.seed,
+            head=head,
+            mesh=mesh,
+            frozen="auto" if frozen_model else None,
+            chat_template=template_text(config.chat_template),
+        )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot load the model {model}: {reason_of(error)}") from error
     except ValueError as error:

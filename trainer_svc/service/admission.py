@@ -122,7 +122,7 @@ class Admission(Generic[Payload]):
             raise RefusedError(
                 "WRONG_TOKENIZER",
                 f"the batch was made with tokenizer {ticket.tokenizer_digest or '(none)'}, but the trainer has "
-                f"{self.tokenizer_digest}: start rollout and trainer with the same model",
+                f"{self.tokenizer_digest}: start rollout and trainer with the same model, chat_template and chat_template_kwargs",
             )
         known = self._known.get(ticket.batch_id)
         if known is not None:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from sluice.batch_record import record_directory
+from sluice.chat_template import set_chat_template, template_text
 from sluice.config import CommonConfig
 from sluice.render import tokenizer_digest
 from sluice.rpc import SluiceError
@@ -192,6 +193,7 @@ class Learner:
         self.last_batch_id = ""
         self.newest_checkpoint: Checkpoint | None = None
         self.tokenizer_digest = ""
+        self._chat_template: str | None = None
         self._update: PolicyUpdate | None = None
         self._frozen: dict[str, TrainEngine] = {}
         self._is_base = False
@@ -229,11 +231,15 @@ class Learner:
 
     def load(self) -> None:
         """Load the base model, and read the checkpoints and epochs of the run."""
+        arguments = self.common.chat_template_kwargs
         with self._on_all_ranks("load"):
+            self._chat_template = template_text(self.common.chat_template)
             self._frozen = load_frozen(self.config, self.common.model, mesh=self.mesh)
             self._make_abandonable(self._frozen.values())
             self._load_base()  # last, so that the generators are in the state of the run's seed
-        self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
+            tokenizer = AutoTokenizer.from_pretrained(self.common.model)
+            set_chat_template(tokenizer, self._chat_template, arguments)
+        self.tokenizer_digest = tokenizer_digest(tokenizer, arguments)
         if self.leads:
             self.checkpoints.sweep()
         self.checkpoints.read_lineage()
@@ -480,7 +486,12 @@ class Learner:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat its sums
             torch.use_deterministic_algorithms(True)
         update = PolicyUpdate.load(
-            self.config, self.common.model, self.common.seed, mesh=self.mesh, frozen=self._frozen
+            self.config,
+            self.common.model,
+            self.common.seed,
+            mesh=self.mesh,
+            frozen=self._frozen,
+            chat_template=self._chat_template,
         )
         self._update = update
         self._make_abandonable(update.engines.values())
@@ -510,7 +521,7 @@ class Learner:
         if manifest.tokenizer_digest != self.tokenizer_digest:
             raise SluiceError.failed_precondition(
                 "OTHER_MODEL",
-                f"checkpoint {manifest.checkpoint.name} was written with another tokenizer: resume with the model of that run, or use a new run name",
+                f"checkpoint {manifest.checkpoint.name} was written with another tokenizer, chat template or template arguments: resume with the model, chat_template and chat_template_kwargs of that run, or use a new run name",
             )
         was_base, self._is_base = self._is_base, False
         try:

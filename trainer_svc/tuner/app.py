@@ -8,6 +8,7 @@ import os
 import structlog
 from transformers import AutoTokenizer
 
+from sluice.chat_template import set_chat_template, template_text
 from sluice.config import CommonConfig, Service
 from sluice.render import tokenizer_digest
 from sluice.rpc import RpcServer
@@ -42,8 +43,10 @@ async def serve(common: CommonConfig, config: TunerConfig) -> None:
     await server.start()
 
     def load() -> tuple[AdapterBank, str]:
-        bank = AdapterBank(TrainEngine(config, common.model, common.seed))
-        return bank, tokenizer_digest(AutoTokenizer.from_pretrained(common.model))
+        template, arguments = template_text(common.chat_template), common.chat_template_kwargs
+        tokenizer = set_chat_template(AutoTokenizer.from_pretrained(common.model), template, arguments)
+        bank = AdapterBank(TrainEngine(config, common.model, common.seed, chat_template=template))
+        return bank, tokenizer_digest(tokenizer, arguments)
 
     async def run() -> None:
         nonlocal tuner

@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.models import check_model
 from trainer_svc.compute_config import ComputeConfig, LoraConfig
@@ -77,6 +78,7 @@ class TunerConfig(ComputeConfig):
         if not run.model:
             raise ConfigError("model is not set: name the base model, a Hugging Face directory or hub id")
         check_model(run.model)
+        check_chat_template(run.model, run.chat_template, run.chat_template_kwargs)
 
 
 CONFIG = TunerConfig

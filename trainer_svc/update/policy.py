@@ -123,8 +123,11 @@ class PolicyUpdate:
         *,
         mesh: Mesh = SINGLE,
         frozen: Mapping[str, TrainEngine] | None = None,
+        chat_template: str | None = None,
     ) -> Self:
         """Load the policy and its critic as they are before the first step; `frozen` comes from `load_frozen`.
+
+        Exported models have `chat_template`; None: that of the model.
 
         The seed is that of PyTorch's generators, which draw the weights of a value head, and of the choice of minibatches.
 
@@ -139,7 +142,12 @@ class PolicyUpdate:
             own = TrainEngine(_critic_config(config), source, seed, head="value", mesh=mesh)
         # The policy comes last: it leaves the generators in the state of the run's seed.
         policy = TrainEngine(
-            config, model, seed, head="both" if needs_critic and settings.shared else "language", mesh=mesh
+            config,
+            model,
+            seed,
+            head="both" if needs_critic and settings.shared else "language",
+            mesh=mesh,
+            chat_template=chat_template,
         )
         critic = None
         if needs_critic:

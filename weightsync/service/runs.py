@@ -217,6 +217,7 @@ class Runs:
         upstream: Where the versions come from if this is a relay.
         mirror: Where the versions are copied to.
         clock: Tells how long replicas, uploads and streams have been silent, and when work in the background is due.
+        chat_template: Chat template that goes with a run's versions instead of the base model's; None: there is none.
 
     Attributes:
         threads: Where blocking work is done.
@@ -232,6 +233,7 @@ class Runs:
         *,
         mirror: Copy | None = None,
         clock: Clock = CLOCK,
+        chat_template: str | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
@@ -249,6 +251,7 @@ class Runs:
         self._commits: set[asyncio.Task[pb.CommitVersionResponse]] = set()
         self._directory_of = directory_of
         self._model_of = model_of
+        self._chat_template = chat_template
         self._runs: dict[str, Run] = {}
         self._opening = asyncio.Lock()
         self._room = asyncio.Lock()
@@ -309,7 +312,9 @@ class Runs:
             )
         ledger = Ledger(self.config.keep, self.config.anchor_every)
         continues = self.upstream is not None and self.upstream.continues_files
-        store = RunStore(self._directory_of(name), self._model_of(name), keeps_incoming=continues)
+        store = RunStore(
+            self._directory_of(name), self._model_of(name), keeps_incoming=continues, chat_template=self._chat_template
+        )
         run = Run(name, ledger, store)
         try:
             run.restore(await self.in_thread(run.store.read_versions))

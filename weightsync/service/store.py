@@ -31,6 +31,7 @@ import structlog
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from sluice.chat_template import TEMPLATE_FILE
 from sluice.host_files import remove_tree
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
@@ -187,13 +188,17 @@ def read_form(version: Version, directory: Path, *, delta: bool) -> StoredForm:
 class RunStore:
     """One run's directory, made when the first shard comes. If the disk fails, its methods raise OSError.
 
-    The config and tokenizer of `model`, the base model, are copied into each version; empty: none. With `keeps_incoming`,
+    The config and tokenizer of `model`, the base model, are copied into each version; empty: none. `chat_template` takes the place
+    of the model's template; None: its own is copied. With `keeps_incoming`,
     shards that were coming in when the service ended are kept for `interrupted`.
     """
 
-    def __init__(self, root: Path, model: str, *, keeps_incoming: bool = False) -> None:
+    def __init__(
+        self, root: Path, model: str, *, keeps_incoming: bool = False, chat_template: str | None = None
+    ) -> None:
         self.root = root
         self._model = model
+        self._chat_template = chat_template
         self._keeps_incoming = keeps_incoming
         self._model_files: list[Path] | None = None
         self._collecting = threading.Lock()
@@ -304,7 +309,7 @@ class RunStore:
                 _write_synced(building / "model.safetensors.index.json", _weight_index(manifest))
             with self._collecting:
                 if self._model_files is None:
-                    self._model_files = _collect_model_files(self._model, self._model_copies)
+                    self._model_files = _collect_model_files(self._model, self._model_copies, self._chat_template)
             _link_into(self._model_files, building)
         _write_synced(building / MANIFEST_FILE, to_json(manifest))
         _sync_directory(building)
@@ -398,12 +403,13 @@ def is_loadable(manifest: pb.Manifest) -> bool:
     )
 
 
-def _collect_model_files(model: str, target: Path) -> list[Path]:
+def _collect_model_files(model: str, target: Path, chat_template: str | None) -> list[Path]:
     """Copy the small files that make a version's directory loadable: config, generation config, tokenizer.
 
     Args:
         model: Hugging Face directory, or a hub id that is in this machine's hub cache; nothing is downloaded.
         target: Directory that receives the copies; emptied before.
+        chat_template: What the template is instead of the model's; None: its own.
 
     Returns:
         The copies, none if the model is not at hand: versions then hold weights alone.
@@ -421,7 +427,13 @@ def _collect_model_files(model: str, target: Path) -> list[Path]:
         )
         return []
     target.mkdir(parents=True)
-    return [_copy_synced(path, target / path.name) for path in sorted(source.iterdir()) if _is_model_file(path)]
+    copies = {
+        each.name: _copy_synced(each, target / each.name) for each in sorted(source.iterdir()) if _is_model_file(each)
+    }
+    if chat_template is not None:  # transformers reads this file rather than the template in tokenizer_config.json
+        copies[TEMPLATE_FILE] = target / TEMPLATE_FILE
+        _write_synced(copies[TEMPLATE_FILE], chat_template)
+    return list(copies.values())
 
 
 def _locate(model: str) -> Path | None:
