@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import uuid
 from collections import OrderedDict
@@ -31,6 +32,7 @@ from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
 from sluice.sampling.generation import bounded_id
 from sluice.sampling.policy import PolicyEngine, TokenStream
+from sluice.template_arguments import set_template_arguments, template_arguments
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
 from sluice.versions import BASE
 
@@ -272,6 +274,7 @@ class RecordedSessions:
     ) -> int:
         """Return how many tokens a conversation has as a prompt."""
         request = rollout_pb2.TokenizeRequest(conversation=conversation, add_generation_prompt=True)
+        _add_arguments(request.conversation, session)
         return len(await self._engine.tokenize(request))
 
     async def generate(
@@ -456,7 +459,7 @@ class RecordedSessions:
     def _completed(
         self, session: session_pb2.FindSessionResponse, request: CapturedRequest
     ) -> rollout_pb2.GenerateRequest:
-        """Return the request to a replica: the session's sampling where the client set none."""
+        """Return the request to a replica: the session's sampling and template arguments where the client set none."""
         wanted = rollout_pb2.GenerateRequest()
         wanted.CopyFrom(request.generate)
         wanted.sampling.CopyFrom(session.sampling)
@@ -466,6 +469,8 @@ class RecordedSessions:
         wanted.min_policy_version.CopyFrom(session.min_policy_version)
         wanted.return_text = True
         wanted.return_message = wanted.HasField("conversation")
+        if wanted.return_message:
+            _add_arguments(wanted.conversation, session)
         return wanted
 
     async def _call(
@@ -566,3 +571,18 @@ def _duration(seconds: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(int(seconds * 1e9))
     return duration
+
+
+def _add_arguments(conversation: tokens_pb2.Conversation, session: session_pb2.FindSessionResponse) -> None:
+    """Add the template arguments of a session's environment to a conversation, which may set others itself.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT if those of the conversation are not a JSON object.
+    """
+    if not session.template_arguments_json:
+        return
+    try:
+        own = template_arguments(conversation)
+    except ValueError as error:
+        raise SluiceError.invalid_argument("conversation.template_arguments", str(error)) from error
+    set_template_arguments(conversation, json.loads(session.template_arguments_json) | own)

@@ -452,7 +452,9 @@ def _posed(curriculum: Curriculum, group: Group) -> Posed | None:
     """Return what the episodes of a group are about; None if its environment no longer lists the task."""
     task = curriculum.task(group.environment, group.task_id, group.position)
     sampling = Sampling(**curriculum.environments[group.environment].sampling.model_dump())
-    return None if task is None else Posed(task, sampling.params(task.max_tokens))
+    if task is None:
+        return None
+    return Posed(task, sampling.params(task.max_tokens), chat_template_kwargs=sampling.chat_template_kwargs)
 
 
 class _Servicers(NamedTuple):

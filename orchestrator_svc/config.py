@@ -11,7 +11,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
-from sluice.config import CommonConfig, Section, ServerConfig
+from sluice.chat_template import check_chat_template
+from sluice.config import CHAT_TEMPLATE_KWARGS, CommonConfig, Section, ServerConfig, TemplateArguments
 from sluice.config.schema import Value, deep_merge
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.limits import FLOAT32_MAX, MAX_BATCH_BYTES, MAX_BRANCHES, MAX_REWARD, MAX_TEMPERATURE, MAX_TRAJECTORIES
@@ -41,6 +42,10 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn; their tokens are kept.")
     ignore_eos: bool = Field(False, description="Ignore the tokens that end a turn and sample up to `max_tokens`.")
     seeded: bool = Field(False, description="Send seeds with requests, from the run's seed, group, episode and turn.")
+    chat_template_kwargs: TemplateArguments = Field(
+        default_factory=dict,
+        description=f"{CHAT_TEMPLATE_KWARGS} They take precedence over the run's `chat_template_kwargs`, and those of an agent's request over these.",
+    )
 
 
 class AttemptsConfig(Section):
@@ -650,6 +655,10 @@ class OrchestratorConfig(EpisodeConfig):
                 check_there(each.workflow, "workflow")
             if each.filter.should_accept:
                 check_there(each.filter.should_accept, "filter")
+            # The replica reads the file, which need not be on this host.
+            if each.sampling.chat_template_kwargs and (run.chat_template is None or run.chat_template.is_file()):
+                setting = f"sampling.chat_template_kwargs of environment {each.name}"
+                check_chat_template(run.model, run.chat_template, each.sampling.chat_template_kwargs, setting)
 
 
 CONFIG = OrchestratorConfig

@@ -22,8 +22,19 @@ from pydantic import Field, model_validator
 
 from orchestrator_svc.config import EXTERNAL, AttemptsConfig, ExternalConfig, OrchestratorConfig
 from orchestrator_svc.eval_plot import FORMATS
+from sluice.chat_template import check_chat_template
 from sluice.clock import CLOCK, Clock
-from sluice.config import RUN_PATTERN, Command, ConfigError, Section, SecurityConfig, load_command
+from sluice.config import (
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATE_KWARGS,
+    RUN_PATTERN,
+    Command,
+    ConfigError,
+    Section,
+    SecurityConfig,
+    TemplateArguments,
+    load_command,
+)
 from sluice.engines import EngineName
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import PLAYING, locate
@@ -66,6 +77,8 @@ _IDENTITY = {
         "engine",
         "max_model_len",
         "rollout",
+        "chat_template",
+        "chat_template_kwargs",
         "environment",
         "environment_args",
         "workflow",
@@ -122,6 +135,11 @@ class EvalConfig(AttemptsConfig):
     engine: EngineName = Field("vllm", description="What samples from `model`.")
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of prompt and continuation together; none takes the model's own."
+    )
+    chat_template: Path | None = Field(None, description=CHAT_TEMPLATE)
+    chat_template_kwargs: TemplateArguments = Field(
+        default_factory=dict,
+        description=f"{CHAT_TEMPLATE_KWARGS} A server at `address` or `url` gets them with each request.",
     )
     rollout: dict[str, Any] = Field(
         default_factory=dict, description="Further settings of the replica started for `model`, as of [rollout]; flat."
@@ -202,6 +220,12 @@ class EvalConfig(AttemptsConfig):
             raise ValueError("baseline is compared with model: give model, not address")
         if self.agent_command and self.workflow not in {"auto", EXTERNAL}:
             raise ValueError(f"agent plays the episodes, so workflow cannot be {self.workflow}: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_own_template(self) -> Self:
+        if self.chat_template is not None and (self.url or self.address):
+            raise ValueError("a server has the chat template that it was started with: leave chat_template out")
         return self
 
     @property
@@ -393,6 +417,10 @@ def _evaluated(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
         "wall_s": round(time.monotonic() - began, 3),
         "metrics": outcome.result.metrics(),
     }
+    if config.chat_template is not None:
+        result["chat_template"] = str(config.chat_template)
+    if config.chat_template_kwargs:
+        result["chat_template_kwargs"] = config.chat_template_kwargs
     return result, outcome
 
 
@@ -405,6 +433,7 @@ def check_evaluation(config: EvalConfig) -> None:
     for model in filter(None, (config.baseline, "" if config.url else config.model)):
         check_model(model)
         check_files(model)
+        check_chat_template(model, config.chat_template, config.chat_template_kwargs)
     for each in _each(config):
         check_there(locate(each.config.environment), "environment")
 
@@ -488,7 +517,9 @@ async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
             watched.append(serving)
         engine = PolicyEngine(pool, config.run if replica is not None else "", _GENERATE_S)
         runner = GroupRunner(workflow, engine, config.seed, request_prefix="")
-        sampling = Sampling(config.temperature, config.max_tokens, config.stop)
+        # A replica of this command has them itself.
+        arguments = {} if config.model else config.chat_template_kwargs
+        sampling = Sampling(config.temperature, config.max_tokens, config.stop, chat_template_kwargs=arguments)
         evaluating = asyncio.create_task(evaluate(runner, tasks, config, sampling, known=known, keep=keep))
         stack.push_async_callback(settle, evaluating)
         stack.callback(evaluating.cancel)
@@ -511,7 +542,8 @@ def _attempts(
         return {}, lambda *_: None
     from orchestrator_svc.eval_attempts import AttemptsFile  # noqa: PLC0415 - as in run_evaluation
 
-    what = config.model_dump(mode="json", include=_IDENTITY)
+    unset = {name for name in ("chat_template", "chat_template_kwargs") if not getattr(config, name)}
+    what = config.model_dump(mode="json", include=_IDENTITY - unset)  # an older file does not have them
     file = AttemptsFile(config.attempts, what)
     stack.callback(file.close)
     if file.known:
@@ -538,7 +570,8 @@ async def _by_endpoint(
     async with endpoint:
         workflow = EndpointWorkflow(environment, endpoint, config.max_turns)
         runner = GroupRunner(workflow, None, config.seed, request_prefix="")  # type: ignore[arg-type]  # it uses none
-        sampling = Sampling(config.temperature, config.max_tokens, config.stop)
+        arguments = config.chat_template_kwargs
+        sampling = Sampling(config.temperature, config.max_tokens, config.stop, chat_template_kwargs=arguments)
         try:
             async with asyncio.timeout(config.deadline_s):
                 result = await evaluate(runner, tasks, config, sampling, known=known, keep=keep)
@@ -594,6 +627,7 @@ async def _started_replica(config: EvalConfig, children: Children) -> AsyncItera
     """
     from orchestrator_svc.eval_children import ready  # noqa: PLC0415 - as in run_evaluation
     from sluice.rpc.server import LOOPBACK  # noqa: PLC0415 - brings gRPC
+    from sluice.template_arguments import arguments_text  # noqa: PLC0415 - brings protobuf
 
     argv = [sys.executable, "-m", "sluice.cli.main", "rollout", "--model", config.model, "--run", config.run]
     argv += ["--log-level", "info"]  # it logs where it listens
@@ -606,6 +640,10 @@ async def _started_replica(config: EvalConfig, children: Children) -> AsyncItera
         **({} if config.max_model_len is None else {"max_model_len": str(config.max_model_len)}),
         **{name: str(value) for name, value in config.rollout.items()},
     }
+    if config.chat_template is not None:
+        argv += ["--chat-template", str(config.chat_template)]
+    if config.chat_template_kwargs:
+        argv += ["--chat-template-kwargs", arguments_text(config.chat_template_kwargs)]
     for name, value in settings.items():
         argv += [f"--rollout.{name}", value]
     async with children.started("replica", argv) as replica:

@@ -108,6 +108,8 @@ class EndpointWorkflow:
             "temperature": sampling.temperature,
             "max_tokens": data.task.max_tokens or sampling.max_tokens,
         }
+        if sampling.chat_template_kwargs:
+            options["chat_template_kwargs"] = dict(sampling.chat_template_kwargs)
         if sampling.stop:
             options["stop"] = list(sampling.stop)
         choice = await self._endpoint.ask(messages, tools, **options)

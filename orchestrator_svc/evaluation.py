@@ -196,7 +196,8 @@ class Evaluations:
         settings, results = self._config.evaluation, {}
         for each in self._environments:
             train = each.settings.sampling
-            sampling = Sampling(settings.temperature, train.max_tokens, train.stop)
+            arguments = train.chat_template_kwargs
+            sampling = Sampling(settings.temperature, train.max_tokens, train.stop, chat_template_kwargs=arguments)
             # Of any seed of the run, so that runs of different seeds are evaluated alike.
             runner = replace(each.runner, engine=each.runner.engine.pinned(replica), seed=0)
             results[each.settings.name] = await evaluate(runner, each.tasks, settings, sampling, version)

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -34,6 +34,7 @@ from sluice.rpc import SluiceError
 from sluice.sampling.generation import derived_seed
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.served import OverdueError, ServedDeadline
+from sluice.template_arguments import set_template_arguments
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version, append_spans
 
@@ -52,6 +53,7 @@ class Sampling:
     Attributes:
         temperature: Softmax temperature; 0 is greedy, for evaluation only.
         max_tokens: Most tokens per turn, where the task does not set its own limit.
+        chat_template_kwargs: Arguments of the chat template that take precedence over the run's.
     """
 
     temperature: float
@@ -59,6 +61,7 @@ class Sampling:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     seeded: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def params(self, max_tokens: int | None) -> tokens_pb2.SamplingParams:
         """Return it in the form of the contracts; `max_tokens` is the task's own limit, None if it has none."""
@@ -296,7 +299,7 @@ class SingleTurn:
         async def sample(attempt: int) -> rollout_pb2.GenerateResponse:
             request = rollout_pb2.GenerateRequest(
                 request_id=f"{data.request_prefix}/{attempt}" if data.request_prefix else "",
-                conversation=tokens_pb2.Conversation(messages=messages),
+                conversation=_conversation(data, messages),
                 sampling=sampling_params(data, turn=0),
                 n=data.episodes,
                 min_policy_version=data.version.to_proto(),
@@ -436,9 +439,7 @@ class _Transcript:
         if self.tools:  # the template needs the whole conversation: it becomes tokens with the next turn
             self.messages.extend(new)
             return
-        request = rollout_pb2.TokenizeRequest(
-            conversation=tokens_pb2.Conversation(messages=new), add_generation_prompt=True
-        )
+        request = rollout_pb2.TokenizeRequest(conversation=_conversation(self.data, new), add_generation_prompt=True)
         if self.ids:
             request.continues.ids.extend(self.ids)
         ids = await engine.tokenize(request)
@@ -462,7 +463,7 @@ class _Transcript:
             return_text=True,
         )
         if self.tools:
-            request.conversation.CopyFrom(tokens_pb2.Conversation(messages=self.messages, tools=self.tools))
+            request.conversation.CopyFrom(_conversation(self.data, self.messages, self.tools))
             request.return_message = True
             if self.ids:
                 request.continues.token_ids.extend(self.ids)
@@ -597,6 +598,15 @@ def _new_record(data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRec
     trajectory.task_id, trajectory.group_id = data.task.task_id, data.group_id
     trajectory.temperature = data.sampling.temperature
     return record
+
+
+def _conversation(
+    data: EpisodeData, messages: Iterable[tokens_pb2.ChatMessage], tools: Iterable[tokens_pb2.Tool] = ()
+) -> tokens_pb2.Conversation:
+    """Return a conversation of an episode, as its environment has it rendered."""
+    conversation = tokens_pb2.Conversation(messages=messages, tools=tools)
+    set_template_arguments(conversation, data.sampling.chat_template_kwargs)
+    return conversation
 
 
 def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb2.SamplingParams:

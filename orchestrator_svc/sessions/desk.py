@@ -12,9 +12,10 @@ import hashlib
 import hmac
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -58,11 +59,13 @@ class Posed:
         task: The task.
         sampling: How its generations are sampled where a request does not say otherwise.
         evaluation: Whether it is for evaluation and is not trained.
+        chat_template_kwargs: Arguments of the chat template where a request does not set them.
     """
 
     task: Task
     sampling: tokens_pb2.SamplingParams
     evaluation: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Waiting:

@@ -23,6 +23,7 @@ from sluice.limits import MAX_MESSAGE_BYTES
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller, is_local_peer, require_role
 from sluice.sampling.pool import ReplicaPool
+from sluice.template_arguments import arguments_text
 from sluice.v1 import episode_pb2, episode_pb2_grpc, session_pb2, session_pb2_grpc
 
 ON_BEHALF_OF = "on-behalf-of"
@@ -92,6 +93,8 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
             posed = self._desk.posed(group)
             response.sampling.CopyFrom(posed.sampling)
             response.evaluation = posed.evaluation
+            if posed.chat_template_kwargs:
+                response.template_arguments_json = arguments_text(posed.chat_template_kwargs)
             response.lease_id = found.lease_id
             response.min_policy_version.CopyFrom(group.floor.to_proto())
         return response

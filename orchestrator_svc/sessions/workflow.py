@@ -163,7 +163,12 @@ class EvaluationGroups:
     def drawn(self, desk: Desk, environment: str, data: EpisodeData) -> Iterator[int]:
         """Make a group in the journal of the desk, and drop it when the block ends; yield its number."""
         number = desk.journal.ledger.next_group
-        self._posed[number] = Posed(data.task, data.sampling.params(data.task.max_tokens), evaluation=True)
+        self._posed[number] = Posed(
+            data.task,
+            data.sampling.params(data.task.max_tokens),
+            evaluation=True,
+            chat_template_kwargs=data.sampling.chat_template_kwargs,
+        )
         drawn = journal_pb2.TaskDrawn(
             environment=environment,
             task_id=data.task.task_id,

@@ -152,6 +152,13 @@ def _try(argv: list[str]) -> int:
     parser.add_argument(
         "--max-tokens", type=whole_number(1), default=512, help="most tokens of an answer (default: 512)"
     )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_template_arguments,
+        default={},
+        metavar="JSON",
+        help="arguments of the model's chat template, as a JSON object; with --url",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="temperature of the model (default: 1)")
     parser.add_argument(
         "--timeout", type=seconds, default=300.0, help="seconds for an answer of the model (default: 300)"
@@ -172,6 +179,16 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _template_arguments(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-kwargs is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError('--chat-template-kwargs takes a JSON object, such as {"enable_thinking": false}')
+    return given
+
+
 async def _tried(options: Any) -> int:  # noqa: ANN401 - the parsed options
     config = EnvironmentProcessesConfig(count=1, python=options.python)
     limit = (300.0, "a fixed limit of `sluice env try`")
@@ -187,11 +204,12 @@ async def _tried(options: Any) -> int:  # noqa: ANN401 - the parsed options
         endpoint = ChatEndpoint(
             options.url, options.model, key_variable=options.key_variable, timeout_s=options.timeout
         )
+        more = {"chat_template_kwargs": options.chat_template_kwargs} if options.chat_template_kwargs else {}
         async with endpoint:
 
             async def ask(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Message:
                 choice = await endpoint.ask(
-                    messages, tools, max_tokens=options.max_tokens, temperature=options.temperature
+                    messages, tools, max_tokens=options.max_tokens, temperature=options.temperature, **more
                 )
                 said: Message = choice["message"]
                 kept = {name: said[name] for name in ("role", "content", "tool_calls", "reasoning") if said.get(name)}

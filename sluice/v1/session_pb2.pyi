@@ -69,6 +69,7 @@ class FindSessionResponse(_message.Message):
     CACHEABLE_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     principal: _builtins.str
@@ -79,6 +80,10 @@ class FindSessionResponse(_message.Message):
     """Group that the episode belongs to; its prompts begin alike."""
     lease_id: _builtins.str
     """Lease that the episode belongs to. Empty if its group has ended."""
+    template_arguments_json: _builtins.str
+    """Arguments of the chat template that the environment's settings name, as the text of a JSON object; empty: none. Those of a
+    request take precedence.
+    """
     @_builtins.property
     def sampling(self) -> _tokens_pb2.SamplingParams:
         """Sampling that its generations use where a request does not say otherwise."""
@@ -102,10 +107,11 @@ class FindSessionResponse(_message.Message):
         cacheable: _duration_pb2.Duration | None = ...,
         group_id: _builtins.str = ...,
         lease_id: _builtins.str = ...,
+        template_arguments_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "min_policy_version", b"min_policy_version", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "episode_id", b"episode_id", "evaluation", b"evaluation", "group_id", b"group_id", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "principal", b"principal", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "episode_id", b"episode_id", "evaluation", b"evaluation", "group_id", b"group_id", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "principal", b"principal", "sampling", b"sampling", "template_arguments_json", b"template_arguments_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -251,7 +251,8 @@ async def test_an_environment_with_tasks_alone_is_enough(scene) -> None:
 
 async def test_wrong_calls_get_codes_that_say_what_is_wrong(scene) -> None:
     async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent, gateway(scene.target, "bob") as stranger:
-        running = scene.start(**EXTERNAL, external={"lease_s": 60, "most_sessions": 1})
+        arguments = {"sampling": {"chat_template_kwargs": {"enable_thinking": False}}}
+        running = scene.start(**EXTERNAL, **arguments, external={"lease_s": 60, "most_sessions": 1})
         await until_serving(running, agent)
         (task,) = await agent.lease("lease")
         assert [each.lease_id for each in await agent.lease("lease")] == [task.lease_id]
@@ -261,6 +262,7 @@ async def test_wrong_calls_get_codes_that_say_what_is_wrong(scene) -> None:
         assert opened.sampling.max_tokens == 256
         found = await agent.call("FindSession", session_pb2.FindSessionRequest(session_key=opened.session_key))
         assert (found.episode_id, found.principal, found.group_id) == (opened.episode_id, "ann", task.group_id)
+        assert found.template_arguments_json == '{"enable_thinking": false}'
 
         async def code(caller: Gateway, method: str, request, **metadata: str) -> str:
             try:

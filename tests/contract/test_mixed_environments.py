@@ -57,6 +57,7 @@ async def test_each_environment_has_its_share_and_its_own_settings(scene) -> Non
     scene.trainer.objectives = ["soft"]
     many = {"name": "many", "ratio": 3, "group_size": 3, "sampling": {"temperature": 0.5}}
     few = {"name": "few", "objective": "soft", "advantage": "rloo", "sampling": {"max_tokens": 7}}
+    few["sampling"]["chat_template_kwargs"] = {"effort": "low"}
     loads = scene.watch("load")
     report = await scene.run(**mixed(scene, many, few), batch_size=4, load_report_s=0.005)
     assert {each.name for each in (await loads)[-1].load.environments} == {"many", "few"}
@@ -67,6 +68,10 @@ async def test_each_environment_has_its_share_and_its_own_settings(scene) -> Non
         *[(2, 1.0, 7)] * 4,
         *[(3, 0.5, 256)] * 12,
     ]
+    assert {(each.n, each.conversation.template_arguments_json) for each in requests} == {
+        (2, '{"effort": "low"}'),
+        (3, ""),
+    }
     soft = [each for each in trained(scene) if each.objective == "soft"]
     assert len(soft) == 4 * 2
     assert sorted({round(each.advantages[0], 4) for each in soft}) == [-0.1667, 0.1667], "rloo of 1/2 and 2/3"

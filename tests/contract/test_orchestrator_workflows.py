@@ -19,7 +19,7 @@ from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling, choose_workflow
+from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling, SingleTurn, choose_workflow
 from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, SecurityConfig
 from sluice.environments.base import Task
@@ -96,6 +96,32 @@ async def test_turns_are_appended_to_the_ids_that_were_sampled() -> None:
     prompts = [list(call.request.token_ids.ids) for call in replica.calls]
     longest = max(prompts, key=len)
     assert all(longest[: len(prompt)] == prompt for prompt in prompts), "every prompt begins the next one"
+
+
+async def test_the_environment_s_template_arguments_come_with_every_prompt(tmp_path: Path) -> None:
+    arguments = {"enable_thinking": False, "effort": 1}
+    letters = tmp_path / "letters.py"
+    letters.write_text(ENVIRONMENT)
+    replica = RolloutDouble()
+    tokenized: list[tokens_pb2.Conversation] = []
+    whole = replica.Tokenize
+
+    async def tokenize(request, context):
+        tokenized.append(request.conversation)
+        return await whole(request, context)
+
+    replica.Tokenize = tokenize
+    data = episode(1, chat_template_kwargs=arguments)
+    settings = EnvironmentProcessesConfig(call_s=CALL_S, count=1)
+    async with engine_over(replica) as (engine, _):
+        await run_episodes(engine, data)
+        async with EnvironmentProcesses(f"{letters}:Letters", {}, settings, (60.0, "start_s")) as opened:
+            (task, *_) = await opened.tasks("train", 0)
+            await SingleTurn(opened).arun_episode(engine, replace(data, task=task))
+    assert len(tokenized) == 3
+    sampled = replica.calls[-1].request.conversation
+    for conversation in (*tokenized, sampled):
+        assert conversation.template_arguments_json == '{"enable_thinking": false, "effort": 1}'
 
 
 @pytest.mark.parametrize(("most", "cut_off", "worth"), [(8, False, 3.0), (2, False, 1.5), (8, True, 0.5)])
@@ -511,6 +537,21 @@ async def test_eval_scores_a_running_server(tmp_path, capsys) -> None:
     assert len(rows) == 6 * 3
     assert sum(row["greedy"] for row in rows) == 6
     assert "reward, greedy" in capsys.readouterr().out
+
+
+async def test_an_evaluation_sends_a_server_its_template_arguments_and_writes_them_down(tmp_path) -> None:
+    (tmp_path / "letters.py").write_text(ENVIRONMENT)
+    output, replica = tmp_path / "eval.json", RolloutDouble()
+    flags = {"environment": f"{tmp_path}/letters.py:Letters", "prompts": 1, "samples": 1, "output": output}
+    async with serve_rollout(replica) as address:
+        argv = [f"--{name}={value}" for name, value in {"address": address, **flags}.items()]
+        argv += ["--chat-template-kwargs.enable_thinking", "false"]
+        assert await asyncio.to_thread(COMMAND.run, argv) == 0
+        with pytest.raises(ConfigError, match="leave chat_template out"):
+            COMMAND.run([*argv, "--chat-template", str(output)])
+    sent = {call.request.conversation.template_arguments_json for call in replica.calls}
+    assert sent == {'{"enable_thinking": false}'}
+    assert json.loads(output.read_text())["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 MUTE = """

@@ -133,8 +133,8 @@ def test_a_run_is_resumed_with_the_same_template_wherever_its_file_is(model, tmp
     dated.write_text("{# another #}" + DATED, encoding="utf-8")
     with pytest.raises(ConfigError, match="written with chat_template = "):
         runs.run(sft(model, tmp_path, **settings, resume=True), print)
+    other = {**settings, "chat_template": moved, "chat_template_kwargs": {"date": "May"}}
     with pytest.raises(ConfigError, match=r"chat_template_kwargs.date = unset"):
-        other = {**settings, "chat_template": moved, "chat_template_kwargs": {"date": "May"}}
         runs.run(sft(model, tmp_path, **other, resume=True), print)
     runs.run(sft(model, tmp_path, **{**settings, "chat_template": moved}, resume=True), print)
     assert (tmp_path / "out" / TEMPLATE_FILE).is_file()
@@ -221,6 +221,8 @@ def test_a_dry_run_names_the_file_and_the_line(model, tmp_path):
         run([*words, "--chat-template", str(file)])
     with pytest.raises(ConfigError, match=r"^chat_template_kwargs: .* reads no variable 'thinking'"):
         run([*words, "--chat-template-kwargs.thinking", "false"])
+    with pytest.raises(ConfigError, match=r"environment ReverseText: .* reads no variable 'thinking'"):
+        run([*words, "--orchestrator.sampling.chat-template-kwargs.thinking", "false"])
     with pytest.raises(ConfigError, match=r"t\.jinja, line 2 is not valid Jinja"):
         SFT.run(["--model", str(model), "--data", str(file), "--chat-template", str(file), "--dry-run"])
 
@@ -244,8 +246,10 @@ def test_arguments_keep_their_types_through_files_flags_and_the_record_of_a_run(
     flags = ["--chat-template-kwargs.budget", "512", "--chat-template-kwargs.list", "[1, 1.5]"]
     given = load_run(["@", str(file), *flags])
     assert given.chat_template_kwargs == {
-        **{"enable_thinking": False, "reasoning_effort": "low"},
-        **{"budget": 512, "list": [1, 1.5]},
+        "enable_thinking": False,
+        "reasoning_effort": "low",
+        "budget": 512,
+        "list": [1, 1.5],
     }
     file.write_text(dump_toml(given))
     again = load_run(["@", str(file)]).chat_template_kwargs

@@ -157,12 +157,14 @@ def test_an_endpoint_plays_and_its_refusal_for_a_moment_is_waited_out(
     url, model = endpoint
     monkeypatch.setenv("MY_KEY", "secret-of-mine")
     arguments = ["--url", url, "--model", "m", "--key-variable", "MY_KEY", "--count", "2"]
+    arguments += ["--chat-template-kwargs", '{"enable_thinking": false}']
     assert env.run(["try", f"{shop}:Shop", "price=7", *arguments]) == 0
     shown = capsys.readouterr().out
     assert shown.count("→ price({})") == shown.count("reward 1") == 2
     assert "secret-of-mine" not in shown
     assert set(model.keys) == {"Bearer secret-of-mine"}
     assert len(model.asked) == 5, "two turns of two episodes, and the one that was refused"
+    assert model.asked[-1]["chat_template_kwargs"] == {"enable_thinking": False}
     assert model.asked[-1]["tools"][0]["function"]["name"] == "price"
     assert [each["role"] for each in model.asked[-1]["messages"]] == ["user", "assistant", "tool"]
 

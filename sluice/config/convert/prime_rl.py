@@ -800,7 +800,7 @@ ROWS = (
             "*.tokenizer.**",
             "inference.vllm.chat_template",
         ),
-        "the tokenizer and template of the model are used: save those that you want with the model",
+        "the tokenizer of the model is used: save the one that you want with the model, or set chat_template to a file with another template",
     ),
     same(
         ("orchestrator.renderer.**", "orchestrator.renderer"),

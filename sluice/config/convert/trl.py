@@ -576,7 +576,7 @@ ROWS = (
     ),
     missing(
         ("chat_template_kwargs", "chat_template_kwargs.**", "chat_template", "chat_template_path"),
-        "the tokenizer's own template is used: save the one you want with the model",
+        "set chat_template_kwargs at the top level, and chat_template to a file with the template",
     ),
     rule(
         lambda given: [Set("trainer.lr", given.number("learning_rate"), ("learning_rate",))],

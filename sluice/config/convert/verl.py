@@ -902,11 +902,14 @@ ROWS = (
         unread="without custom_reward_function.path it has no effect",
     ),
     missing(
+        ("data.apply_chat_template_kwargs.**", f"{MODEL}.custom_chat_template"),
+        "set chat_template_kwargs at the top level, and chat_template to a file with the template",
+    ),
+    missing(
         (
             "data.image_key",
             "data.video_key",
             "data.custom_cls.*",
-            "data.apply_chat_template_kwargs.**",
             "custom_reward_function.**",
             "data.val_max_samples",
             "data.datagen.*",
@@ -1110,13 +1113,12 @@ ROWS = (
             f"{MODEL}.trust_remote_code",
             f"{MODEL}.override_config.**",
             f"{MODEL}.external_lib",
-            f"{MODEL}.custom_chat_template",
             f"{MODEL}.tokenizer_path",
             f"{MODEL}.hf_config_path",
             "data.trust_remote_code",
             "data.tokenizer",
         ),
-        "the model is loaded as its files say, with its own tokenizer and template",
+        "the model is loaded as its files say, with its own tokenizer",
     ),
     missing(
         (

@@ -84,6 +84,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         self.released = 0
         self.refusals: list[SluiceError] = []
         self.refused = 0
+        self.template_arguments = ""
 
     @property
     def key(self) -> str:
@@ -92,7 +93,12 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
     async def FindSession(self, request, context):
         if request.session_key != self.key and request.episode_id != self.session.name:
             raise SluiceError.not_found("UNKNOWN_EPISODE", "the session key opens no episode of this run")
-        return session_pb2.FindSessionResponse(episode_id=self.session.name, principal="anyone", group_id="g1")
+        return session_pb2.FindSessionResponse(
+            episode_id=self.session.name,
+            principal="anyone",
+            group_id="g1",
+            template_arguments_json=self.template_arguments,
+        )
 
     async def Exchange(self, requests, context):
         most_bytes = ExternalConfig().session_mb << 20
@@ -367,6 +373,28 @@ async def test_over_grpc_a_reply_that_is_larger_than_a_message_comes_in_parts(tm
     assert [each.generation_id.rpartition("/")[2] for each in result.generations] == [str(each) for each in range(8)]
     assert all(len(each.message.content) == 300 << 10 for each in result.generations)
     assert len(gateway.replica.requests) == 1, "the reply was recorded, and sampled once"
+
+
+@pytest.mark.parametrize(
+    ("environment", "own", "sent"),
+    [
+        ("", {}, ""),
+        ("", {"enable_thinking": False, "effort": 1}, '{"enable_thinking": false, "effort": 1}'),
+        ('{"enable_thinking": true, "date": "May"}', {}, '{"enable_thinking": true, "date": "May"}'),
+        (
+            '{"enable_thinking": true, "date": "May"}',
+            {"enable_thinking": False, "effort": 1},
+            '{"enable_thinking": false, "date": "May", "effort": 1}',
+        ),
+    ],
+)
+async def test_a_request_s_template_arguments_take_precedence_over_the_environment_s(tmp_path, environment, own, sent):
+    async with stack(tmp_path, ScriptedReplica("one")) as gateway, gateway.http() as http:
+        gateway.orchestrator.template_arguments = environment
+        reply = await http.post(CHAT, json=BODY | {"chat_template_kwargs": own})
+        assert reply.status_code == 200, reply.text
+    (request,) = gateway.replica.requests
+    assert request.conversation.template_arguments_json == sent
 
 
 async def test_over_grpc_a_request_with_a_name_is_its_own_repetition_and_one_without_is_another_sample(tmp_path):
