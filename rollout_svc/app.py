@@ -52,7 +52,7 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     )
     package: EnginePackage = importlib.import_module(ENGINES[config.engine].package)
     try:
-        engine = package.build(common.model, config, common.max_staleness)
+        engine = package.build(common, config)
         await engine.start()
     except EngineSettingsError as error:
         raise ConfigError(str(error)) from error

@@ -289,11 +289,11 @@ class InferenceEngine(Protocol):
 class EnginePackage(Protocol):
     """What the package of an engine offers; `sluice.engines` lists the packages."""
 
-    def build(self, model: str, config: RolloutConfig, max_staleness: int) -> InferenceEngine:
+    def build(self, run: CommonConfig, config: RolloutConfig) -> InferenceEngine:
         """Return the engine that the settings ask for, not started.
 
         Raises:
-            ConfigError: if it could not hold the adapters that the run's bound on staleness asks for.
+            ConfigError: if it could not hold the adapters that the run's bound on staleness asks for, or the run's template cannot be read.
         """
 
     def check(self, run: CommonConfig, config: RolloutConfig) -> None:

@@ -90,6 +90,13 @@ def test_sampling_stops_at_what_training_teaches(tmp_path: Path, case: str) -> N
     assert served.eos_token_ids == read_end_tokens(str(model_dir), tokenizer).ids
 
 
+def test_a_template_from_a_file_names_its_own_end(tmp_path: Path) -> None:
+    model_dir = with_ends(tmp_path, eos=None, named=None)
+    other = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|reserved_0|>' }}{% endfor %}"
+    assert SlotModel(str(model_dir), "cpu", "auto", None).info.eos_token_ids == (END,)
+    assert SlotModel(str(model_dir), "cpu", "auto", None, other).info.eos_token_ids == (RESERVED,)
+
+
 def test_each_end_comes_with_the_places_that_name_it(tmp_path: Path) -> None:
     model_dir = with_ends(tmp_path, eos="<|reserved_0|>", named=[END, PAD])
     tokenizer = AutoTokenizer.from_pretrained(model_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from sluice.config import ConfigError
 from trainer_svc.offline.checkpoints import checkpoint_directory
 from trainer_svc.offline.commands import SFT, load_offline
 from trainer_svc.offline.config import RewardModelConfig, SftConfig
-from trainer_svc.offline.evaluations import Standing
-from trainer_svc.offline.playing import mean_results, shown
+from trainer_svc.offline.evaluations import BEST, OLD, Standing
+from trainer_svc.offline.playing import _command, mean_results, shown
 from trainer_svc.offline.runs import run
 
 
@@ -74,6 +75,16 @@ def test_a_gain_must_exceed_the_least_one() -> None:
     ]
 
 
+@pytest.mark.parametrize(("own", "said"), [({}, {"date": "May"}), ({"date": "June"}, {"date": "June"})])
+def test_an_evaluation_renders_as_the_run_unless_it_says_otherwise(tmp_path: Path, own: dict, said: dict) -> None:
+    (tmp_path / "t.jinja").write_text("{{ date }}")
+    evaluation = {"environment": "m:E", **({"chat_template_kwargs": own} if own else {})}
+    template = {"chat_template": tmp_path / "t.jinja", "chat_template_kwargs": {"date": "May"}}
+    _command(SftConfig(model="m", data="d.jsonl", evaluation=evaluation, eval_every=1, **template), "m", tmp_path)
+    written = tomllib.loads((tmp_path / "eval.toml").read_text())
+    assert (written["chat_template"], written["chat_template_kwargs"]) == (str(tmp_path / "t.jinja"), said)
+
+
 def test_an_evaluation_without_the_metric_is_not_compared() -> None:
     standing = Standing("reward_mean")
     standing.take(0, {"reward_mean": 0.5})
@@ -129,8 +140,9 @@ def test_the_last_model_is_the_best_one_while_it_gains(model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("between_renames", [False, True])
 def test_a_resumed_run_knows_the_best_model(
-    model: Path, tmp_path: Path, after_5_steps: dict[str, torch.Tensor]
+    model: Path, tmp_path: Path, after_5_steps: dict[str, torch.Tensor], *, between_renames: bool
 ) -> None:
     def killed(line: str) -> None:
         if line.startswith("step 15/"):
@@ -143,6 +155,8 @@ def test_a_resumed_run_knows_the_best_model(
         if thread.name == "checkpoint":
             thread.join()
     assert {each.name for each in checkpoint_directory(tmp_path / "out").iterdir()} >= {"best", "best.json"}
+    if between_renames:
+        (checkpoint_directory(tmp_path / "out") / BEST).rename(checkpoint_directory(tmp_path / "out") / OLD)
     other = tmp_path / "other.jsonl"
     other.write_text(chat("a", "maybe"))
     with pytest.raises(ConfigError, match=r"the checkpoint was written with eval_data = .*held\.jsonl"):

@@ -29,6 +29,9 @@ from trainer_svc.parallel.ranks import Ranks, agree
 BEST = "best"
 """Directory, and name of the JSON file, beside the checkpoints."""
 
+OLD = f".{BEST}.old"
+"""Directory that the best model before has while the new one takes its place."""
+
 
 @dataclass
 class Standing:
@@ -197,7 +200,7 @@ class Evaluations:
         if not self._config.evaluation:
             self._engine.export_hf(self._played, self._dtype)
         if self._engine.mesh.rank == 0:
-            best, old = self._directory / BEST, self._directory / f".{BEST}.old"
+            best, old = self._directory / BEST, self._directory / OLD
             self._directory.mkdir(parents=True, exist_ok=True)
             remove_tree(old)
             if best.exists():
@@ -216,7 +219,9 @@ class Evaluations:
 
     def _read(self) -> None:
         """Read which evaluation was the best; without its model none was made."""
-        path = self._directory / f"{BEST}.json"
+        best, old, path = self._directory / BEST, self._directory / OLD, self._directory / f"{BEST}.json"
+        if old.is_dir() and not best.exists():  # a kill came between two renames
+            old.rename(best)
         if not path.exists() or (self._config.keep_best and not (self._directory / BEST).is_dir()):
             self._forget()
             return

@@ -120,7 +120,10 @@ def mean_results(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _command(config: OfflineConfig, model: str, directory: Path) -> list[str]:
     """Return the command that plays the environment with a model; its settings and its result lie in a directory."""
-    settings: dict[str, Any] = {"engine": "transformers", **config.evaluation}
+    settings: dict[str, Any] = {"engine": "transformers", "chat_template_kwargs": config.chat_template_kwargs}
+    if config.chat_template is not None:
+        settings["chat_template"] = str(config.chat_template.absolute())
+    settings |= config.evaluation
     if settings["engine"] == "transformers" and config.device != "auto":
         settings["rollout"] = {"device": config.device, **settings.get("rollout", {})}
     path = directory / "eval.toml"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import InferenceEngine
 from rollout_svc.engines.model_files import check_length
+from sluice.chat_template import template_text
 from sluice.config import CommonConfig, ConfigError
 from sluice.models import sizes_on_disk
 
 
-def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEngine:
+def build(run: CommonConfig, config: RolloutConfig) -> InferenceEngine:
     """See `EnginePackage`."""
     from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine  # noqa: PLC0415 - imports torch
 
@@ -25,8 +26,9 @@ def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEng
         start_deadline_s=config.deadlines.start_s,
         command_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,
+        chat_template=template_text(run.chat_template),
     )
-    return TransformersEngine(model, options, config.lora.limits(max_staleness))
+    return TransformersEngine(run.model, options, config.lora.limits(run.max_staleness))
 
 
 def check(run: CommonConfig, config: RolloutConfig) -> None:

@@ -70,6 +70,7 @@ class SlotOptions:
         prefill_tokens: Maximum number of prompt tokens, padding included, between two steps; a longer prompt is computed alone.
         command_deadline_s: Seconds that a command, such as a change of the weights, may wait for the step in progress and take.
         drain_deadline_s: Seconds that `pause` with mode WAIT waits for requests to end.
+        chat_template: Replaces that of the model; a turn ends with its end token, too.
     """
 
     device: str = "auto"
@@ -84,6 +85,7 @@ class SlotOptions:
     start_deadline_s: float = 600.0
     command_deadline_s: float = 120.0
     drain_deadline_s: float = 600.0
+    chat_template: str | None = None
 
 
 class TransformersEngine(LoraEngine):
@@ -159,7 +161,8 @@ class TransformersEngine(LoraEngine):
             await asyncio.to_thread(loop.stop, self._options.command_deadline_s)
 
     def _build(self) -> SlotLoop:
-        model = SlotModel(self._model, self._options.device, self._options.dtype, self._options.max_model_len)
+        options = self._options
+        model = SlotModel(self._model, options.device, options.dtype, options.max_model_len, options.chat_template)
         model.check()
         self._base = model.known_of(read_base_model(model.directory))
         self._decoder = model.tokenizer

@@ -59,7 +59,9 @@ class SlotModel:
         EngineSettingsError: if the model cannot be loaded or its architecture needs more than plain causal attention.
     """
 
-    def __init__(self, model: str, device: str, dtype: str, max_model_len: int | None) -> None:
+    def __init__(
+        self, model: str, device: str, dtype: str, max_model_len: int | None, chat_template: str | None = None
+    ) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
@@ -76,6 +78,8 @@ class SlotModel:
         self.module.requires_grad_(requires_grad=False).eval().to(self.device)
         self.adapters = SlotAdapters(self.module)
         self.tokenizer = _tokenizer(self.directory)
+        if self.tokenizer is not None and chat_template is not None:
+            self.tokenizer.chat_template = chat_template
         self.info = _info(model, self.module, self.tokenizer, max_model_len)
         self._picked: tuple[Tensor, Tensor] | None = None
         head = self.module.get_output_embeddings()

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout_svc.config import LoraLimits, RolloutConfig
 from rollout_svc.engines.base import EngineSettingsError, InferenceEngine
+from sluice.chat_template import template_text
 from sluice.config import CommonConfig, ConfigError
 from sluice.models import sizes_on_disk
 
@@ -22,7 +23,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can allocate buffers for."""
 
 
-def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEngine:
+def build(run: CommonConfig, config: RolloutConfig) -> InferenceEngine:
     """See `EnginePackage`."""
     from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions  # noqa: PLC0415 - only where vLLM is wanted
 
@@ -42,8 +43,9 @@ def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEng
         start_deadline_s=config.deadlines.start_s,
         phase_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,
+        chat_template=template_text(run.chat_template),
     )
-    return VllmEngine(model, options, config.lora.limits(max_staleness))
+    return VllmEngine(run.model, options, config.lora.limits(run.max_staleness))
 
 
 def check(run: CommonConfig, config: RolloutConfig) -> None:
