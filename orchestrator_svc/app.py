@@ -28,6 +28,7 @@ from orchestrator_svc.evaluation import Evaluated, Evaluations
 from orchestrator_svc.free_space import DiskWatch, FreeSpace
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.segments import JournalError
+from orchestrator_svc.journal.snapshot import Snapshots
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from orchestrator_svc.live_settings import LiveSettings
 from orchestrator_svc.pacing import Pace
@@ -272,10 +273,10 @@ async def _built(
         pace = Pace(pacing, config.batch_size)
         share = SetAsideShare(config.max_set_aside, config.batch_size * max(each.group_size for each in config.mix))
 
-        waiting = Waiting(clock)
+        followers = _Followers(curriculum, pace, share, Waiting(clock), clock)
 
         await stack.enter_async_context(_opened(server, common.run_dir))
-        journal = await _read(partial(_journal, common, config, _following(curriculum, pace, share, waiting, clock)))
+        journal = await _read(partial(_journal, common, config, followers))
         settings = LiveSettings(common, config)
         settings.restore(journal.ledger.settings)
         if config.release_quarantine:
@@ -287,7 +288,7 @@ async def _built(
         desk = Desk(
             journal,
             config.external,
-            waiting,
+            followers.waiting,
             run_secret(common.run_dir),
             posed=posed,
             environments={each.name for each in config.mix if each.workflow == EXTERNAL},
@@ -434,18 +435,28 @@ def _directories(common: CommonConfig) -> list[Path]:
     return [common.run_dir, common.run_dir / "checkpoints", weights]
 
 
-def _following(
-    curriculum: Curriculum, pace: Pace, share: SetAsideShare, waiting: Waiting, clock: Clock
-) -> Callable[[journal_pb2.Fact], None]:
-    """Return what hands each fact of the journal to all who follow them."""
+class _Followers(NamedTuple):
+    """All who follow the facts beside the ledger."""
 
-    def follow(fact: journal_pb2.Fact) -> None:
-        curriculum.apply(fact)
-        pace.apply(fact, clock())
-        share.apply(fact)
-        waiting.follow(fact)
+    curriculum: Curriculum
+    pace: Pace
+    share: SetAsideShare
+    waiting: Waiting
+    clock: Clock
 
-    return follow
+    def apply(self, fact: journal_pb2.Fact) -> None:
+        """Hand them the next fact."""
+        self.curriculum.apply(fact)
+        self.pace.apply(fact, self.clock())
+        self.share.apply(fact)
+        self.waiting.follow(fact)
+
+    def snapshots(self, seed: int, config: OrchestratorConfig) -> Snapshots:
+        """Return what reads and writes the states that a start does not begin anew."""
+        settings = [str(seed)]
+        for each in config.mix:
+            settings += [each.model_dump_json(), *self.curriculum.stream(each.name).task_ids]
+        return Snapshots((self.curriculum, self.share), settings)
 
 
 def _posed(curriculum: Curriculum, group: Group) -> Posed | None:
@@ -497,12 +508,9 @@ async def _read(journal: Callable[[threading.Event], Journal]) -> Journal:
 
 
 def _journal(
-    common: CommonConfig,
-    config: OrchestratorConfig,
-    follow: Callable[[journal_pb2.Fact], None],
-    given_up: threading.Event,
+    common: CommonConfig, config: OrchestratorConfig, followers: _Followers, given_up: threading.Event
 ) -> Journal:
-    """Open the run's journal; `follow` gets its facts.
+    """Open the run's journal, whose facts the followers get.
 
     Raises:
         ConfigError: if there is one and it does not belong to this run, or the run is not to be resumed.
@@ -524,7 +532,8 @@ def _journal(
                 queue_records=config.journal.queue_records,
                 queue_bytes=config.journal.queue_mb << 20,
             ),
-            follow=follow,
+            follow=followers.apply,
+            snapshots=followers.snapshots(common.seed, config),
             given_up=given_up,
         )
     except JournalError as error:

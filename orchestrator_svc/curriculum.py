@@ -10,8 +10,8 @@ brought no signal is replaced by another task of its environment; or the mix cho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from orchestrator_svc.config import EnvironmentConfig
@@ -117,6 +117,10 @@ class EnvironmentCounts:
     by_pool: Counter[str] = field(default_factory=Counter)
     overlong: Counter[str] = field(default_factory=Counter)
 
+    def state(self) -> tuple[Any, ...]:
+        """Return its fields, of which it can be made again."""
+        return tuple(getattr(self, each.name) for each in fields(self))
+
 
 class _Source:
     """One environment of the mix."""
@@ -174,7 +178,7 @@ class Curriculum:
             "batch_made": self._batch_made,
             "task_quarantined": self._quarantined,
             "task_released": self._released,
-            "curriculum_noted": self._restore,
+            "curriculum_noted": self._noted,
             "counts_noted": self._counted,
             "history_imported": self._imported,
             "setting_changed": self._setting_changed,
@@ -338,11 +342,39 @@ class Curriculum:
             if fact.key == ratio_key(name):  # the draws that follow were charged to the mix by this ratio
                 each.ratio = float(fact.new_value)
 
-    def _restore(self, noted: journal_pb2.CurriculumNoted) -> None:
+    def _noted(self, noted: journal_pb2.CurriculumNoted) -> None:
         for each in noted.environments:
             if (source := self._sources.get(each.environment)) is not None:
                 source.stream.restore(each)
                 self._mix().credits[each.environment] = each.credit
+
+    # A snapshot.
+
+    def state(self) -> dict[str, Any]:
+        """Return what facts made of it, for `restore`. Settings and tasks are not part of it."""
+        return {
+            "ratios": {name: each.ratio for name, each in self.environments.items()},
+            "credits": self._shares.credits,
+            "running": {
+                number: (each.environment, each.task_id, each.rewards) for number, each in self._running.items()
+            },
+            "refills": self.refills,
+            "sources": {
+                name: (each.counts.state(), each.running, each.owed, each.stream.state())
+                for name, each in self._sources.items()
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what facts made of another one, with the same settings and tasks."""
+        for name, ratio in state["ratios"].items():
+            self.environments[name].ratio = ratio
+        self._shares.credits, self.refills = state["credits"], state["refills"]
+        self._running = {number: _RunningGroup(*each) for number, each in state["running"].items()}
+        for name, (counts, running, owed, stream) in state["sources"].items():
+            source = self._sources[name]
+            source.counts, source.running, source.owed = EnvironmentCounts(*counts), running, owed
+            source.stream.take_over(stream)
 
     # Look.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -137,6 +137,15 @@ class SetAsideShare:
         elif kind == "run_resumed":
             self._batches.clear()
             self._set_aside, self._problem = 0, ""
+
+    def state(self) -> tuple[Any, ...]:
+        """Return what facts made of it, for `restore`."""
+        return [tuple(each) for each in self._batches], self._set_aside, self._problem
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Take over what facts made of another one."""
+        batches, self._set_aside, self._problem = state
+        self._batches = deque((_Counted(*each) for each in batches), maxlen=WINDOW)
 
     @property
     def exceeded(self) -> str:

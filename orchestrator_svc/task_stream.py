@@ -6,8 +6,9 @@ import hashlib
 import heapq
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator_svc.config import PoolsConfig
 from orchestrator_svc.shares import Shares
@@ -86,6 +87,11 @@ class TaskStream:
     def exhausted(self) -> bool:
         """Whether every task is in quarantine."""
         return len(self.quarantined) == len(self._tasks)
+
+    @property
+    def task_ids(self) -> Sequence[str]:
+        """Return the ids of all tasks, in the order of the environment."""
+        return self._names
 
     def __contains__(self, task_id: str) -> bool:
         return task_id in self._tasks
@@ -197,6 +203,28 @@ class TaskStream:
         }
         owed = self.pool_shares.credits if self._pools.enabled else {}
         return journal_pb2.EnvironmentProgress(next_position=self.next_position, tasks=tasks, pool_credits=owed)
+
+    def state(self) -> dict[str, Any]:
+        """Return what facts made of it, for `take_over`."""
+        return {
+            "next_position": self.next_position,
+            "progress": {
+                name: (each.draws, each.running, each.solve_rate, each.failures, each.problem)
+                for name, each in self.progress.items()
+            },
+            "quarantined": list(self.quarantined),
+            "unnoted": self._unnoted,
+            "credits": self.pool_shares.credits,
+            "sizes": self._sizes,
+            "free": self._free,
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Take over what facts made of another stream of the same tasks and settings."""
+        self.next_position, self._unnoted = state["next_position"], state["unnoted"]
+        self.progress = {name: Progress(*each) for name, each in state["progress"].items()}
+        self.quarantined = {name: self.progress[name] for name in state["quarantined"]}
+        self.pool_shares.credits, self._sizes, self._free = state["credits"], state["sizes"], state["free"]
 
     def _known(self, task_id: str) -> Progress:
         """Return what is known of a task, to change it."""

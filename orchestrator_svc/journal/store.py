@@ -2,10 +2,11 @@
 
     journal.sqlite            table facts: seq, kind, grp, fact (a serialized Fact of journal.proto), only ever appended to
     journal/segment-*.bin     payloads (answers of replicas, trajectories) that facts name; deleted once a checkpoint covers them
+    journal/snapshot.bin      the state after one of the facts (journal/snapshot.py)
 
 `Journal.record` applies a fact to the ledger and queues it; nothing else changes the ledger. Facts are gathered for a few
 milliseconds, or until somebody waits for them, and made durable together: payloads first, then the facts in one transaction, so
-that no fact names what is not there. The next start folds all facts into its ledger.
+that no fact names what is not there. The next start takes the state of the snapshot, and folds the facts after it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from orchestrator_svc.journal.ledger import Accepted, Group, Ledger, Part
 from orchestrator_svc.journal.migration import FORMAT, migrate
 from orchestrator_svc.journal.records import Encoded, SharedRecord, decoded, encode
 from orchestrator_svc.journal.segments import Disk, JournalError, SegmentError, SegmentWriter, read_payload
+from orchestrator_svc.journal.snapshot import Snapshots
 from sluice.clock import CLOCK, Clock
 from sluice.tasks import discard_outcome
 from sluice.threads import SerialThread
@@ -89,8 +91,9 @@ def read_facts(run_dir: Path) -> Iterator[tuple[int, journal_pb2.Fact]]:
         raise JournalError(f"{path} is not a readable journal ({error})") from error
 
 
-def _stored_facts(connection: sqlite3.Connection) -> Iterator[tuple[int, journal_pb2.Fact]]:
-    last, parse = 0, journal_pb2.Fact.FromString
+def _stored_facts(connection: sqlite3.Connection, last: int = 0) -> Iterator[tuple[int, journal_pb2.Fact]]:
+    """Yield the facts after number `last`."""
+    parse = journal_pb2.Fact.FromString
     while rows := connection.execute(
         "SELECT seq, fact FROM facts WHERE seq > ? ORDER BY seq LIMIT ?", (last, _PAGE)
     ).fetchall():
@@ -148,7 +151,8 @@ class Journal:
         environment: Name that the only environment of an older journal gets, which did not keep it.
         software_version: Release of the program, for people to read.
         limits: When the journal writes, and how much may wait.
-        follow: Gets every fact after the ledger took it, those of earlier processes first.
+        follow: Gets every fact after the ledger took it, those of earlier processes first, from the snapshot on.
+        snapshots: Reads and writes the snapshot of the ledger and of those followers that keep a state; None: all facts are read.
         given_up: Set by another thread while the constructor reads: nobody wants the journal any more.
         disk: Does the writing.
         clock: Times the waits for the disk.
@@ -171,13 +175,14 @@ class Journal:
         software_version: str = "",
         limits: JournalLimits | None = None,
         follow: Callable[[journal_pb2.Fact], None] | None = None,
+        snapshots: Snapshots | None = None,
         given_up: threading.Event | None = None,
         disk: Disk | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._directory = run_dir / "journal"
-        self._follow = follow
+        self._follow, self._snapshots = follow, snapshots
         self._given_up = given_up or threading.Event()
         self._disk, self._clock = disk or Disk(), clock
         self._connection = _open(run_dir / DATABASE, environment)
@@ -200,11 +205,13 @@ class Journal:
         self._thread, self._encoder = SerialThread("journal"), SerialThread("encoder")
 
     def _fold(self) -> Ledger:
-        ledger = Ledger()
+        ledger, self._snapshot_seq = Ledger(), 0
         collects = gc.isenabled()
         gc.disable()  # a million facts make no cycles, and looking for some takes a third of the time
         try:
-            for seq, fact in _stored_facts(self._connection):
+            if self._snapshots is not None and (found := self._snapshots.read(self._directory, self._fact_at)):
+                self._snapshot_seq, ledger = found
+            for seq, fact in _stored_facts(self._connection, self._snapshot_seq):
                 ledger.apply(seq, fact)
                 if self._follow is not None:
                     self._follow(fact)
@@ -226,8 +233,23 @@ class Journal:
             raise JournalError(
                 f"reading {self._directory.parent / DATABASE} was given up: start the run again to continue it"
             )
+        self._write_snapshot(ledger)
         ledger.last_seq = max(ledger.last_seq, highest[0] if highest else 0)
         return ledger
+
+    def _fact_at(self, seq: int) -> bytes | None:
+        """Return a serialized fact; None if there is none of this number."""
+        row = self._run("SELECT fact FROM facts WHERE seq = ?", (seq,)).fetchone()
+        return None if row is None else row[0]
+
+    def _write_snapshot(self, ledger: Ledger) -> None:
+        """Write a snapshot if many facts came after the last one. All facts are on disk, and none comes meanwhile."""
+        seq = ledger.last_seq
+        if self._snapshots is None or seq - self._snapshot_seq < self._snapshots.least_facts:
+            return
+        if (fact := self._fact_at(seq)) is not None:
+            self._snapshots.write(self._directory, seq, fact, ledger)
+            self._snapshot_seq = seq
 
     def _begin(self, identity: Mapping[str, str], software_version: str) -> None:
         """Check whose journal this is, and record this process before anything can be named after it."""
@@ -429,6 +451,8 @@ class Journal:
         """
 
         def close() -> None:
+            if self._durable_seq == self.ledger.last_seq:
+                self._write_snapshot(self.ledger)
             self._segments.close()
             self._connection.close()
 

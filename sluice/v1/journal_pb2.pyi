@@ -2014,3 +2014,125 @@ class ImportedBatch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImportedBatch: _TypeAlias = ImportedBatch  # noqa: Y015
+
+@_typing.final
+class Snapshot(_message.Message):
+    """The state of a run after one of its facts, as `journal/snapshot.bin` holds it behind a digest: a start reads only the facts after that.
+    It holds nothing that the facts do not say, and is ignored if it does not fit them. Only the code that wrote it reads it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    FACT_DIGEST_FIELD_NUMBER: _builtins.int
+    FITS_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """Number of its last fact."""
+    fact_digest: _builtins.bytes
+    """xxh3-128 of that fact, by which another journal is known."""
+    fits: _builtins.bytes
+    """Digest of the code, the settings and the tasks that make this state of the facts."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of objects: `list`, `dict`, names of classes and messages."""
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotValue]:
+        """The values; the last one is the state. Objects are made of values before them, and a value that two objects share is there once."""
+
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        fact_digest: _builtins.bytes = ...,
+        fits: _builtins.bytes = ...,
+        kinds: _abc.Iterable[_builtins.str] | None = ...,
+        values: _abc.Iterable[Global___SnapshotValue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fact_digest", b"fact_digest", "fits", b"fits", "kinds", b"kinds", "seq", b"seq", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
+
+@_typing.final
+class SnapshotValue(_message.Message):
+    """One value; none of the fields is set where there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRUTH_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    LARGE_FIELD_NUMBER: _builtins.int
+    REAL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    RAW_FIELD_NUMBER: _builtins.int
+    OBJECT_FIELD_NUMBER: _builtins.int
+    truth: _builtins.bool
+    """A truth value."""
+    whole: _builtins.int
+    """A whole number."""
+    large: _builtins.int
+    """A whole number of 2^63 or more."""
+    real: _builtins.float
+    """A number."""
+    text: _builtins.str
+    """A text."""
+    raw: _builtins.bytes
+    """Bytes."""
+    @_builtins.property
+    def object(self) -> Global___SnapshotObject:
+        """Something that consists of other values."""
+
+    def __init__(
+        self,
+        *,
+        truth: _builtins.bool = ...,
+        whole: _builtins.int = ...,
+        large: _builtins.int = ...,
+        real: _builtins.float = ...,
+        text: _builtins.str = ...,
+        raw: _builtins.bytes = ...,
+        object: Global___SnapshotObject | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["large", b"large", "object", b"object", "raw", b"raw", "real", b"real", "text", b"text", "truth", b"truth", "value", b"value", "whole", b"whole"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["large", b"large", "object", b"object", "raw", b"raw", "real", b"real", "text", b"text", "truth", b"truth", "value", b"value", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["truth", "whole", "large", "real", "text", "raw", "object"]  # noqa: Y015
+    _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
+
+Global___SnapshotValue: _TypeAlias = SnapshotValue  # noqa: Y015
+
+@_typing.final
+class SnapshotObject(_message.Message):
+    """An object of a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.int
+    """What it is, as an index of `Snapshot.kinds`."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What it consists of, as indices of `Snapshot.values`: fields in their order, keys and values by turns, items."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.int = ...,
+        parts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotObject: _TypeAlias = SnapshotObject  # noqa: Y015

@@ -32,6 +32,7 @@ from orchestrator_svc.app import EPISODES, SERVICE_NAME, SESSIONS, only_writer, 
 from orchestrator_svc.audit import audit
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.evaluation import EvalResult, EvalSample
+from orchestrator_svc.journal import snapshot, store
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import DATABASE, Journal, read_facts
@@ -811,6 +812,26 @@ async def test_a_journal_that_grows_large_makes_a_checkpoint_due_which_releases_
     assert (size < 8 << 20) == saves
     facts = [fact.WhichOneof("kind") for _, fact in read_facts(scene.run_dir)]
     assert facts.count("checkpoint_covered") == len(scene.trainer.checkpoints) < 16
+
+
+async def test_a_run_continues_from_a_snapshot_of_its_state(scene, monkeypatch) -> None:
+    monkeypatch.setattr(snapshot, "LEAST_FACTS", 1)
+    read, stored = [], store._stored_facts
+
+    def counted(connection, last=0):
+        read.append(last)
+        return stored(connection, last)
+
+    monkeypatch.setattr(store, "_stored_facts", counted)
+    await scene.run(max_steps=2)
+    after_two = max(seq for seq, _ in read_facts(scene.run_dir))
+    read.clear()
+    report = await scene.run(max_steps=4)
+    assert read[0] == after_two, "the start reads what came after the snapshot alone"
+    assert (report["state"], report["steps"], report["trajectories_trained"]) == ("succeeded", 4, 16)
+    drawn = [fact.task_drawn for _, fact in read_facts(scene.run_dir) if fact.HasField("task_drawn")]
+    positions = [each.position for each in drawn if not each.attempt and not each.redraw_reason]
+    assert positions == list(range(len(positions))), "the curriculum goes on where it was"
 
 
 async def test_an_existing_run_is_refused_when_told_to(scene) -> None:

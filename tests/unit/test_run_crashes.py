@@ -23,6 +23,7 @@ from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
 from orchestrator_svc.journal.records import Beginning, SharedRecord, encode
 from orchestrator_svc.journal.segments import JournalError
+from orchestrator_svc.journal.snapshot import FILE, Snapshots
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from orchestrator_svc.live_settings import ratio_key
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
@@ -149,6 +150,7 @@ class CrashingRun(RuleBasedStateMachine):
                         {"run": "r"},
                         limits=JournalLimits(fsync_interval_s=0.0, segment_bytes=400),
                         follow=self.curriculum.apply,
+                        snapshots=Snapshots((self.curriculum,), (), least_facts=self.chance.choice((1, 5, 30))),
                         disk=self.disk,
                     )
             except CrashedError:
@@ -199,6 +201,10 @@ class CrashingRun(RuleBasedStateMachine):
 
         self.loop.run(leave())
         self.disk.lose()
+        snapshot = self.directory / "journal" / FILE
+        if snapshot.exists() and self.chance.random() < 0.2:
+            content = snapshot.read_bytes()
+            snapshot.write_bytes(content[: self.chance.randrange(len(content))])
         self.disk = CrashingDisk(calls, after=after, chance=self.chance)
         self.start()
 

@@ -25,6 +25,7 @@ from orchestrator_svc.journal.external import Session, Target
 from orchestrator_svc.journal.ledger import Stage, folded
 from orchestrator_svc.journal.records import encode
 from orchestrator_svc.journal.segments import JournalError
+from orchestrator_svc.journal.snapshot import Snapshots
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded, Running
 from orchestrator_svc.sessions.lending import Lending
@@ -75,7 +76,10 @@ class CrashingSessions(RuleBasedStateMachine):
             try:
                 with patch.object(store, "SerialThread", Inline):
                     limits = JournalLimits(fsync_interval_s=0.0, segment_bytes=400)
-                    self.journal = Journal(self.directory, {"run": "r"}, limits=limits, disk=self.disk)
+                    snapshots = Snapshots((), (), least_facts=self.chance.choice((1, 5, 30)))
+                    self.journal = Journal(
+                        self.directory, {"run": "r"}, limits=limits, snapshots=snapshots, disk=self.disk
+                    )
             except CrashedError:
                 self.disk.lose()
                 self.disk = CrashingDisk(None, after=False, chance=self.chance)
