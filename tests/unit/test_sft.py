@@ -143,9 +143,15 @@ def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_pa
         ([{"messages": [{"role": "user", "content": "x"}]}], "no turn to learn"),
         (
             [chat("a", "b"), {"messages": [{"content": "x"}]}],
-            "line 2 of .*r.jsonl contains malformed messages .KeyError",
+            r"line 2 of .*r.jsonl: messages\[0\] has no role: give objects with role and content",
         ),
-        ([{"messages": "x"}], "line 1 of .*r.jsonl contains malformed messages"),
+        ([{"messages": "x"}], "line 1 of .*r.jsonl: messages is str, not a list"),
+        ([{"prompt": [], "completion": [[]]}], r"line 1 of .*r.jsonl: completion\[0\] is list, not an object"),
+        (
+            [{"messages": [{"role": 7, "content": "x"}]}],
+            r"line 1 of .*r.jsonl: messages\[0\] has the role 7, which is no text",
+        ),
+        ([{"messages": chat("a", "b")["messages"], "tools": [7]}], "line 1 of .*r.jsonl"),
         (
             [{"messages": [{"role": "user", "content": 7}, *chat("a", "b")["messages"]]}],
             "0 of the user has content of type int",

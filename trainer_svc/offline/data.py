@@ -69,6 +69,7 @@ def render_demonstration(
     Raises:
         TemplateError: if the row has neither `messages` nor `prompt` and `completion`, or cannot be rendered.
     """
+    _check_messages(row)
     prompt, completion, tools = row.get("prompt"), row.get("completion"), row.get("tools")
     if row.get("messages"):
         return [(each,) for each in renderer.render_turns(*_learned(row["messages"], tools, roles))]
@@ -115,6 +116,31 @@ def _learned(
     return bare, tools, learned
 
 
+def _check_messages(row: Row) -> None:
+    """Refuse lists of messages with something that is no message.
+
+    Raises:
+        TemplateError: with the field.
+    """
+    if not isinstance(row.get("messages"), list | None):
+        raise TemplateError(
+            f"messages is {type(row['messages']).__name__}, not a list: give objects with role and content"
+        )
+    for name in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for index, message in enumerate(row[name] if isinstance(row.get(name), list) else ()):
+            if not isinstance(message, Mapping):
+                problem = f"is {type(message).__name__}, not an object"
+            elif not isinstance(message.get("role"), str):
+                problem = (
+                    "has no role"
+                    if message.get("role") is None
+                    else f"has the role {message['role']!r}, which is no text"
+                )
+            else:
+                continue
+            raise TemplateError(f"{name}[{index}] {problem}: give objects with role and content")
+
+
 def render_pair(renderer: ChatRenderer, row: Row) -> list[tuple[Rendered, ...]]:
     """Return the example of a pair: token ids and loss masks of the chosen and of the rejected answer, each after the prompt.
 
@@ -123,6 +149,7 @@ def render_pair(renderer: ChatRenderer, row: Row) -> list[tuple[Rendered, ...]]:
     Raises:
         TemplateError: if the row is not a pair, or cannot be rendered.
     """
+    _check_messages(row)
     prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
     if chosen == rejected and chosen is not None:
         raise TemplateError(SAME)
