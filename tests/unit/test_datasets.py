@@ -55,7 +55,7 @@ def write(path: Path, found: Sequence[Mapping[str, Any]] = ROWS) -> Path:
                 writer.write_table(table, max_chunksize=512)
         case ending:
             content = text_of(name, ending, found).encode()
-            path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+            path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     return path
 
 
@@ -301,7 +301,11 @@ def test_the_revision_reaches_the_package_datasets(tmp_path: Path, monkeypatch: 
         ("a.parquet", b"", "cannot read .*a.parquet"),
         ("a.arrow", b"nonsense", "cannot read .*a.arrow"),
         ("a.jsonl.gz", b"nonsense", "cannot read .*a.jsonl.gz: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], "cannot read .*a.jsonl.gz: Compressed file ended"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9],
+            "cannot read .*a.jsonl.gz: Compressed file ended",
+        ),
         ("a.txt", b"a,b", r"cannot read .*a\.txt: its name ends with none of \.jsonl, .*, \.arrow, nor with \.gz"),
         ("a.parquet.gz", b"a,b", r"cannot read .*a\.parquet\.gz: its name ends with none"),
     ],
