@@ -63,7 +63,12 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
         parsers = ENGINES[config.engine].parsers
         # vLLM's parsers take seconds to import.
         replies = await asyncio.to_thread(
-            reply_format, loaded, config.tool_parser, config.reasoning_parser, parsers=parsers
+            reply_format,
+            loaded,
+            config.tool_parser,
+            config.reasoning_parser,
+            parsers=parsers,
+            arguments=common.chat_template_kwargs,
         )
         tokenizer = ModelTokenizer(loaded, replies, arguments=common.chat_template_kwargs)
         _freeze_what_is_loaded()

@@ -114,7 +114,12 @@ class ReplyFormat:
 
 
 def reply_format(
-    tokenizer: PreTrainedTokenizerBase | None, tool_parser: str, reasoning_parser: str, *, parsers: str | None = None
+    tokenizer: PreTrainedTokenizerBase | None,
+    tool_parser: str,
+    reasoning_parser: str,
+    *,
+    parsers: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> ReplyFormat:
     """Return how the replies of a model are read.
 
@@ -126,6 +131,7 @@ def reply_format(
         tool_parser: "auto", "none", "json" or the name of another parser.
         reasoning_parser: "auto", "none", "think" or the name of another parser.
         parsers: Module with the parsers of the engine's library, beside the two of this one.
+        arguments: Arguments of the chat template.
 
     Raises:
         ConfigError: for a name that is not known.
@@ -133,7 +139,7 @@ def reply_format(
     if tokenizer is None:
         return ReplyFormat()
     others = importlib.import_module(parsers) if parsers is not None else None
-    written = written_call(tokenizer) if tool_parser == "auto" else None
+    written = written_call(tokenizer, arguments) if tool_parser == "auto" else None
     if tool_parser == "auto":
         tool_parser = "none"
         if written is not None and reads_back(read_json_calls, written):
@@ -171,10 +177,10 @@ def reply_format(
     return ReplyFormat(tool_parser, reasoning_parser, read_calls, read_reasoning, MARKERS if own else None)
 
 
-def written_call(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def written_call(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> str | None:
     """Return a turn with a call as the model's template writes it, and None if it writes none."""
     call = {"id": "call00001", "type": "function", "function": {"name": PROBE_NAME, "arguments": PROBE_ARGUMENTS}}
-    written = _written_turn(tokenizer, {"role": "assistant", "content": "", "tool_calls": [call]})
+    written = _written_turn(tokenizer, {"role": "assistant", "content": "", "tool_calls": [call]}, arguments)
     return written if PROBE_NAME in written else None
 
 
@@ -189,11 +195,13 @@ def call_marks(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
     return [mark for mark in dict.fromkeys(marks) if mark not in other]
 
 
-def _written_turn(tokenizer: PreTrainedTokenizerBase, turn: dict[str, Any]) -> str:
+def _written_turn(
+    tokenizer: PreTrainedTokenizerBase, turn: dict[str, Any], arguments: Mapping[str, Any] | None = None
+) -> str:
     """Return a turn of the assistant as the model's template writes it; an empty text if it refuses."""
     question = {"role": "user", "content": PROBE_QUESTION}
     try:
-        renderer = ChatRenderer(tokenizer)
+        renderer = ChatRenderer(tokenizer, arguments)
         prompt = renderer.text([question], tools=PROBE_TOOLS)
         text = renderer.text([question, turn], add_generation_prompt=False, tools=PROBE_TOOLS)
     except TemplateError:

@@ -60,6 +60,7 @@ def find_end_tokens(
     generation_config: object = None,
     *,
     vocabulary_size: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> EndTokens:
     """Return the tokens that end a turn, from all places that name them.
 
@@ -68,14 +69,17 @@ def find_end_tokens(
         config: The configuration of the text model, with `eos_token_id`: an id, a list of ids or None.
         generation_config: The generation configuration, with the same attribute.
         vocabulary_size: Ids from this one on are left out, since the model cannot sample them. GPT-2's configuration names one by default.
+        arguments: Arguments of the chat template.
     """
     named: list[tuple[str, Iterable[int]]] = [
         (CONFIG, _listed(getattr(config, "eos_token_id", None))),
         (GENERATION_CONFIG, _listed(getattr(generation_config, "eos_token_id", None))),
     ]
     if tokenizer is not None:
+        # Some architectures have an end token by default, whatever the tokenizer's token of that number means.
+        named = [(place, [each for each in ids if _is_control(tokenizer, each)]) for place, ids in named]
         named.append((TOKENIZER, _listed(tokenizer.eos_token_id)))
-        named.append((TEMPLATE, _listed(_template_end(tokenizer))))
+        named.append((TEMPLATE, _listed(_template_end(tokenizer, arguments or {}))))
     sources: dict[int, tuple[str, ...]] = {}
     for place, ids in named:
         for id_ in ids:
@@ -84,12 +88,15 @@ def find_end_tokens(
     return EndTokens(sources)
 
 
-def read_end_tokens(model: str, tokenizer: PreTrainedTokenizerBase, *, offline: bool = False) -> EndTokens:
+def read_end_tokens(
+    model: str, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None, *, offline: bool = False
+) -> EndTokens:
     """Return the tokens that end a turn, with the configurations of a directory or a hub id.
 
     Args:
         model: The directory or hub id.
         tokenizer: Its tokenizer.
+        arguments: Arguments of the chat template.
         offline: Do not ask the hub: read what is in the cache.
 
     Raises:
@@ -102,7 +109,8 @@ def read_end_tokens(model: str, tokenizer: PreTrainedTokenizerBase, *, offline: 
         generation_config = GenerationConfig.from_pretrained(model, local_files_only=offline)
     except OSError:  # a model need not have one
         generation_config = None
-    return find_end_tokens(tokenizer, config, generation_config, vocabulary_size=getattr(config, "vocab_size", None))
+    size = getattr(config, "vocab_size", None)
+    return find_end_tokens(tokenizer, config, generation_config, vocabulary_size=size, arguments=arguments)
 
 
 def find_padding(tokenizer: PreTrainedTokenizerBase, config: object) -> tuple[int, str] | None:
@@ -124,12 +132,24 @@ def _listed(named: int | list[int] | None) -> list[int]:
     return [named] if isinstance(named, int) else list(named)
 
 
-def _template_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def _is_control(tokenizer: PreTrainedTokenizerBase, id_: int) -> bool:
+    """Return whether a token is more than a piece of text: special or added, or not in the tokenizer's vocabulary."""
+    return (
+        id_ in tokenizer.all_special_ids
+        or id_ in tokenizer.added_tokens_decoder
+        or not 0 <= id_ < len(tokenizer)
+        or tokenizer.convert_ids_to_tokens(id_) is None
+    )
+
+
+def _template_end(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> int | None:
     """Return the control token that the chat template writes right after the assistant's last turn; None if it writes none."""
     if not tokenizer.chat_template:
         return None
     try:
-        text: Any = tokenizer.apply_chat_template(list(_PROBE), tokenize=False, add_generation_prompt=False)
+        text: Any = tokenizer.apply_chat_template(
+            list(_PROBE), tokenize=False, add_generation_prompt=False, **arguments
+        )
         control = control_tokens(tokenizer)
     except Exception:  # noqa: BLE001 - a template is a program: it may raise anything, and then it names no end
         return None

@@ -115,7 +115,9 @@ class ChatRenderer:
     @functools.cached_property
     def ends(self) -> EndTokens:
         """The tokens that end a turn."""
-        return find_end_tokens(self.tokenizer) if self._given_ends is None else self._given_ends
+        return (
+            find_end_tokens(self.tokenizer, arguments=self._arguments) if self._given_ends is None else self._given_ends
+        )
 
     def text(
         self,

@@ -8,6 +8,7 @@ all facts, as it does without a snapshot.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import sys
@@ -33,6 +34,9 @@ FILE = "snapshot.bin"
 
 LEAST_FACTS = 20_000
 """Facts after a snapshot that make another one worth its time: to read them takes a start a quarter of a second."""
+
+_VALUES_PER_FACT = 2
+"""Values of a snapshot that are written and read in the time that a start takes for one fact."""
 
 _MAGIC = b"sluice snapshot 1\n"
 _DIGEST_BYTES = 16
@@ -75,8 +79,13 @@ class Snapshots:
     """
 
     def __init__(self, keepers: Sequence[Keeper], settings: Iterable[str], *, least_facts: int | None = None) -> None:
-        self._keepers, self.least_facts = keepers, LEAST_FACTS if least_facts is None else least_facts
+        self._keepers, self._least_facts = keepers, LEAST_FACTS if least_facts is None else least_facts
+        self._values = 0  # of the last snapshot
         self._fits = _digest_of_code(settings)
+
+    def is_due(self, facts: int) -> bool:
+        """Return whether so many facts after the last snapshot cost a start more than to write and read another one."""
+        return facts >= max(self._least_facts, self._values // _VALUES_PER_FACT)
 
     def read(self, directory: Path, fact_at: Callable[[int], bytes | None]) -> tuple[int, Ledger] | None:
         """Restore the keepers; return the number of the snapshot's last fact and the ledger after it. None: there is none that fits.
@@ -96,23 +105,27 @@ class Snapshots:
         if snapshot.fits != self._fits or fact is None or xxhash.xxh3_128_digest(fact) != snapshot.fact_digest:
             log.info("the snapshot of the journal is of other settings, code or facts; all facts are read")
             return None
+        self._values = len(snapshot.values)
         found, *states = _Reader(snapshot.kinds).values(snapshot.values)
         for keeper, state in zip(self._keepers, states, strict=True):
             keeper.restore(state)
         return snapshot.seq, found
 
     def write(self, directory: Path, seq: int, fact: bytes, ledger: Ledger) -> None:
-        """Replace the snapshot by one of the present state, after fact `seq`. Without a disk that takes it, the old one stays."""
-        snapshot = journal_pb2.Snapshot(seq=seq, fact_digest=xxhash.xxh3_128_digest(fact), fits=self._fits)
-        _Writer(snapshot).add([ledger, *(each.state() for each in self._keepers)])
-        content = snapshot.SerializeToString()
+        """Replace the snapshot by one of the present state, after fact `seq`. If that fails, the old one stays."""
         building = directory / f".{FILE}"
         try:
+            snapshot = journal_pb2.Snapshot(seq=seq, fact_digest=xxhash.xxh3_128_digest(fact), fits=self._fits)
+            _Writer(snapshot).add([ledger, *(each.state() for each in self._keepers)])
+            content = snapshot.SerializeToString()
             # Without a sync: the digest tells whether all of it came to the disk.
             building.write_bytes(_MAGIC + xxhash.xxh3_128_digest(content) + content)
             building.replace(directory / FILE)
-        except OSError as error:
-            log.warning("the snapshot of the journal cannot be written; the next start takes longer", error=str(error))
+            self._values = len(snapshot.values)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run does not need it
+            with contextlib.suppress(OSError):
+                building.unlink(missing_ok=True)
+            log.warning("the snapshot of the journal cannot be written; the next start takes longer", error=repr(error))
 
 
 def _digest_of_code(settings: Iterable[str]) -> bytes:

@@ -18,6 +18,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -48,6 +49,9 @@ _DISK_S = 300.0
 
 _CLOSE_S = 30.0
 """Seconds that closing the files may take, once everything recorded is on disk."""
+
+_SNAPSHOT_S = 2.0
+"""Seconds that the end waits for a snapshot."""
 
 _PAGE = 10_000
 """Facts read at a time: short transactions let a live run clean its write-ahead log up."""
@@ -228,28 +232,30 @@ class Journal:
         finally:
             if collects:
                 gc.enable()
+        self._stop_if_given_up()
+        self._last_read = ledger.last_seq
+        ledger.last_seq = max(ledger.last_seq, highest[0] if highest else 0)
+        return ledger
+
+    def _stop_if_given_up(self) -> None:
         if self._given_up.is_set():
             self._connection.close()
             raise JournalError(
                 f"reading {self._directory.parent / DATABASE} was given up: start the run again to continue it"
             )
-        self._write_snapshot(ledger)
-        ledger.last_seq = max(ledger.last_seq, highest[0] if highest else 0)
-        return ledger
 
     def _fact_at(self, seq: int) -> bytes | None:
         """Return a serialized fact; None if there is none of this number."""
         row = self._run("SELECT fact FROM facts WHERE seq = ?", (seq,)).fetchone()
         return None if row is None else row[0]
 
-    def _write_snapshot(self, ledger: Ledger) -> None:
-        """Write a snapshot if many facts came after the last one. All facts are on disk, and none comes meanwhile."""
-        seq = ledger.last_seq
-        if self._snapshots is None or seq - self._snapshot_seq < self._snapshots.least_facts:
-            return
-        if (fact := self._fact_at(seq)) is not None:
-            self._snapshots.write(self._directory, seq, fact, ledger)
-            self._snapshot_seq = seq
+    def _due_snapshot(self, seq: int) -> Callable[[], None] | None:
+        """Return what writes a snapshot of the present state, after fact `seq`; None if few facts came after the last one."""
+        snapshots = self._snapshots
+        if snapshots is None or not snapshots.is_due(seq - self._snapshot_seq):
+            return None
+        fact = self._fact_at(seq)
+        return None if fact is None else partial(snapshots.write, self._directory, seq, fact, self.ledger)
 
     def _begin(self, identity: Mapping[str, str], software_version: str) -> None:
         """Check whose journal this is, and record this process before anything can be named after it."""
@@ -261,6 +267,10 @@ class Journal:
                     f"the journal of this run was written with {key} = {known!r}, now it is {value!r}:"
                     " change it back, or begin a new run (--run NAME)"
                 )
+        if (snapshot := self._due_snapshot(self._last_read)) is not None:
+            snapshot()
+            self._snapshot_seq = self._last_read
+            self._stop_if_given_up()
         started = journal_pb2.ProcessStarted(
             start=self.ledger.start + 1, software_version=software_version, identity=identity
         )
@@ -449,26 +459,39 @@ class Journal:
         Raises:
             JournalError: if what waits cannot be written.
         """
+        snapshot: Callable[[], None] | None = None
 
         def close() -> None:
-            if self._durable_seq == self.ledger.last_seq:
-                self._write_snapshot(self.ledger)
-            self._segments.close()
-            self._connection.close()
+            nonlocal snapshot
+            try:
+                if self._durable_seq == self.ledger.last_seq:
+                    snapshot = self._due_snapshot(self._durable_seq)
+            finally:
+                self._segments.close()
+                self._connection.close()
+
+        def write_snapshot() -> None:
+            if snapshot is not None:
+                snapshot()
 
         self._encoder.end()
         try:
             await self.durable()
         finally:
+            self._failure = self._failure or JournalError("the journal is closed: start the run again to continue it")
             # Where `durable` fails or is cancelled the thread may hang in a write, and nothing is gained by waiting for it.
-            closing = self._thread.submit(close)
+            closing, writing = self._thread.submit(close), self._thread.submit(write_snapshot)
             self._thread.end()
             discard_outcome(closing)
+            discard_outcome(writing)
         try:
             async with self._clock.timeout(_CLOSE_S):
                 await asyncio.wait({closing})
         except TimeoutError:
             log.warning("the disk does not let the journal close; its files stay open", path=str(self._directory))
+        with contextlib.suppress(TimeoutError):  # the next start reads more facts then
+            async with self._clock.timeout(_SNAPSHOT_S):
+                await asyncio.wait({writing})
 
     # Writing.
 

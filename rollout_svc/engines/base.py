@@ -5,10 +5,11 @@ Nothing here depends on gRPC: an engine can be used in process as a library.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from rollout_svc.config import RolloutConfig
 from sluice.config import CommonConfig
@@ -284,6 +285,23 @@ class InferenceEngine(Protocol):
 
     def status(self) -> EngineStatus:
         """Return version and load. This is cheap."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTemplate:
+    """The chat template that a replica serves.
+
+    Attributes:
+        text: Replaces that of the model; None: the model's own.
+        arguments: Its arguments for requests that do not set them themselves.
+    """
+
+    text: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+OWN_TEMPLATE = ServedTemplate()
+"""The model's own template, without arguments."""
 
 
 class EnginePackage(Protocol):

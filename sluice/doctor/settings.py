@@ -8,12 +8,14 @@ import socket
 import ssl
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from sluice.certificates import now_utc, read_leaf
+from sluice.chat_template import set_chat_template, template_text
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, reason_of
 from sluice.doctor.finding import Finding, ok, warning, wrong
 from sluice.doctor.machine import GIB, size_text
@@ -39,7 +41,7 @@ def check_settings(run: RunConfig, services: Sequence[str], directory: Path | No
     """
     size, least, run_dir = weight_bytes(run.model), least_free(run), directory or run.run_dir
     if run.model:
-        yield check_ends(run.model)
+        yield check_ends(run.model, run.chat_template, run.chat_template_kwargs)
     yield check_disk(directory or run.output_dir, size, least)
     versions = versions_of(run)
     if versions is not None and versions.exists() and not _same_disk(versions, run_dir):
@@ -55,14 +57,23 @@ def check_settings(run: RunConfig, services: Sequence[str], directory: Path | No
     yield from check_tokens(run.security)
 
 
-def check_ends(model: str) -> Finding:
-    """Show which tokens end a turn of the model, which one pads, and where each is named. The hub is not asked."""
+def check_ends(model: str, template: Path | None = None, arguments: Mapping[str, Any] | None = None) -> Finding:
+    """Show which tokens end a turn of the model, which one pads, and where each is named. The hub is not asked.
+
+    Args:
+        model: Its directory or hub id.
+        template: File of a chat template that replaces the model's.
+        arguments: Arguments of the chat template.
+    """
     from transformers import AutoConfig, AutoTokenizer  # noqa: PLC0415 - takes seconds
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-        ends = read_end_tokens(model, tokenizer, offline=True)
+        set_chat_template(tokenizer, template_text(template), arguments or {})
+        ends = read_end_tokens(model, tokenizer, arguments, offline=True)
+    except ConfigError as error:
+        return wrong("end tokens", str(error), "correct the template, or the setting")
     except (OSError, ValueError, KeyError) as error:
         if Path(model).is_dir():
             return wrong("end tokens", f"{model}: {reason_of(error)}", "give the directory of a whole model")

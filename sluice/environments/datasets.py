@@ -213,7 +213,7 @@ def _jsonl(path: Path) -> Iterator[Placed]:
         place = Place(str(path), number)
         try:
             row = json.loads(line.decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{place} is not JSON: {_json_error(error)}; put one JSON object on each line (JSONL)"
             ) from error
@@ -222,7 +222,7 @@ def _jsonl(path: Path) -> Iterator[Placed]:
         yield place, row
 
 
-def _json_error(error: ValueError) -> str:
+def _json_error(error: Exception) -> str:
     """Return what is wrong with a text of JSON, and in which column, from 1."""
     match error:
         case json.JSONDecodeError():
@@ -270,7 +270,7 @@ class _Text:
             value, self._at = _DECODER.raw_decode(self._text, self._at)
         except json.JSONDecodeError as error:
             raise ConfigError(f"line {error.lineno} of {self._path} is not JSON: {_json_error(error)}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.place} is not JSON: {error}") from error
         self.skip()
         return value
@@ -323,11 +323,15 @@ def _object(place: Place, value: Any) -> Row:  # noqa: ANN401 - whatever was rea
     return value
 
 
+_OF_A_ROW = {"messages", "prompt", "question"}
+"""Fields by which an object is a row, whatever lists it has, such as one of tools."""
+
+
 def _list_within(value: Any) -> str | None:  # noqa: ANN401 - whatever was read
     """Return the name of the only field of an object that is a list of rows."""
     lists = [
         name
-        for name, each in (value.items() if isinstance(value, dict) else ())
+        for name, each in (value.items() if isinstance(value, dict) and not value.keys() & _OF_A_ROW else ())
         if isinstance(each, list) and each and all(isinstance(row, dict) and "role" not in row for row in each)
     ]
     return lists[0] if len(lists) == 1 else None
@@ -424,6 +428,9 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Placed]]] = {
 ENDINGS = tuple(_READERS)
 """How the names of files end that are read."""
 
+_USUAL = (".jsonl", ".parquet")
+"""Files of a directory that are read beside others of the same split, which are copies or notes of them."""
+
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv")
 """Files that may be compressed."""
 
@@ -480,7 +487,11 @@ def _names(split: str) -> tuple[str, ...]:
 
 
 def _files(path: Path, split: str, name: str | None) -> list[Path]:
-    """Return the files of a split in a directory; none if it has no such split."""
+    """Return the files of a split in a directory, all of one kind; none if it has no such split.
+
+    Raises:
+        ConfigError: if there are files of several kinds: they may be copies of each other.
+    """
     folders = [path / name, path, path / "data"] if name else [path, path / "data"]
     for wanted in _names(split):
         for folder in folders:
@@ -489,11 +500,22 @@ def _files(path: Path, split: str, name: str | None) -> list[Path]:
                 for each in sorted(folder.glob(f"{wanted}*"))
                 if each.is_file()
                 and kind(each) is not None
-                and (each.name.startswith(f"{wanted}-") or each.name.partition(".")[0] == wanted)
+                and (each.name.startswith(f"{wanted}-") or each.name in _exact(wanted))
             ]
+            if usual := [each for each in found if kind(each) in _USUAL and each.suffix.lower() != _COMPRESSED]:
+                return usual
+            if len({kind(each) for each in found}) > 1:
+                raise ConfigError(
+                    f"{folder} has the split {wanted!r} in files of several kinds ({', '.join(each.name for each in found)}): name one of them"
+                )
             if found:
                 return found
     return []
+
+
+def _exact(split: str) -> set[str]:
+    """Return the names that the only file of a split may have."""
+    return {split + ending for ending in _READERS} | {split + ending + _COMPRESSED for ending in _TEXTS}
 
 
 def _directory(path: Path, split: str, name: str | None) -> Iterator[Placed]:
@@ -557,7 +579,7 @@ def _hub(dataset: str, split: str, name: str | None) -> Iterator[Placed]:
                     f" `hf download {repository} --repo-type dataset --revision {revision}`"
                 )
             if revision or missing == 0:
-                return _directory(copy, split, name)
+                return _loaded(str(copy), split, name, None)  # by the configurations of its README, as online
     check_hub_dataset(repository, "dataset")
     return _loaded(repository, split, name, revision or None)
 

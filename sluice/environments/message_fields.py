@@ -32,21 +32,28 @@ def message_fields(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[dic
     for name, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"field {name} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
-    return texts, [_tool_call(call) for call in message.get("tool_calls") or ()]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list | tuple) or not all(isinstance(each, Mapping) for each in calls):
+        raise ValueError("field tool_calls of a message is not a list of objects")
+    return texts, [_tool_call(call) for call in calls]
 
 
 def _text(content: Any) -> Any:  # noqa: ANN401 - whatever an environment gave
     """Return the text of a list of parts that are text; other content as it is."""
     if isinstance(content, list) and all(isinstance(each, Mapping) and each.get("type") == "text" for each in content):
-        return "".join(each.get("text") or "" for each in content)
+        texts = [each.get("text") or "" for each in content]
+        return "".join(texts) if all(isinstance(each, str) for each in texts) else texts
     return content
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, str]:
     """Read a tool call, in the form of the OpenAI API or flat; arguments may be text or an object."""
     function = call.get("function", call)
-    if not function.get("name"):
+    name, id_ = function.get("name") if isinstance(function, Mapping) else None, call.get("id") or ""
+    if not name:
         raise ValueError("one of the tool_calls of a message has no name")
+    if not isinstance(name, str) or not isinstance(id_, str):
+        raise ValueError("name or id of one of the tool_calls of a message is not text")  # noqa: TRY004 - one kind
     arguments = function.get("arguments") or "{}"
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call.get("id") or "", "name": function["name"], "arguments": text}
+    return {"id": id_, "name": name, "arguments": text}

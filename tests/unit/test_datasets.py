@@ -172,7 +172,7 @@ def test_an_object_with_messages_is_a_row(tmp_path: Path) -> None:
         ["train.parquet"],
         ["train.csv.gz"],
         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
-        ["train-a.csv", "train-b.parquet"],
+        ["train-a.csv", "train-b.csv"],
     ],
 )
 def test_a_directory_has_files_by_split(tmp_path: Path, names: list[str]) -> None:
@@ -418,3 +418,30 @@ def test_a_name_that_exists_has_no_share(tmp_path: Path) -> None:
 def test_shares_that_make_no_mixture_are_refused(data: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parts(data)
+
+
+def test_other_files_beside_those_of_a_split_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"a": 1}\n')
+    for name in ("train.backup.jsonl", "train.csv", "train.json"):
+        (tmp_path / name).write_text("[]")
+    assert list(rows(str(tmp_path), "train")) == [{"a": 1}]
+
+
+def test_files_of_several_kinds_are_not_read_together(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("a\n1\n")
+    (tmp_path / "train.json").write_text('[{"a": 1}]')
+    with pytest.raises(ConfigError, match=r"in files of several kinds \(train.csv, train.json\): name one of them"):
+        list(rows(str(tmp_path), "train"))
+
+
+def test_a_row_with_a_list_of_tools_is_one_row(tmp_path: Path) -> None:
+    row = {"prompt": "x", "tools": [{"type": "function"}]}
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert list(rows(str(tmp_path / "a.json"), "train")) == [row]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_json_that_is_nested_too_deeply_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        list(rows(str(tmp_path / name), "train"))

@@ -12,6 +12,7 @@ import torch
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from rollout_svc.engines.base import ServedTemplate
 from rollout_svc.engines.slots.model import SlotModel
 from sluice.end_tokens import read_end_tokens
 from sluice.render import ChatRenderer
@@ -94,7 +95,27 @@ def test_a_template_from_a_file_names_its_own_end(tmp_path: Path) -> None:
     model_dir = with_ends(tmp_path, eos=None, named=None)
     other = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|reserved_0|>' }}{% endfor %}"
     assert SlotModel(str(model_dir), "cpu", "auto", None).info.eos_token_ids == (END,)
-    assert SlotModel(str(model_dir), "cpu", "auto", None, other).info.eos_token_ids == (RESERVED,)
+    assert SlotModel(str(model_dir), "cpu", "auto", None, ServedTemplate(other)).info.eos_token_ids == (RESERVED,)
+
+
+def test_a_template_that_needs_arguments_names_its_end_with_them(tmp_path: Path) -> None:
+    dated = "{{ '<|system|>' + date }}{% for m in messages %}{{ m.content + '<|reserved_0|>' }}{% endfor %}"
+    model_dir = with_ends(tmp_path, eos=None, named=None, template=dated)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    assert read_end_tokens(str(model_dir), tokenizer).ids == ()
+    assert read_end_tokens(str(model_dir), tokenizer, {"date": "May"}).ids == (RESERVED,)
+    served = SlotModel(str(model_dir), "cpu", "auto", None, ServedTemplate(None, {"date": "May"})).info
+    assert served.eos_token_ids == (RESERVED,)
+
+
+def test_a_piece_of_text_that_a_configuration_names_by_default_is_no_end(tmp_path: Path) -> None:
+    model_dir = with_ends(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    piece = tokenizer.convert_tokens_to_ids("a")
+    assert piece not in tokenizer.all_special_ids
+    written = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**written, "eos_token_id": piece}))
+    assert read_end_tokens(str(model_dir), tokenizer).ids == (END,)
 
 
 def test_each_end_comes_with_the_places_that_name_it(tmp_path: Path) -> None:

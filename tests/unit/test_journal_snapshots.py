@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal import snapshot
 from orchestrator_svc.journal.ledger import Group, folded
+from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.snapshot import FILE, Snapshots
 from orchestrator_svc.journal.store import DATABASE, Journal, JournalLimits, read_facts
 from orchestrator_svc.setting_aside import SetAsideShare
@@ -137,6 +140,57 @@ async def test_a_start_after_a_kill_writes_a_snapshot_of_what_it_reads(tmp_path)
     await second.close()
 
 
+async def test_nothing_is_recorded_in_a_journal_that_closes(tmp_path) -> None:
+    journal, _ = opened(tmp_path)
+    for number in range(1, 9):
+        accept(journal, number)
+    closing = asyncio.ensure_future(journal.close())
+    await asyncio.wait({closing})
+    with pytest.raises(JournalError, match="the journal is closed"):
+        journal.record(drawn(9))
+    again, _ = opened(tmp_path)  # which compares the state with the facts
+    assert 9 not in again.ledger.groups
+    await again.close()
+
+
+async def test_a_start_that_is_refused_keeps_the_snapshot(tmp_path) -> None:
+    await some_run(tmp_path)
+    written = (tmp_path / "journal" / FILE).read_bytes()
+    with pytest.raises(JournalError, match="was written with run"):
+        Journal(tmp_path, {"run": "another"}, snapshots=Snapshots((Counted(),), ("other",), least_facts=1))
+    assert (tmp_path / "journal" / FILE).read_bytes() == written
+
+
+async def test_a_start_that_is_given_up_while_it_writes_the_snapshot_records_nothing(tmp_path, monkeypatch) -> None:
+    await some_run(tmp_path)
+    (tmp_path / "journal" / FILE).unlink()
+    before, given_up, write = last_of(tmp_path), threading.Event(), Snapshots.write
+
+    def slow(*arguments: object) -> None:
+        given_up.set()
+        write(*arguments)
+
+    monkeypatch.setattr(Snapshots, "write", slow)
+    with pytest.raises(JournalError, match="was given up"):
+        Journal(tmp_path, {"run": "r"}, snapshots=Snapshots((), (), least_facts=1), given_up=given_up)
+    assert last_of(tmp_path) == before
+
+
+async def test_a_state_that_no_snapshot_holds_ends_no_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Counted, "state", lambda counted: Path())
+    await some_run(tmp_path)
+    assert not list((tmp_path / "journal").glob("*snapshot*"))
+
+
+async def test_a_large_state_is_written_less_often(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Counted, "state", lambda counted: list(range(10_000)))
+    monkeypatch.setattr(Counted, "restore", lambda counted, state: None)
+    await some_run(tmp_path)
+    written = (tmp_path / "journal" / FILE).read_bytes()
+    await some_run(tmp_path)
+    assert (tmp_path / "journal" / FILE).read_bytes() == written
+
+
 def damaged(run_dir: Path) -> None:
     path = run_dir / "journal" / FILE
     content = bytearray(path.read_bytes())
@@ -234,7 +288,8 @@ async def test_a_disk_that_takes_no_snapshot_ends_no_run(tmp_path) -> None:
     assert not (tmp_path / "journal" / FILE).exists()
 
 
-async def test_runs_grow_on_snapshots_of_snapshots(tmp_path) -> None:
+async def test_runs_grow_on_snapshots_of_snapshots(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(snapshot, "_VALUES_PER_FACT", 1 << 30)  # small states are large beside few facts
     for starts in (1, 2, 3):
         await some_run(tmp_path)
         journal, counted = opened(tmp_path)

@@ -169,6 +169,32 @@ def test_a_resumed_run_knows_the_best_model(
     assert held_out == [15, 20, 25]  # those of steps that are made again are known
 
 
+@pytest.mark.slow
+def test_a_run_that_had_ended_ends_at_the_same_step_when_it_is_resumed(model: Path, tmp_path: Path) -> None:
+    def killed(line: str) -> None:
+        if line.startswith("held out after 15"):
+            raise KeyboardInterrupt
+
+    changes = {"patience": 2, "checkpoint_every": 10}
+    with pytest.raises(KeyboardInterrupt):
+        run(settings(model, tmp_path, **changes), killed)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    said: list[str] = []
+    run(settings(model, tmp_path, resume=True, **changes), said.append)
+    assert said[-1].endswith("ended by patience, 2 evaluations without a better one")
+    assert not [line for line in said if line.startswith("held out")]
+
+
+def test_files_of_others_beside_the_output_stay(model: Path, tmp_path: Path) -> None:
+    theirs = [tmp_path / name for name in ("out.evaluated", ".out.evaluated")]
+    for each in theirs:
+        each.mkdir()
+    run(settings(model, tmp_path, max_steps=1), lambda _: None)
+    assert all(each.is_dir() for each in theirs)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -240,4 +266,4 @@ def test_an_evaluation_that_fails_at_first_ends_the_run_with_the_reason(model: P
         ConfigError, match=r"evaluation after 0 steps: `sluice eval` ended with code 2: .*takes no arguments"
     ):
         run(settings(model, tmp_path, evaluation=given), lambda _: None)
-    assert not (tmp_path / "out.evaluated").exists()
+    assert not (tmp_path / ".out.evaluated").exists()

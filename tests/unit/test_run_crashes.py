@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum
-from orchestrator_svc.journal import store
+from orchestrator_svc.journal import snapshot, store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
 from orchestrator_svc.journal.records import Beginning, SharedRecord, encode
@@ -143,7 +143,7 @@ class CrashingRun(RuleBasedStateMachine):
         """Start a process; one whose disk kills it at once is started again."""
         while True:
             try:
-                with patch.object(store, "SerialThread", Inline):
+                with patch.object(store, "SerialThread", Inline), patch.object(snapshot, "_VALUES_PER_FACT", 1 << 30):
                     self.curriculum = new_curriculum()
                     self.journal = Journal(
                         self.directory,
@@ -201,10 +201,10 @@ class CrashingRun(RuleBasedStateMachine):
 
         self.loop.run(leave())
         self.disk.lose()
-        snapshot = self.directory / "journal" / FILE
-        if snapshot.exists() and self.chance.random() < 0.2:
-            content = snapshot.read_bytes()
-            snapshot.write_bytes(content[: self.chance.randrange(len(content))])
+        written = self.directory / "journal" / FILE
+        if written.exists() and self.chance.random() < 0.2:
+            content = written.read_bytes()
+            written.write_bytes(content[: self.chance.randrange(len(content))])
         self.disk = CrashingDisk(calls, after=after, chance=self.chance)
         self.start()
 

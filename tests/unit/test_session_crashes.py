@@ -20,7 +20,7 @@ from run_facts import drawn, dropped
 from session_facts import digest, generation
 
 from orchestrator_svc.config import ExternalConfig
-from orchestrator_svc.journal import store
+from orchestrator_svc.journal import snapshot, store
 from orchestrator_svc.journal.external import Session, Target
 from orchestrator_svc.journal.ledger import Stage, folded
 from orchestrator_svc.journal.records import encode
@@ -74,7 +74,7 @@ class CrashingSessions(RuleBasedStateMachine):
     def start(self):
         while True:
             try:
-                with patch.object(store, "SerialThread", Inline):
+                with patch.object(store, "SerialThread", Inline), patch.object(snapshot, "_VALUES_PER_FACT", 1 << 30):
                     limits = JournalLimits(fsync_interval_s=0.0, segment_bytes=400)
                     snapshots = Snapshots((), (), least_facts=self.chance.choice((1, 5, 30)))
                     self.journal = Journal(

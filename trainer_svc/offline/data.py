@@ -200,6 +200,12 @@ class Examples:
         return self.count
 
 
+def _unwritable(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write the tokens of the examples beside the output: {error.strerror}; make room, or set output to another disk"
+    )
+
+
 class _TokenFile:
     """Token ids and loss masks of examples in a file, so that they may be more than memory holds: 5 bytes a token.
 
@@ -210,7 +216,10 @@ class _TokenFile:
     """
 
     def __init__(self, directory: Path | None) -> None:
-        self._file = TemporaryFile(dir=directory)  # noqa: SIM115 - it lives as long as the examples
+        try:
+            self._file = TemporaryFile(dir=directory)  # noqa: SIM115 - it lives as long as the examples
+        except OSError as error:
+            raise _unwritable(error) from error
         self._rows, self._examples = array("Q", [0]), array("Q", [0])
 
     def append(self, rows: Rows[Rendered]) -> None:
@@ -224,15 +233,16 @@ class _TokenFile:
             try:
                 self._file.write(content)
             except OSError as error:
-                raise ConfigError(
-                    f"cannot write the tokens of the examples beside the output: {error.strerror}; make room, or set output to another disk"
-                ) from error
+                raise _unwritable(error) from error
             self._rows.append(self._rows[-1] + len(content))
         self._examples.append(len(self._rows) - 1)
 
     def close(self) -> None:
         """Write what is still buffered; nothing is added from here on."""
-        self._file.flush()
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(error) from error
 
     def __len__(self) -> int:
         """Return the number of examples."""

@@ -1,6 +1,6 @@
 """Evaluations between the steps of an offline run: the loss of held-out examples, and the rewards of an environment.
 
-outputs/sft.evaluated                the current weights, while `sluice eval` plays the environment with them
+outputs/.sft.evaluated               the current weights, while `sluice eval` plays the environment with them
 outputs/sft.checkpoints/best         the model of the best evaluation, with `keep_best`
 outputs/sft.checkpoints/best.json    which evaluation that was, for a run that resumes
 """
@@ -75,10 +75,10 @@ class Evaluations:
         self._engine, self._config, self._dtype = engine, config, dtype
         self._everyone = Ranks(engine.mesh.everyone)
         self._directory = checkpoint_directory(config.output)
-        self._played = config.output.with_name(f"{config.output.name}.evaluated")
-        self._merged = config.output.with_name(f"{config.output.name}.evaluated-merged")
+        self._played = config.output.with_name(f".{config.output.name}.evaluated")
+        self._merged = config.output.with_name(f".{config.output.name}.evaluated-merged")
         self.standing = Standing(config.metric, config.min_gain)
-        self._stop = False
+        self._stop = self._ended_before = False
 
     def resume(self, steps: int) -> None:
         """Continue with what an earlier process of this run has found; forget it if the run starts from the beginning."""
@@ -95,10 +95,15 @@ class Evaluations:
         # The weights of a step that is made again are those that were evaluated.
         (answer, *_) = self._everyone.exchange(str(self.standing.last_step).encode())
         self.standing.last_step = int(answer)
+        self._ended_before = self._stop = self._agreed(self._has_no_patience())
 
     def was_made(self, step: int) -> bool:
         """Return whether an earlier process of this run has evaluated this step."""
         return step <= self.standing.last_step
+
+    def ended(self, step: int) -> bool:
+        """Return whether an earlier process of this run ended training at this step."""
+        return self._ended_before and step == self.standing.last_step
 
     def take(self, step: int, loss: float | None) -> tuple[str, bool]:
         """Play the environment with the current weights, compare the results, and keep the model if it is the best.
@@ -141,7 +146,7 @@ class Evaluations:
                 self._keep()
             if self._engine.mesh.rank == 0:
                 self._write()
-            self._stop = self._agreed(0 < self._config.patience <= self.standing.since)
+            self._stop = self._agreed(self._has_no_patience())
         else:
             self.standing.last_step = step
         return words, self._stop
@@ -208,11 +213,16 @@ class Evaluations:
             self._played.rename(best)
             remove_tree(old)
 
+    def _has_no_patience(self) -> bool:
+        return 0 < self._config.patience <= self.standing.since
+
     def _agreed(self, decision: bool) -> bool:
         """Return what rank 0 has decided."""
         return self._everyone.exchange(b"yes" if decision else b"no")[0] == b"yes"
 
     def _remove_played(self) -> None:
+        if not (self._config.evaluation or self._config.keep_best):
+            return
         for each in (self._played, self._merged):
             if each.exists():
                 remove_tree(each)

@@ -160,7 +160,7 @@ def _renderer_of(config: OfflineConfig) -> ChatRenderer:
     model, arguments = config.model, config.chat_template_kwargs
     tokenizer = set_chat_template(_tokenizer_of(model, "model"), template_text(config.chat_template), arguments)
     try:
-        ends = read_end_tokens(model, tokenizer)
+        ends = read_end_tokens(model, tokenizer, arguments)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model: no configuration loads from {model}: {reason_of(error)}") from error
     return ChatRenderer(tokenizer, arguments, ends)
@@ -262,8 +262,10 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
 
     def evaluate(step: int, rows: list[Sequence] | None) -> bool:
         """Evaluate the current weights, and say the results; return whether training ends."""
-        if (data.held_out is None and not config.evaluation) or evaluations.was_made(step):
+        if data.held_out is None and not config.evaluation:
             return False
+        if evaluations.was_made(step):
+            return evaluations.ended(step)
         began = perf_counter()
         said, loss = "", None
         if data.held_out is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engines.base import InferenceEngine
+from rollout_svc.engines.base import InferenceEngine, ServedTemplate
 from rollout_svc.engines.model_files import check_length
 from sluice.chat_template import template_text
 from sluice.config import CommonConfig, ConfigError
@@ -26,7 +26,7 @@ def build(run: CommonConfig, config: RolloutConfig) -> InferenceEngine:
         start_deadline_s=config.deadlines.start_s,
         command_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,
-        chat_template=template_text(run.chat_template),
+        template=ServedTemplate(template_text(run.chat_template), run.chat_template_kwargs),
     )
     return TransformersEngine(run.model, options, config.lora.limits(run.max_staleness))
 

@@ -25,6 +25,7 @@ from rollout_svc.config import LoraLimits
 from rollout_svc.engines.adapters import Adapter, LoraEngine, RequestInProgress
 from rollout_svc.engines.base import (
     DEFAULT_PACE,
+    OWN_TEMPLATE,
     EngineBusyError,
     EngineError,
     EngineSettingsError,
@@ -37,6 +38,7 @@ from rollout_svc.engines.base import (
     Pace,
     PauseMode,
     Progress,
+    ServedTemplate,
     Stage,
 )
 from rollout_svc.engines.model_files import BaseModel, read_base_model
@@ -70,7 +72,7 @@ class SlotOptions:
         prefill_tokens: Maximum number of prompt tokens, padding included, between two steps; a longer prompt is computed alone.
         command_deadline_s: Seconds that a command, such as a change of the weights, may wait for the step in progress and take.
         drain_deadline_s: Seconds that `pause` with mode WAIT waits for requests to end.
-        chat_template: Replaces that of the model; a turn ends with its end token, too.
+        template: The chat template that is served; a turn ends with its end token, too.
     """
 
     device: str = "auto"
@@ -85,7 +87,7 @@ class SlotOptions:
     start_deadline_s: float = 600.0
     command_deadline_s: float = 120.0
     drain_deadline_s: float = 600.0
-    chat_template: str | None = None
+    template: ServedTemplate = OWN_TEMPLATE
 
 
 class TransformersEngine(LoraEngine):
@@ -162,7 +164,7 @@ class TransformersEngine(LoraEngine):
 
     def _build(self) -> SlotLoop:
         options = self._options
-        model = SlotModel(self._model, options.device, options.dtype, options.max_model_len, options.chat_template)
+        model = SlotModel(self._model, options.device, options.dtype, options.max_model_len, options.template)
         model.check()
         self._base = model.known_of(read_base_model(model.directory))
         self._decoder = model.tokenizer

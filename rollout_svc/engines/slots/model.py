@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout_svc.engines.adapters import Adapter
-from rollout_svc.engines.base import EngineError, EngineSettingsError, ModelInfo, UnfitVersionError
+from rollout_svc.engines.base import (
+    OWN_TEMPLATE,
+    EngineError,
+    EngineSettingsError,
+    ModelInfo,
+    ServedTemplate,
+    UnfitVersionError,
+)
 from rollout_svc.engines.model_files import TIED_HEAD, BaseModel, check_length, model_directory
 from rollout_svc.engines.slots.sampling import Logits, PerRow
 from sluice.end_tokens import find_end_tokens
@@ -60,7 +67,7 @@ class SlotModel:
     """
 
     def __init__(
-        self, model: str, device: str, dtype: str, max_model_len: int | None, chat_template: str | None = None
+        self, model: str, device: str, dtype: str, max_model_len: int | None, template: ServedTemplate = OWN_TEMPLATE
     ) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -78,9 +85,9 @@ class SlotModel:
         self.module.requires_grad_(requires_grad=False).eval().to(self.device)
         self.adapters = SlotAdapters(self.module)
         self.tokenizer = _tokenizer(self.directory)
-        if self.tokenizer is not None and chat_template is not None:
-            self.tokenizer.chat_template = chat_template
-        self.info = _info(model, self.module, self.tokenizer, max_model_len)
+        if self.tokenizer is not None and template.text is not None:
+            self.tokenizer.chat_template = template.text
+        self.info = _info(model, self.module, self.tokenizer, max_model_len, template.arguments)
         self._picked: tuple[Tensor, Tensor] | None = None
         head = self.module.get_output_embeddings()
         if head is None:
@@ -254,6 +261,7 @@ def _info(
     module: Any,  # noqa: ANN401 - transformers is not typed
     tokenizer: PreTrainedTokenizerBase | None,
     max_model_len: int | None,
+    template_arguments: Mapping[str, Any],
 ) -> ModelInfo:
     text = module.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or max_model_len
@@ -263,7 +271,9 @@ def _info(
         check_length(model, max_model_len or longest, longest)
     except ValueError as error:
         raise EngineSettingsError(str(error)) from error
-    ends = find_end_tokens(tokenizer, text, module.generation_config, vocabulary_size=text.vocab_size)
+    ends = find_end_tokens(
+        tokenizer, text, module.generation_config, vocabulary_size=text.vocab_size, arguments=template_arguments
+    )
     return ModelInfo(
         model=model,
         architecture=type(module).__name__,

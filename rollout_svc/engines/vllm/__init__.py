@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_svc.config import LoraLimits, RolloutConfig
-from rollout_svc.engines.base import EngineSettingsError, InferenceEngine
+from rollout_svc.engines.base import EngineSettingsError, InferenceEngine, ServedTemplate
 from sluice.chat_template import template_text
 from sluice.config import CommonConfig, ConfigError
 from sluice.models import sizes_on_disk
@@ -43,7 +43,7 @@ def build(run: CommonConfig, config: RolloutConfig) -> InferenceEngine:
         start_deadline_s=config.deadlines.start_s,
         phase_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,
-        chat_template=template_text(run.chat_template),
+        template=ServedTemplate(template_text(run.chat_template), run.chat_template_kwargs),
     )
     return VllmEngine(run.model, options, config.lora.limits(run.max_staleness))
 

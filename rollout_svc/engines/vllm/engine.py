@@ -19,6 +19,7 @@ from rollout_svc.config import LoraLimits
 from rollout_svc.engines.adapters import Adapter, LoraEngine, RequestInProgress
 from rollout_svc.engines.base import (
     DEFAULT_PACE,
+    OWN_TEMPLATE,
     EngineError,
     EngineStatus,
     GenerationRequest,
@@ -27,6 +28,7 @@ from rollout_svc.engines.base import (
     Pace,
     PauseMode,
     Progress,
+    ServedTemplate,
     Stage,
 )
 from rollout_svc.engines.model_files import model_directory, read_base_model
@@ -72,7 +74,7 @@ class VllmOptions:
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
         start_method: "auto" forks on CPU at the first start and spawns later, when the process may serve sockets; "fork"
             forks at every start. Both spawn where gRPC is in use in this process: a fork of it may hang.
-        chat_template: Replaces that of the model; a turn ends with its end token, too.
+        template: The chat template that is served; a turn ends with its end token, too.
     """
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class VllmOptions:
     phase_deadline_s: float = 120.0
     drain_deadline_s: float = 600.0
     start_method: Literal["auto", "fork", "spawn"] = "auto"
-    chat_template: str | None = None
+    template: ServedTemplate = OWN_TEMPLATE
 
 
 class VllmEngine(LoraEngine):
@@ -154,10 +156,10 @@ class VllmEngine(LoraEngine):
         directory = await asyncio.to_thread(model_directory, self._model, model_config.revision)
         self._weights.base = await asyncio.to_thread(read_base_model, directory)
         self._weights.version = BASE
-        tokenizer = self._processes.llm.tokenizer
-        if tokenizer is not None and self._options.chat_template is not None:
-            tokenizer.chat_template = self._options.chat_template
-        self.info = describe(self._model, self._processes.config, tokenizer)
+        tokenizer, template = self._processes.llm.tokenizer, self._options.template
+        if tokenizer is not None and template.text is not None:
+            tokenizer.chat_template = template.text
+        self.info = describe(self._model, self._processes.config, tokenizer, template.arguments)
         self._seeds = not (self._processes.on_cpu and self._processes.config.scheduler_config.enable_chunked_prefill)
         self._broken, self._paused = "", None
         self._forget_adapters()

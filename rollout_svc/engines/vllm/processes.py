@@ -274,8 +274,10 @@ def garbage_stays_behind() -> Iterator[None]:
         gc.unfreeze()
 
 
-def describe(model: str, config: VllmConfig, tokenizer: PreTrainedTokenizerBase | None) -> ModelInfo:
-    """Return a description of the served model, from vLLM's ``VllmConfig`` and its tokenizer."""
+def describe(
+    model: str, config: VllmConfig, tokenizer: PreTrainedTokenizerBase | None, template_arguments: Mapping[str, Any]
+) -> ModelInfo:
+    """Return a description of the served model, from vLLM's ``VllmConfig``, its tokenizer and the arguments of the chat template."""
     from vllm.transformers_utils.config import try_get_generation_config  # noqa: PLC0415 - loaded by start()
 
     model_config = config.model_config
@@ -285,7 +287,9 @@ def describe(model: str, config: VllmConfig, tokenizer: PreTrainedTokenizerBase 
         revision=model_config.revision,
     )
     size = model_config.get_vocab_size()
-    ends = find_end_tokens(tokenizer, model_config.hf_text_config, generation_config, vocabulary_size=size)
+    ends = find_end_tokens(
+        tokenizer, model_config.hf_text_config, generation_config, vocabulary_size=size, arguments=template_arguments
+    )
     return ModelInfo(
         model=model,
         architecture=model_config.architectures[0],
