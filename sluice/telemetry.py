@@ -132,7 +132,10 @@ class FewOfAKind:
 _LONG = ("problem", "error", "exception")
 """Values that may have several lines."""
 
-_NOT_FOR_PEOPLE = frozenset({"event", "level", "timestamp", "service", "logger", "note", *_LONG})
+_OF_LIBRARIES = ("vllm_process_name",)
+"""What libraries add to every record of the process."""
+
+_NOT_FOR_PEOPLE = frozenset({"event", "level", "timestamp", "service", "logger", "note", *_LONG, *_OF_LIBRARIES})
 
 
 def _sentence(_logger: WrappedLogger, _method: str, event: EventDict) -> str:

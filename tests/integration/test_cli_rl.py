@@ -149,7 +149,7 @@ def served_runs(run: Run) -> dict[str, str]:
     for target in (peers["orchestrator"], peers["trainer"], *peers["rollout"]):
         with grpc.insecure_channel(target) as channel:
             stub = common_pb2_grpc.ServerInfoServiceStub(channel)
-            info = stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=LIMIT_S)
+            info = stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=LIMIT_S, wait_for_ready=True)
         runs[info.service] = info.run
     return runs
 

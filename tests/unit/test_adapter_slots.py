@@ -13,7 +13,7 @@ from rollout_svc.engines.adapters import Adapter, AdaptersFullError, AdapterSlot
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.slots import build
 from rollout_svc.engines.vllm import check_names, lora_arguments
-from sluice.config import ConfigError
+from sluice.config import CommonConfig, ConfigError
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedAdapter
 
@@ -150,10 +150,10 @@ def test_adapters_are_switched_on_in_one_place():
 @pytest.mark.parametrize(("max_loras", "most"), [(None, 5), (7, 7)])
 def test_as_many_versions_fit_as_staleness_allows(max_loras, most):
     config = RolloutConfig(engine="transformers", lora=LoraConfig(enabled=True, max_loras=max_loras))
-    assert build("model", config, 3).lora_limits == LoraLimits(most, 16)
+    assert build(CommonConfig(model="model", max_staleness=3), config).lora_limits == LoraLimits(most, 16)
 
 
 def test_fewer_places_than_staleness_needs_are_a_wrong_setting():
     config = RolloutConfig(engine="transformers", lora=LoraConfig(enabled=True, max_loras=4))
     with pytest.raises(ConfigError, match="max_staleness = 3 needs 5"):
-        build("model", config, 3)
+        build(CommonConfig(model="model", max_staleness=3), config)

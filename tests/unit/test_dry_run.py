@@ -133,7 +133,7 @@ def test_what_a_service_would_refuse_is_refused(model: Path, flags: tuple[str, .
 
 
 def test_an_objective_whose_module_is_missing_is_refused_without_importing_it(model: Path, monkeypatch) -> None:
-    (model / "mine.py").write_text("raise SystemExit('imported')\n")
+    (model / "mine.py").write_text("raise SystemExit('imported')\nclass Env: ...\n")
     monkeypatch.chdir(model)
     services = ["--model", str(model), "--rollout.engine", "transformers", "--orchestrator.environment", "mine.py:Env"]
     with pytest.raises(ConfigError, match="there is no module 'no_such_module'"):

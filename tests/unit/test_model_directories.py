@@ -15,7 +15,7 @@ from tiny_policy import tiny_model
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import EngineSettingsError
 from rollout_svc.engines.slots import build
-from sluice.config import ConfigError
+from sluice.config import CommonConfig, ConfigError
 from sluice.models import INDEX, check_files
 
 Tensors = dict[str, torch.Tensor]
@@ -81,6 +81,6 @@ def test_what_lies_beside_the_weights_is_no_weight(saved: Path, tmp_path: Path) 
 async def test_names_that_the_engine_does_not_know_are_no_failure_of_the_engine(saved: Path, tmp_path: Path) -> None:
     path = rewritten(saved, tmp_path, lambda all_: {f"language_{name}": each for name, each in all_.items()})
     check_files(str(path))  # only the loaded model tells
-    engine = build(str(path), RolloutConfig(engine="transformers"), 0)
+    engine = build(CommonConfig(model=str(path)), RolloutConfig(engine="transformers"))
     with pytest.raises(EngineSettingsError, match=r"does not name so: \['language_.* and lack \['"):
         await engine.start()

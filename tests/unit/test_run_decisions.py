@@ -141,7 +141,7 @@ def test_settings_that_were_decided_stay_when_they_are_read_again(monkeypatch, t
 async def test_a_bfloat16_checkpoint_is_sampled_in_float32_beside_a_trainer_on_a_cpu(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", 1, dtype=torch.bfloat16)
     run = load_run(["--model", str(model), "--rollout.engine", "transformers"])
-    engine = build(str(model), run.rollout, run.max_staleness)
+    engine = build(run, run.rollout)
     await engine.start()
     try:
         assert engine.info.dtype == "float32"
