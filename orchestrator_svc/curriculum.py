@@ -34,12 +34,13 @@ FAULTS = frozenset(
         "ENVIRONMENT_DIED",
         "ENVIRONMENT_HUNG",
         "ENVIRONMENT_RAISED",
+        "ENVIRONMENT_MESSAGES",
         "ENVIRONMENT_MEMORY",
     }
 )
 """Why a group failed if its task may be at fault: these count towards quarantine."""
 
-SHARED = (FAULTS - {"REWARD_TOO_LARGE", "REQUEST_REFUSED"}) | {"EPISODE_FAILED"}
+SHARED = (FAULTS - {"REWARD_TOO_LARGE", "REQUEST_REFUSED", "ENVIRONMENT_MESSAGES"}) | {"EPISODE_FAILED"}
 """Why groups of many tasks fail if something is down that they share, such as a judge or the replicas."""
 
 ENDED = frozenset({NO_SIGNAL, "OVERLONG", "NO_TOKENS"})

@@ -372,7 +372,7 @@ class Dispatcher:
         except (JournalError, NoAgentError):
             raise
         except EnvironmentFailedError as error:
-            heals = error.reason != EnvironmentReason.GIVEN_UP
+            heals = error.reason not in {EnvironmentReason.GIVEN_UP, EnvironmentReason.MESSAGES}
             raise _GroupFailedError(loss(error), error.message, heals=heals) from error
         except OverdueError as error:
             raise _GroupFailedError(loss(error), str(error)) from error

@@ -18,15 +18,15 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sluice.environments import base, loading
 from sluice.environments.base import MultiTurnEnvironment, Score, SingleTurnEnvironment, Task, number
 from sluice.environments.framing import MAX_FRAME_BYTES, FrameReader, NotPlainError, encode
+from sluice.environments.message_fields import UnfitMessagesError, message_fields
 from sluice.environments.message_fields import __file__ as message_file
-from sluice.environments.message_fields import message_fields
 from sluice.errors import ConfigError
 from sluice.loading import without_values
 
@@ -149,7 +149,7 @@ class Server:
     async def _messages(self, task: Answer) -> list[Any]:
         found = _conversation(await self._call(self._environment.messages, Task(**task)), "messages(task)")
         if not found:
-            raise ValueError("messages(task) gave no message: give at least what the user says")
+            raise UnfitMessagesError("messages(task) gave no message: give at least what the user says")
         return found
 
     async def _score(self, task: Answer, completions: list[str]) -> list[Any]:
@@ -213,15 +213,22 @@ def _task_fields(task: Task) -> Answer:
 
 
 def _conversation(messages: Any, what: str) -> list[Any]:  # noqa: ANN401 - whatever was returned
-    """Check what an environment gives as messages, and return it as a list."""
-    found = [] if isinstance(messages, str | Mapping) else list(messages)
-    fits = all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
-    if not fits or isinstance(messages, str | Mapping):
-        raise TypeError(
+    """Check what an environment gives as messages, and return it as a list.
+
+    Raises:
+        UnfitMessagesError: if the run would refuse them later, and name neither task nor method.
+    """
+    listed = isinstance(messages, Iterable) and not isinstance(messages, str | Mapping)
+    found = list(messages) if listed else []
+    if not listed or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found):
+        raise UnfitMessagesError(
             f'{what}: give a list of messages such as {{"role": "user", "content": "..."}}, not {messages!r:.200}'
         )
     for each in found:
-        message_fields(each)  # else the run would refuse it later, and name neither task nor method
+        try:
+            message_fields(each)
+        except ValueError as error:
+            raise UnfitMessagesError(str(error)) from None
     return found
 
 

@@ -15,6 +15,10 @@ _OF_TRAINING = {"weight", "loss", "train"}
 """Fields with which data sets say whether SFT learns a message. They mean nothing in a prompt."""
 
 
+class UnfitMessagesError(ValueError):
+    """What an environment gave as messages is none that a model could be sent."""
+
+
 def message_fields(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Return the texts of a message by field, and its tool calls as id, name and arguments. What is empty counts as absent.
 

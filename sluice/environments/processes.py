@@ -25,6 +25,7 @@ from sluice.environments.base import Message, Score, Task
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.episode import MOST_LOSSES, OpenEpisode, task_fields
 from sluice.environments.framing import NotPlainError
+from sluice.environments.message_fields import UnfitMessagesError
 from sluice.environments.stored_tasks import StoredTasks
 from sluice.environments.worker import (
     MARK,
@@ -559,10 +560,7 @@ class EnvironmentProcesses:
             if opened:
                 self._forget(worker, call.arguments["episode"], call.task_id, closed=False)
         elif "raised" in answer:
-            raised = answer["raised"]
-            is_setting = raised["type"] == ConfigError.__name__  # its message says all
-            text = raised["message"] if is_setting else f"{call.name} raised {_text(raised)}"
-            call.answer.set_exception(EnvironmentFailedError(Reason.RAISED, text, call.task_id))
+            call.answer.set_exception(_raised(call, answer["raised"]))
         elif "hung" in answer:
             text = f"{call.name} did not end within {call.limit_s:g} s ({call.setting}) and was cancelled"
             call.answer.set_exception(EnvironmentFailedError(Reason.HUNG, text, call.task_id))
@@ -672,6 +670,16 @@ _MISSING = Score(None)
 
 _PINNED = {"step", "close", "tasks", "run"}
 """Methods that no other process can run again: it lacks their state, or a gateway has their requests already."""
+
+
+def _raised(call: Call, raised: Mapping[str, str]) -> EnvironmentFailedError:
+    """Return how a call failed that raised, or that gave messages which are none."""
+    reason, text = Reason.RAISED, f"{call.name} raised {_text(raised)}"
+    if raised["type"] == UnfitMessagesError.__name__:
+        reason, text = Reason.MESSAGES, f"{call.name}: {raised['message']}"
+    elif raised["type"] == ConfigError.__name__:
+        text = raised["message"]  # it says all
+    return EnvironmentFailedError(reason, text, call.task_id)
 
 
 def _text(raised: Mapping[str, str]) -> str:

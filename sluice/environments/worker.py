@@ -74,6 +74,8 @@ class Reason(StrEnum):
     """Why a call of the environment failed."""
 
     RAISED = "ENVIRONMENT_RAISED"
+    MESSAGES = "ENVIRONMENT_MESSAGES"
+    """It returned messages that no model can be sent: it will for this task, however often it is asked."""
     HUNG = "ENVIRONMENT_HUNG"
     DIED = "ENVIRONMENT_DIED"
     MEMORY = "ENVIRONMENT_MEMORY"

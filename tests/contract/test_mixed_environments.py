@@ -130,6 +130,22 @@ async def test_a_task_whose_request_is_refused_is_put_in_quarantine_and_named(sc
     assert report["groups_failed"] == {"REQUEST_REFUSED": 2}
 
 
+async def test_tasks_whose_messages_are_none_are_put_in_quarantine_and_pause_nothing(scene) -> None:
+    path = scene.directory / "unfit_env.py"
+    path.write_text(
+        "from letters_env import Letters\nclass Unfit(Letters):\n"
+        "    def messages(self, task):\n"
+        "        fields = {} if task.task_id in ('train-0', 'train-1') else {'thinking': 'much'}\n"
+        "        return [{'role': 'user', 'content': 'a letter', **fields}]\n"
+    )
+    settings = {"environment": f"{path}:Unfit", "environment_args": {"count": 14}, "quarantine_after": 1}
+    report = await scene.run(**settings, max_failed_tasks=3, max_steps=8)
+    (found,) = report["environments"]
+    assert (report["state"], found["quarantined_count"]) == ("succeeded", 12)
+    assert all("the unknown fields thinking" in each["problem"] for each in found["quarantined"])
+    assert report["groups_failed"].keys() == {"ENVIRONMENT_MESSAGES"}
+
+
 async def test_a_run_all_of_whose_tasks_are_in_quarantine_fails_and_says_why(scene) -> None:
     every = {"deadly": ["train-0", "train-1"], "count": 2}
     with pytest.raises(

@@ -214,6 +214,10 @@ async def test_an_error_carries_its_type_its_message_and_the_lines_of_the_enviro
     assert "child.py" not in raised.value.message
 
 
+UNFIT = {"text", "field", "number", "nothing"}
+"""What is plain data, but no messages."""
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -221,17 +225,15 @@ async def test_an_error_carries_its_type_its_message_and_the_lines_of_the_enviro
         ("large", "at most 64 MiB can be sent"),
         ("itself", "levels deep"),
         ("text", r"messages\(task\): give a list of messages such as .*, not 'what is it\?'"),
-        (
-            "field",
-            r"messages of task t raised ValueError: a message of the environment has the unknown fields thinking; known",
-        ),
-        ("number", "messages of task t raised ValueError: field content of a message is int, not text$"),
-        ("nothing", r"messages of task t raised ValueError: messages\(task\) gave no message"),
+        ("field", r"messages of task t: a message of the environment has the unknown fields thinking; known"),
+        ("number", "messages of task t: field content of a message is int, not text$"),
+        ("nothing", r"messages of task t: messages\(task\) gave no message"),
     ],
 )
 async def test_messages_that_cannot_be_used_are_an_error_that_says_where(single, word, message) -> None:
-    with pytest.raises(EnvironmentFailedError, match=message):
+    with pytest.raises(EnvironmentFailedError, match=message) as failed:
         await single.messages(Task("t", {"do": word}))
+    assert failed.value.reason == (Reason.MESSAGES if word in UNFIT else Reason.RAISED)
     assert await single.score(TASK, ["a"]) == [1.0]
 
 
