@@ -475,6 +475,35 @@ def test_optimizer_steps_per_batch_are_the_same_in_verl(parts, mini, size):
     assert found["trainer.minibatches"] == parts
 
 
+def test_arguments_and_files_of_chat_templates(tmp_path):
+    trl = read_text(tmp_path, "t.yaml", "chat_template_kwargs: {enable_thinking: false, budget: {tokens: 3}}\n")
+    assert ours(convert(SYSTEMS["trl"], trl))["chat_template_kwargs"] == {
+        "enable_thinking": False,
+        "budget": {"tokens": 3},
+    }
+    command = """trl grpo --chat_template_kwargs '{"enable_thinking": true}' --chat_template_path some.jinja"""
+    found = ours(convert(SYSTEMS["trl"], read_text(tmp_path, "trl.sh", command)))
+    assert (found["chat_template_kwargs"], found["chat_template"]) == ({"enable_thinking": True}, "some.jinja")
+    command = (
+        "python3 -m verl.trainer.main_ppo +data.apply_chat_template_kwargs.enable_thinking=False"
+        " data.train_files=a.parquet actor_rollout_ref.model.custom_chat_template='{{ messages }}'"
+    )
+    verl = convert(SYSTEMS["verl"], read_text(tmp_path, "verl.sh", command))
+    assert ours(verl)["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "into a file" in why(verl, "actor_rollout_ref.model.custom_chat_template")
+    prime = read_text(
+        tmp_path, "p.toml", '[orchestrator]\nbatch_size = 8\n[inference.vllm]\nchat_template = "mine.jinja"\n'
+    )
+    assert ours(convert(SYSTEMS["prime-rl"], prime))["chat_template"] == "mine.jinja"
+
+
+@pytest.mark.parametrize("given", ["3", "[1]", "some text", "{1: {a: 1}}"])
+def test_arguments_of_chat_templates_that_are_none_are_listed(given, tmp_path):
+    text = f"chat_template_kwargs: {given}\n"
+    done = convert(SYSTEMS["trl"], read_text(tmp_path, "t.yaml", text))
+    assert_each_setting_is_in_one_place(done)
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_each_setting_of_ours_that_a_table_names_exists(system):
     """The page and the converted file must not name a setting that Sluice does not have."""

@@ -20,6 +20,7 @@ from sluice.config.convert.table import (
     rule,
     run_name,
     same,
+    template_file,
     to,
 )
 from sluice.config.schema import Value
@@ -793,15 +794,10 @@ ROWS = (
         "the trainer has text models in bfloat16 or float32",
     ),
     missing(
-        (
-            "trainer.model.trust_remote_code",
-            "inference.vllm.trust_remote_code",
-            "tokenizer.**",
-            "*.tokenizer.**",
-            "inference.vllm.chat_template",
-        ),
-        "the tokenizer of the model is used: save the one that you want with the model, or set chat_template to a file with another template",
+        ("trainer.model.trust_remote_code", "inference.vllm.trust_remote_code", "tokenizer.**", "*.tokenizer.**"),
+        "the tokenizer of the model is used: save the one that you want with the model",
     ),
+    template_file("inference.vllm.chat_template"),
     same(
         ("orchestrator.renderer.**", "orchestrator.renderer"),
         "the sampled token ids are kept, and only what follows them is rendered (docs/rollout.md)",

@@ -6,6 +6,7 @@ setting of a file ends in exactly one place: converted, the same without a setti
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -317,6 +318,55 @@ def rule(
     """
     table = tuple(Line(_names(theirs), *rest) for theirs, *rest in lines)
     return Row(table, lost or unread or "it has no effect beside the rest of this file", convert, same=not lost)
+
+
+def template_arguments(theirs: str) -> Row:
+    """Return a row for the arguments of chat templates: settings below a name, or JSON as its value."""
+
+    def convert(given: Given) -> Iterator[Outcome]:
+        value = given.value(theirs)
+        arguments: dict[str, Value] = {}
+        try:
+            arguments.update(json.loads(value) if isinstance(value, str) and value else value or {})
+            for name in given.below(theirs):
+                _put(arguments, name.removeprefix(f"{theirs}.").split("."), given.value(name))
+        except (TypeError, ValueError):
+            yield Drop(theirs, "it is no table: set chat_template_kwargs at the top level")
+            return
+        if arguments:
+            yield Set("chat_template_kwargs", arguments, (*given.present(theirs), *given.below(theirs)))
+
+    names = (theirs, f"{theirs}.**")
+    return Row((Line(names, "chat_template_kwargs"),), "it is empty", convert, same=True)
+
+
+def _put(table: dict[str, Value], path: Sequence[str], value: Value) -> None:
+    """Put a value into tables within tables.
+
+    Raises:
+        TypeError: if something on the way is no table.
+    """
+    for each in path[:-1]:
+        table = table.setdefault(each, {})
+    table[path[-1]] = value
+
+
+def template_file(theirs: str) -> Row:
+    """Return a row for a chat template that is a file, or a text in the settings."""
+
+    def convert(given: Given) -> Iterator[Outcome]:
+        text = given.text(theirs)
+        if not text:
+            return
+        if "{" in text or "\n" in text or not text.endswith(_TEMPLATE_FILES):
+            yield Drop(theirs, "write the template into a file, and set chat_template to its path")
+        else:
+            yield Set("chat_template", text, (theirs,))
+
+    return Row((Line(_names(theirs), "chat_template", "where it is a file"),), "it is empty", convert, same=True)
+
+
+_TEMPLATE_FILES = (".jinja", ".jinja2", ".j2", ".txt")
 
 
 def same(theirs: str | tuple[str, ...], remark: str) -> Row:

@@ -18,6 +18,8 @@ from sluice.config.convert.table import (
     rule,
     run_name,
     same,
+    template_arguments,
+    template_file,
     to,
 )
 from sluice.config.schema import Value
@@ -574,10 +576,8 @@ ROWS = (
         ("generation_kwargs", "generation_kwargs.**"),
         "orchestrator.sampling has temperature, max_tokens, stop and ignore_eos",
     ),
-    missing(
-        ("chat_template_kwargs", "chat_template_kwargs.**", "chat_template", "chat_template_path"),
-        "set chat_template_kwargs at the top level, and chat_template to a file with the template",
-    ),
+    template_arguments("chat_template_kwargs"),
+    template_file("chat_template_path"),
     rule(
         lambda given: [Set("trainer.lr", given.number("learning_rate"), ("learning_rate",))],
         ("learning_rate", "trainer.lr"),

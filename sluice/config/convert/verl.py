@@ -21,6 +21,8 @@ from sluice.config.convert.table import (
     rule,
     run_name,
     same,
+    template_arguments,
+    template_file,
     to,
 )
 from sluice.config.schema import Value
@@ -901,10 +903,8 @@ ROWS = (
         ),
         unread="without custom_reward_function.path it has no effect",
     ),
-    missing(
-        ("data.apply_chat_template_kwargs.**", f"{MODEL}.custom_chat_template"),
-        "set chat_template_kwargs at the top level, and chat_template to a file with the template",
-    ),
+    template_arguments("data.apply_chat_template_kwargs"),
+    template_file(f"{MODEL}.custom_chat_template"),
     missing(
         (
             "data.image_key",
