@@ -47,6 +47,9 @@ DATABASE = "journal.sqlite"
 _DISK_S = 300.0
 """Seconds that the disk may take for the facts that wait; a disk that needs longer is gone."""
 
+_SMALL_TOKENS = 1 << 14
+"""Token ids of a group that are encoded in a fraction of a millisecond: a thread would cost more."""
+
 _CLOSE_S = 30.0
 """Seconds that closing the files may take, once everything recorded is on disk."""
 
@@ -368,8 +371,10 @@ class Journal:
         return place.to_proto()
 
     async def encoded(self, records: Sequence[SharedRecord]) -> Encoded:
-        """Return the payloads of a group's trajectories, made in a thread; those of several groups in the order of the calls."""
-        return await self._encoder.submit(encode, records) if records else encode(records)
+        """Return the payloads of a group's trajectories, made in a thread unless they are small."""
+        if sum(len(record.trajectory.token_ids) for record in records) <= _SMALL_TOKENS:
+            return encode(records)
+        return await self._encoder.submit(encode, records)
 
     def keep_trajectories(self, number: int, encoded: Encoded) -> KeptTrajectories:
         """Write the trajectories of a group as `keep` does; they also stay in memory until it is dropped or applied."""
