@@ -260,6 +260,11 @@ class DeadlinesConfig(Section):
         gt=0,
         description="Seconds that a run pauses because group after group fails (`max_failed_tasks`), before it fails with `max_failed_groups`.",
     )
+    first_outage_s: float = Field(
+        300.0,
+        gt=0,
+        description="The same, at most, while no group of the run has succeeded: then it fails, however few groups failed. Raise it where a judge takes longer to start.",
+    )
     set_aside_s: float = Field(
         3600.0,
         gt=0,

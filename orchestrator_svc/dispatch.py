@@ -103,7 +103,10 @@ class Dispatcher:
         self._engine = next(iter(runners.values())).engine
         self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
         self._paused, self._space, self._desk = False, space, desk
-        self._outage = Outage(config.max_failed_groups, config.max_failed_tasks, config.deadlines.outage_s)
+        limits, proven = config.deadlines, self._ledger.accepted > 0
+        self._outage = Outage(
+            config.max_failed_groups, config.max_failed_tasks, limits.outage_s, limits.first_outage_s, proven=proven
+        )
         self._first_rewards = FirstRewards(config.batch_size, config.max_reward)
         self._lost_since: float | None = None
         self._behind_since: float | None = None
@@ -484,16 +487,19 @@ class Dispatcher:
         if outage.hopeless(now, heals=heals):
             raise SluiceError.aborted(
                 "GROUPS_FAIL",
-                f"{outage.in_a_row} groups in a row brought nothing to train (orchestrator.max_failed_groups)"
-                + (
-                    f", also after a pause of {self._config.deadlines.outage_s:g} s (deadlines.outage_s)"
-                    if heals
-                    else ""
-                )
+                f"{outage.in_a_row} groups in a row brought nothing to train"
+                + (f", also after a pause of {self._pause_limit}" if heals else " (orchestrator.max_failed_groups)")
                 + f", the last one because: {problem}."
                 + f" Correct {'the environment, the judge or the deadline at fault' if heals else 'that'}, then start the run again:"
                 " it continues",
             )
+
+    @property
+    def _pause_limit(self) -> str:
+        """How long the run pauses because group after group fails, with the setting that says so."""
+        first = self._outage.limit_s != self._config.deadlines.outage_s
+        setting = "first_outage_s" if first else "outage_s"
+        return f"{self._outage.limit_s:g} s (orchestrator.deadlines.{setting})"
 
     def _begin_outage(self, problem: str) -> None:
         """Pause, and take back what the groups that failed until now count against their tasks."""
@@ -505,7 +511,7 @@ class Dispatcher:
         message = (
             f"a group to succeed: {groups} failed one after the other, of {len(tasks)} tasks, the last one because of {problem}."
             " Something that they share may be down, such as a judge. One group at a time is tried, the next one at once after"
-            f" `sluice resume`; the run ends in {self._config.deadlines.outage_s:g} s (orchestrator.deadlines.outage_s)"
+            f" `sluice resume`; the run ends in {self._pause_limit}"
         )
         self._status.waits_for[_OUTAGE] = message
         if self._status.state == orchestrator_pb2.RUN_STATE_RUNNING:

@@ -929,6 +929,17 @@ async def test_groups_that_all_fail_end_the_run_with_the_reason(scene, error: Sl
     assert error.message in report["error"]
 
 
+async def test_a_run_of_which_no_group_ever_succeeds_ends_after_a_short_pause(scene) -> None:
+    clock, limits = SimulatedClock(), {"first_outage_s": LIMIT_S, "start_s": 1e5, "lost_s": 1e5}
+    task = scene.start(
+        environment_args={"fail": "b"}, max_failed_tasks=3, deadlines=limits, environment_processes=PATIENT, clock=clock
+    )
+    await clock.until(task.done, step_s=100 * TICK_S)
+    with pytest.raises(FailedForGoodError, match=rf"a pause of {LIMIT_S:g} s \(orchestrator.deadlines.first_outage_s"):
+        await task
+    assert clock.now < SimulatedClock().now + 3600.0, "what never worked is not waited for as long as what did"
+
+
 async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late_episode(scene) -> None:
     first, clock = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0).at(0), SimulatedClock()
     scene.trainer.automatic = False

@@ -14,13 +14,13 @@ def fail(
 
 
 def in_pause(most_groups: int = 3) -> Outage:
-    outage = Outage(most_groups, 2, 100.0)
+    outage = Outage(most_groups, 2, 100.0, 10.0, proven=True)
     assert [fail(outage, group) for group in (1, 2)] == [False, True]
     return outage
 
 
 def test_groups_of_different_tasks_that_fail_in_a_row_begin_a_pause() -> None:
-    outage = Outage(10, 3, 100.0)
+    outage = Outage(10, 3, 100.0, 10.0)
     assert [fail(outage, group, task="t") for group in range(5)] == [False] * 5, "it may be this task's fault"
     assert not fail(outage, 6)
     assert not outage.succeeded()
@@ -29,7 +29,7 @@ def test_groups_of_different_tasks_that_fail_in_a_row_begin_a_pause() -> None:
 
 
 def test_as_many_failures_as_the_run_may_have_begin_a_pause_whatever_they_are() -> None:
-    outage = Outage(3, 2, 100.0)
+    outage = Outage(3, 2, 100.0, 10.0)
     assert [fail(outage, group, shared=False) for group in range(3)] == [False, False, True]
 
 
@@ -65,6 +65,16 @@ def test_the_run_ends_after_so_many_failures_and_so_long_a_pause() -> None:
 
 
 def test_a_fault_that_waiting_cannot_cure_begins_no_pause() -> None:
-    outage = Outage(3, 2, 100.0)
+    outage = Outage(3, 2, 100.0, 10.0)
     assert [fail(outage, group, shared=False, heals=False) for group in range(3)] == [False] * 3
     assert outage.hopeless(0.0, heals=False)
+
+
+def test_a_run_of_which_no_group_ever_succeeded_waits_less_and_needs_fewer_failures() -> None:
+    outage = Outage(100, 2, 100.0, 10.0)
+    assert [fail(outage, group) for group in (1, 2)] == [False, True]
+    assert (outage.limit_s, [outage.hopeless(now, heals=True) for now in (9.0, 10.0)]) == (10.0, [False, True])
+    assert outage.succeeded()
+    assert [fail(outage, group) for group in (3, 4)] == [False, True]
+    assert (outage.limit_s, outage.hopeless(1000.0, heals=True)) == (100.0, False)
+    assert Outage(100, 2, 5.0, 10.0).limit_s == 5.0
