@@ -1,14 +1,29 @@
 #!/bin/sh
-# Makes what a run in containers needs and does not have yet: the tokens of the roles, and the model.
+# Makes what a run in containers needs and does not have yet: certificates, principals, a token for agents, and the model.
+# Each service sees its own key alone. The authority, and what operators and agents need, stay in a volume that only this container has.
+# Run it again (docker compose run --rm prepare) to renew what has passed two thirds of its life.
 set -eu
 umask 077
-for role in agent admin dispatcher; do
-  file=/run/sluice/secrets/$role.token
-  if [ ! -s "$file" ]; then
-    head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$file.part"
-    mv "$file.part" "$file"
-    echo "made $file"
-  fi
+authority=/run/sluice/authority
+days=365
+if [ ! -s "$authority/agent.token" ]; then # made last
+  find "$authority" -mindepth 1 -delete
+  sluice certs init --dir "$authority" --days "$days"
+  sluice certs issue relay --dir "$authority" --days "$days" --uri spiffe://sluice/weightsync
+  sluice token new agents --role agent --file "$authority/principals.toml" --out "$authority/agent.token"
+fi
+sluice certs renew --dir "$authority"
+put() {
+  cp "$1" "$2.part"
+  mv "$2.part" "$2"
+}
+for secrets in /run/sluice/secrets/*; do
+  name=$(basename "$secrets")
+  mountpoint -q "$secrets" || continue # a service that this run does not have
+  put "$authority/ca.pem" "$secrets/ca.pem"
+  put "$authority/principals.toml" "$secrets/principals.toml"
+  put "$authority/$name.key" "$secrets/tls.key"
+  put "$authority/$name.pem" "$secrets/tls.pem"
 done
 umask 022
 exec /bin/sh "$PREPARE" /run/sluice/model

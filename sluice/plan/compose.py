@@ -14,7 +14,7 @@ from sluice.config import ConfigError
 from sluice.plan.plan import Part, Plan
 
 OVERLAY = "deploy/docker/run.toml"
-"""Settings of every container: where its peers, tokens and directories are."""
+"""Settings of every container: where its peers, certificates and directories are."""
 
 MARGIN_S = 5.0
 """Seconds between the end of a drain and SIGKILL."""
@@ -22,8 +22,16 @@ MARGIN_S = 5.0
 IMAGES = {"agents": "orchestrator", "envserver": "orchestrator"}
 """Services that run in the image of another one; it has what the code of an environment needs."""
 
+MEMORY = {"trainer": "16g", "rollout": "16g", "orchestrator": "8g"}
+"""Most memory of a container, shared memory and /tmp included; others have `LESS_MEMORY`. The variable ``TRAINER_MEMORY`` replaces it."""
+
+LESS_MEMORY = "4g"
+
+MOST_PROCESSES = 4096
+"""Processes and threads of a container: a trainer or an engine has some for each core."""
+
 _BUILD = {"context": "..", "dockerfile": "deploy/docker/Dockerfile"}
-_SECRETS, _MODEL, _OUTPUTS = "secrets:/run/sluice/secrets", "model:/run/sluice/model", "outputs:/run/sluice/outputs"
+_SECRETS, _MODEL, _OUTPUTS = "/run/sluice/secrets", "model:/run/sluice/model", "outputs:/run/sluice/outputs"
 
 _CONTAINER: dict[str, Any] = {
     "init": True,
@@ -32,6 +40,7 @@ _CONTAINER: dict[str, Any] = {
     "security_opt": ["no-new-privileges:true"],
     # Torch may load what it compiled from there.
     "tmpfs": ["/tmp:exec,mode=1777,size=${TMP_SIZE:-1g}"],  # noqa: S108 - a mount of the container
+    "pids_limit": MOST_PROCESSES,
 }
 """What holds for every container: nothing writes to the image, and nothing has or gets a capability."""
 
@@ -40,10 +49,10 @@ _PREPARE = {
     "build": {**_BUILD, "target": "trainer"},
     "image": "sluice/trainer",
     "entrypoint": ["/bin/sh", "/app/deploy/docker/prepare.sh"],
-    "volumes": [_SECRETS, _MODEL],
+    "mem_limit": f"${{PREPARE_MEMORY:-{MEMORY['trainer']}}}",
     "environment": {"PREPARE": "${PREPARE:-examples/reverse_text/prepare.sh}"},
 }
-"""Makes the shared tokens and the model, then exits."""
+"""Makes certificates and the model, then exits."""
 
 _PUBLISHED = {
     "orchestrator": {"grpc": "ORCHESTRATOR_PORT"},
@@ -74,7 +83,8 @@ def document(plan: Plan, settings: Sequence[str]) -> dict[str, Any]:
     if list(settings[:1]) != ["@"]:
         raise ConfigError("compose needs a file of settings first, as in `sluice plan @ rl.toml --as compose`")
     words = ["@", f"${{RUN_FILE:-{settings[1]}}}", *settings[2:], "@", OVERLAY]
-    services: dict[str, Any] = {"prepare": _PREPARE}
+    own = [f"secrets-{part.name}:{_SECRETS}/{part.name}" for part in plan.parts]
+    services: dict[str, Any] = {"prepare": {**_PREPARE, "volumes": ["authority:/run/sluice/authority", *own, _MODEL]}}
     built = {"sluice/trainer"}
     for part in plan.parts:
         image = f"sluice/{IMAGES.get(part.service, part.service)}"
@@ -92,7 +102,8 @@ def document(plan: Plan, settings: Sequence[str]) -> dict[str, Any]:
                 services[place.instance] = service | alias | _reservation(found)
         else:
             services[part.name] = service | ({"deploy": {"replicas": part.count}} if part.count > 1 else {})
-    return {"name": "sluice", "services": services, "volumes": {"secrets": None, "model": None, "outputs": None}}
+    volumes = ["authority", *(f"secrets-{part.name}" for part in plan.parts), "model", "outputs"]
+    return {"name": "sluice", "services": services, "volumes": dict.fromkeys(volumes)}
 
 
 def _reservation(devices: dict[str, Any]) -> dict[str, Any]:
@@ -103,14 +114,17 @@ def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build:
     _, *command = part.command([*words, *_flags(part)])
     service: dict[str, Any] = {
         **_CONTAINER,
-        "restart": "unless-stopped" if part.restart == "always" else str(part.restart),
+        "mem_limit": f"${{{part.name.upper()}_MEMORY:-{MEMORY.get(part.service, LESS_MEMORY)}}}",
+        # What another start would not cure ends with 0 there.
+        "restart": "on-failure",
+        "entrypoint": ["/bin/sh", "/app/deploy/docker/serve.sh"],
         "stop_grace_period": f"{part.drain_s + MARGIN_S:g}s",
-        "volumes": [f"{_SECRETS}:ro", f"{_MODEL}:ro", _OUTPUTS],
+        "volumes": [f"secrets-{part.name}:{_SECRETS}:ro", f"{_MODEL}:ro", _OUTPUTS],
         "image": image,
         "command": command,
         "depends_on": _waits(plan, part),
         "healthcheck": {
-            "test": ["CMD", "sluice", "health", f"127.0.0.1:{part.port()}"],
+            "test": ["CMD", "sluice", "health", f"127.0.0.1:{part.port()}", "@", OVERLAY],
             "interval": "5s",
             "timeout": "30s",
             "retries": 12,
@@ -138,7 +152,9 @@ def _flags(part: Part) -> list[str]:
         address = f"--upstream=weightsync:7101 --advertise=relay:{part.port()} --directory=/run/sluice/outputs/relay"
         return address.split()
     if part.service == "gateway":
-        return [f"--advertise-url=${{GATEWAY_URL:-http://127.0.0.1:${{GATEWAY_HTTP_PORT:-{part.port('http')}}}}}"]
+        url = f"${{GATEWAY_URL:-https://127.0.0.1:${{GATEWAY_HTTP_PORT:-{part.port('http')}}}}}"
+        # Agents bring a token; all others show a certificate.
+        return [f"--advertise-url={url}", "--security.require-client-cert=false"]
     return []
 
 

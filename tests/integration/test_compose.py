@@ -1,12 +1,17 @@
 """The example in containers: four services, a gateway, and what prepares them, each in an image of its own."""
 
+import asyncio
+import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +19,7 @@ from testcontainers.compose import DockerCompose
 
 from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
+from sluice.errors import SluiceError
 
 ROOT = Path(__file__).parents[2]
 SERVICES = {"weightsync", "trainer", "rollout", "orchestrator", "gateway"}
@@ -79,12 +85,20 @@ def compose(port: int, gateway_port: int) -> Iterator[DockerCompose]:
 
 
 @pytest.fixture(scope="module")
-def admin(compose: DockerCompose, tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
-    """The shared token, as an operator reads it."""
-    token, _, _ = compose.exec_in_container(["cat", "/run/sluice/secrets/admin.token"], "orchestrator")
-    file = tmp_path_factory.mktemp("secrets") / "admin.token"
-    file.write_text(token)
-    return SecurityConfig(token_file=file, admin_token_file=file)
+def authority(compose: DockerCompose, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates and the agents' token, as an operator copies them."""
+    folder = tmp_path_factory.mktemp("authority")
+    command = ["docker", "compose", "-f", "deploy/compose.yaml", "cp", "prepare:/run/sluice/authority/.", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    return folder
+
+
+def inspected(compose: DockerCompose, service: str) -> dict[str, Any]:
+    """What the engine says of a container."""
+    name = compose.get_container(service, include_all=True).ID
+    said = subprocess.run(["docker", "inspect", str(name)], check=True, capture_output=True, timeout=60)
+    facts: dict[str, Any] = json.loads(said.stdout)[0]
+    return facts
 
 
 def test_every_service_is_healthy(compose: DockerCompose) -> None:
@@ -92,19 +106,20 @@ def test_every_service_is_healthy(compose: DockerCompose) -> None:
     assert {name: health.get(name) for name in SERVICES} == dict.fromkeys(SERVICES, "healthy")
 
 
-def test_the_gateway_asks_the_orchestrator_for_those_who_have_a_token(
-    compose: DockerCompose, gateway_port: int
-) -> None:
+def test_the_gateway_asks_the_orchestrator_for_those_who_have_a_token(authority: Path, gateway_port: int) -> None:
     """The run has no external episodes, which the orchestrator alone knows."""
-    url = f"http://127.0.0.1:{gateway_port}/rl/sessions"
-    assert httpx.post(url, json={}).status_code == 401
-    token, _, _ = compose.exec_in_container(["cat", "/run/sluice/secrets/agent.token"], "gateway")
-    answer = httpx.post(url, json={}, headers={"authorization": f"Bearer {token.strip()}"})
+    url, trust = (
+        f"https://127.0.0.1:{gateway_port}/rl/sessions",
+        ssl.create_default_context(cafile=authority / "ca.pem"),
+    )
+    assert httpx.post(url, json={}, verify=trust).status_code == 401
+    token = (authority / "agent.token").read_text().strip()
+    answer = httpx.post(url, json={}, headers={"authorization": f"Bearer {token}"}, verify=trust)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "NO_EXTERNAL_EPISODES")
 
 
-async def test_rewards_arrive(port: int, admin: SecurityConfig) -> None:
-    async with OrchestratorClient(f"127.0.0.1:{port}", admin) as client:
+async def test_rewards_arrive(port: int, authority: Path) -> None:
+    async with OrchestratorClient(f"127.0.0.1:{port}", SecurityConfig(certs_dir=authority)) as client:
         async for response in client.watch("reverse_text", timeout_s=FIRST_REWARD_S):
             event = response.event
             if event.WhichOneof("kind") == "group_scored":
@@ -131,3 +146,81 @@ def test_images_cannot_be_written_to(compose: DockerCompose) -> None:
         assert written.split() == [], name
         written, _, _ = compose.exec_in_container(["sh", "-c", "touch /tmp/x /run/sluice/outputs/x && echo both"], name)
         assert written.strip() == "both"
+
+
+def test_a_container_sees_its_own_secrets_alone(compose: DockerCompose, authority: Path) -> None:
+    keys = set()
+    for name in SERVICES:
+        listed, _, _ = compose.exec_in_container(["ls", "/run/sluice/secrets"], name)
+        assert listed.split() == ["ca.pem", "principals.toml", "tls.key", "tls.pem"]
+        others, _, _ = compose.exec_in_container(["sh", "-c", "ls /run/sluice/authority"], name)
+        assert others == "", "who holds the authority's key can pose as any service"
+        key, _, _ = compose.exec_in_container(["cat", "/run/sluice/secrets/tls.key"], name)
+        assert key.strip() == (authority / f"{name}.key").read_text().strip()
+        keys.add(key)
+    assert len(keys) == len(SERVICES)
+
+
+async def test_nothing_is_told_without_a_certificate(port: int, gateway_port: int) -> None:
+    with pytest.raises(httpx.TransportError):
+        await asyncio.to_thread(httpx.get, f"http://127.0.0.1:{gateway_port}/health")
+    async with OrchestratorClient(f"127.0.0.1:{port}", SecurityConfig()) as client:
+        with pytest.raises(SluiceError):
+            await client.run("reverse_text")
+
+
+def test_memory_and_processes_of_a_container_are_bounded(compose: DockerCompose) -> None:
+    for name in SERVICES:
+        host = inspected(compose, name)["HostConfig"]
+        assert host["PidsLimit"] == 4096
+        assert 4 << 30 <= host["Memory"] <= 16 << 30
+
+
+def test_a_service_that_dies_is_started_again(compose: DockerCompose) -> None:
+    program = "first=$(cat /proc/1/task/1/children); cd /proc/${first% }/task; kill -9 $(cat ${first% }/children)"
+    compose.exec_in_container(["sh", "-c", program], "gateway")
+    deadline = time.monotonic() + FIRST_REWARD_S
+    while (facts := inspected(compose, "gateway"))["State"].get("Health", {}).get("Status") != "healthy" or (
+        facts["RestartCount"] == 0
+    ):
+        assert time.monotonic() < deadline, facts["State"]
+        time.sleep(1)
+
+
+def test_a_service_that_failed_for_good_is_not_started_again(compose: DockerCompose, tmp_path: Path) -> None:
+    """Its last log line says so, and its exit code is 0 for compose alone."""
+    command = [
+        "gateway",
+        "@",
+        "examples/reverse_text/rl.toml",
+        "@",
+        "deploy/docker/run.toml",
+        "--gateway.server.port=nine",
+    ]
+    overlay = tmp_path / "overlay.json"
+    overlay.write_text(json.dumps({"services": {"gateway": {"command": command}}}))
+    words = ["docker", "compose", "-p", "sluice-final", "-f", "deploy/compose.yaml", "-f", str(overlay)]
+    ports = {each: str(free_port()) for each in ("ORCHESTRATOR_PORT", "GATEWAY_PORT", "GATEWAY_HTTP_PORT")}
+
+    def run(*more: str) -> str:
+        return subprocess.run(
+            [*words, *more],
+            cwd=ROOT,
+            env={**os.environ, **ports},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        ).stdout
+
+    try:
+        run("up", "--detach", "--no-deps", "gateway")
+        (container,) = run("ps", "--all", "--quiet", "gateway").split()
+        subprocess.run(["docker", "wait", container], check=True, capture_output=True, timeout=300)
+        facts = json.loads(subprocess.run(["docker", "inspect", container], check=True, capture_output=True).stdout)[0]
+        logs = run("logs", "gateway")
+    finally:
+        run("down", "--volumes")
+    assert (facts["State"]["ExitCode"], facts["RestartCount"], facts["State"]["Status"]) == (0, 0, "exited")
+    assert "gateway.server.port" in logs
+    assert "ended with exit code 2, for good" in logs

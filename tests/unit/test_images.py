@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -63,8 +64,10 @@ def test_a_gateway_imports_only_what_its_image_has() -> None:
 @pytest.mark.parametrize("name", sorted(COMPOSE))
 def test_a_container_has_a_read_only_image_and_no_capability(name: str) -> None:
     service = COMPOSE[name]
-    confined = {key: service[key] for key in ("read_only", "cap_drop", "security_opt")}
-    assert confined == {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
+    confined = {key: service[key] for key in ("read_only", "cap_drop", "security_opt", "pids_limit")}
+    rules = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"], "pids_limit": 4096}
+    assert confined == rules
+    assert "mem_limit" in service
     assert not {"privileged", "cap_add", "user", "network_mode", "pid", "devices"} & service.keys()
 
 
@@ -81,7 +84,7 @@ def test_compose_starts_a_service_with_settings_that_it_takes(name: str, monkeyp
     command = [_interpolated(word) for word in COMPOSE[name]["command"]]
     server = load_run(command[1:], service=command[0]).section(command[0]).server
     assert not is_local(server.host), "other containers reach it"
-    assert COMPOSE[name]["healthcheck"]["test"][-1] == f"127.0.0.1:{server.port}"
+    assert COMPOSE[name]["healthcheck"]["test"][3] == f"127.0.0.1:{server.port}"
     for published in map(_interpolated, COMPOSE[name].get("ports", [])):
         address, _outside, inside = published.split(":")
         assert address == "127.0.0.1"
@@ -94,6 +97,34 @@ def test_the_compose_file_is_the_plan_of_the_example(monkeypatch: pytest.MonkeyP
     plan = make_plan(load_run(words), Machines(), extra={"gateway": 1, "relay": 1})
     written = {name: block for name, block in FILE.items() if not name.startswith("x-")}
     assert document(plan, words) == written
+
+
+def served(tmp_path: Path, program: str) -> subprocess.Popen[str]:
+    """Start what runs a service in a container, with a program in place of `sluice`."""
+    (tmp_path / "sluice").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "sluice").chmod(0o755)
+    command = ["/bin/sh", str(DOCKER / "serve.sh"), "gateway", "@", "rl.toml"]
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return subprocess.Popen(command, env=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("code", "seen"), [(0, 0), (1, 1), (2, 0), (3, 0), (4, 4), (5, 0), (143, 143)])
+def test_what_another_start_would_not_cure_ends_with_0_in_compose(code: int, seen: int, tmp_path: Path) -> None:
+    with served(tmp_path, f'echo "$@"; exit {code}') as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (seen, "gateway @ rl.toml\n")
+    assert ("exit code" in err) == (code != seen)
+
+
+@pytest.mark.parametrize(("code", "seen"), [(0, 0), (1, 1), (3, 0)])
+def test_a_service_of_compose_drains_when_its_container_is_stopped(code: int, seen: int, tmp_path: Path) -> None:
+    program = f"trap 'echo drained; exit {code}' TERM; echo serves; while :; do sleep 0.1; done"
+    with served(tmp_path, program) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serves\n"
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (seen, "drained\n")
 
 
 def _interpolated(text: str) -> str:
