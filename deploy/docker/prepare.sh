@@ -10,7 +10,7 @@ if [ ! -s "$authority/agent.token" ]; then # made last
   find "$authority" -mindepth 1 -delete
   sluice certs init --dir "$authority" --days "$days"
   sluice certs issue relay --dir "$authority" --days "$days" --uri spiffe://sluice/weightsync
-  sluice token new agents --role agent --file "$authority/principals.toml" --out "$authority/agent.token"
+  sluice token new agent --role agent --file "$authority/principals.toml" --out "$authority/agent.token"
 fi
 sluice certs renew --dir "$authority"
 put() {

@@ -19,7 +19,7 @@ from testcontainers.compose import DockerCompose
 
 from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
-from sluice.errors import SluiceError
+from sluice.rpc import SluiceError
 
 ROOT = Path(__file__).parents[2]
 SERVICES = {"weightsync", "trainer", "rollout", "orchestrator", "gateway"}
