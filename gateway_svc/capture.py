@@ -15,6 +15,7 @@ import grpc
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sluice.limits import MAX_TEMPERATURE, MIN_TEMPERATURE, may_train_at
 from sluice.openai.dialect import StopStringFilter
 from sluice.openai.errors import describe_faults
 from sluice.rpc import SluiceError
@@ -230,17 +231,20 @@ def settle_sampling(request: CapturedRequest, unsupported: Unsupported) -> None:
             sampling.ClearField(name)  # type: ignore[arg-type]  # a name of a field
     present = {each.name for each, _ in sampling.ListFields()}
     changing = [name for name in (*NEUTRAL, "logit_bias") if name in present]
-    if "temperature" in present and sampling.temperature == 0:
+    if (
+        "temperature" in present
+        and 0 <= sampling.temperature < MAX_TEMPERATURE
+        and not may_train_at(sampling.temperature)
+    ):
         changing.append("temperature")
     if unsupported == "allow":
         return
     for name in changing:
         if unsupported == "reject":
-            raise fault(
-                name,
-                "changes the distribution that tokens are sampled from, so that they could not be trained: leave it out, or let"
-                " capture.on_unsupported be override or not_trained",
-            )
+            why = "changes the distribution that tokens are sampled from, so that they could not be trained"
+            if name == "temperature":
+                why = f"is {sampling.temperature:g}, and trained tokens need at least {MIN_TEMPERATURE:g}"
+            raise fault(name, f"{why}: leave it out, or let capture.on_unsupported be override or not_trained")
         if unsupported == "override":
             request.note("overridden", name)
             sampling.ClearField(name)  # type: ignore[arg-type]

@@ -15,7 +15,15 @@ from sluice.chat_template import check_chat_template
 from sluice.config import CHAT_TEMPLATE_KWARGS, CommonConfig, Section, ServerConfig, TemplateArguments
 from sluice.config.schema import Value, deep_merge
 from sluice.environments.config import EnvironmentProcessesConfig
-from sluice.limits import FLOAT32_MAX, MAX_BATCH_BYTES, MAX_BRANCHES, MAX_REWARD, MAX_TEMPERATURE, MAX_TRAJECTORIES
+from sluice.limits import (
+    FLOAT32_MAX,
+    MAX_BATCH_BYTES,
+    MAX_BRANCHES,
+    MAX_REWARD,
+    MAX_TEMPERATURE,
+    MAX_TRAJECTORIES,
+    MIN_TEMPERATURE,
+)
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 
 NO_ADVANTAGE = "none"
@@ -36,7 +44,10 @@ class SamplingConfig(Section):
     """How training episodes are sampled. Plain on purpose: the engine's log-probabilities are then the policy's."""
 
     temperature: float = Field(
-        1.0, gt=0, le=MAX_TEMPERATURE, description="Softmax temperature; trained tokens need one above 0."
+        1.0,
+        ge=MIN_TEMPERATURE,
+        le=MAX_TEMPERATURE,
+        description="Softmax temperature; trained tokens need at least 0.01.",
     )
     max_tokens: int = Field(256, ge=1, description="Most tokens sampled per turn.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn; their tokens are kept.")

@@ -17,6 +17,10 @@ MAX_SAMPLES = 256
 MAX_TEMPERATURE = 100.0
 """Highest temperature of a request."""
 
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature of tokens that are trained. Asked for less, vLLM silently samples at this. Logits are divided by it, and so is what
+rounding makes them differ by: 5e-5 between sampler and trainer, in float32, is 5e-3 in a log-probability here, and 50 at 1e-6."""
+
 MAX_TRAJECTORY_TOKENS = 262_144
 """Most tokens of a trajectory, prompt included."""
 
@@ -69,6 +73,14 @@ LIMITS = (
         "bytes",
         "One message of any RPC, and one body over HTTP. Trajectories and recordings that are larger travel in parts; anything else is refused: MESSAGE_TOO_LARGE.",
     ),
+    Limit(
+        "least_temperature",
+        MIN_TEMPERATURE,
+        "temperature",
+        "The **least** of tokens that are trained, not the largest: 0 is greedy, and closer to it logits say more of rounding than of the policy."
+        " Settings of runs refuse less; of an agent's request `capture.on_unsupported` decides. Evaluations may use any.",
+    ),
+    Limit("temperature", MAX_TEMPERATURE, "temperature", "The temperature of a request. A higher one is refused."),
     Limit("request_samples", MAX_SAMPLES, "samples", "`n` of one request. A larger one is refused."),
     Limit(
         "session_branches",
@@ -110,6 +122,11 @@ LIMITS = (
 def report_bytes(trajectory_id: str) -> int:
     """Return an upper bound on the bytes of the trainer's answer about a trajectory."""
     return RESULT_BYTES + len(trajectory_id.encode())
+
+
+def may_train_at(temperature: float) -> bool:
+    """Return whether tokens that were sampled at a temperature may be trained. As float32, in which it travels, 0.01 is a little less."""
+    return MIN_TEMPERATURE <= round(temperature, 9) <= MAX_TEMPERATURE
 
 
 def within(reward: float, most: float) -> bool:

@@ -6,7 +6,6 @@ request that is recorded twice is recorded once, with or without a claim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import TOKEN_BYTES, RecordedRequest, Sample, Session
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.sessions.lending import MAX_NAME, Lending, check_name
+from sluice.limits import MAX_TEMPERATURE, MIN_TEMPERATURE, may_train_at
 from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import session_pb2
@@ -387,9 +387,10 @@ def _check_generation(made: session_pb2.RecordedGeneration) -> None:
         raise SluiceError.invalid_argument(
             "generation.keys", f"are {len(made.keys)} for {len(samples)} samples, or have other than 16 bytes each"
         )
-    if not made.not_trained and not (math.isfinite(made.temperature) and made.temperature > 0):
+    if not made.not_trained and not may_train_at(made.temperature):
         raise SluiceError.invalid_argument(
-            "generation.temperature", f"is {made.temperature:g}; trained tokens need one above 0"
+            "generation.temperature",
+            f"is {made.temperature:g}; trained tokens need one from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
         )
     if len(made.not_trained) > MAX_NAME:
         raise SluiceError.invalid_argument("generation.not_trained", f"has more than {MAX_NAME} characters")

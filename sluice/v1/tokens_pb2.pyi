@@ -565,7 +565,7 @@ class Trajectory(_message.Message):
     episode_id: _builtins.str
     """Episode; several trajectories share it where the episode forked."""
     temperature: _builtins.float
-    """Temperature of the sampling, > 0."""
+    """Temperature of the sampling, 0.01 to 100."""
     finish_reason: Global___FinishReason.ValueType
     """How the last generation ended; LENGTH means that the episode was truncated."""
     reward: _builtins.float

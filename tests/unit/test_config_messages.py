@@ -59,6 +59,7 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path, t
         ("[trainer]\nlr = false", r"trainer\.lr: must be a valid number.*got 'false'"),
         ("[trainer]\nbetas = [0.9]", r"trainer\.betas: needs more values than \[0\.9\] \(from"),
         ("[orchestrator.sampling]\ntemperature = 101", "temperature: must be less than or equal to 100"),
+        ("[orchestrator.sampling]\ntemperature = 1e-6", r"temperature: must be greater than or equal to 0\.01"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_its_place(tmp_path, text, told):

@@ -78,3 +78,26 @@ def test_what_means_nothing_is_no_notice():
     settle_sampling(request, "reject")
     assert {each.name for each, _ in request.generate.sampling.ListFields()} == {"temperature", "seed", "max_tokens"}
     assert not request.notices
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-6, 0.0099])
+def test_a_temperature_that_is_no_sampling_follows_the_settings_as_greedy_does(temperature):
+    def settled(unsupported) -> CapturedRequest:
+        sampling = tokens_pb2.SamplingParams(temperature=temperature)
+        request = CapturedRequest("d", "m", rollout_pb2.GenerateRequest(sampling=sampling))
+        settle_sampling(request, unsupported)
+        return request
+
+    assert not settled("override").generate.sampling.HasField("temperature")
+    assert settled("not_trained").not_trained == "TEMPERATURE"
+    assert settled("allow").generate.sampling.HasField("temperature")
+    with pytest.raises(SluiceError, match=r"temperature: is .* need at least 0\.01"):
+        settled("reject")
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 100.0, -1.0, 1e9])
+def test_other_temperatures_are_taken_or_left_to_the_replica_to_refuse(temperature):
+    sampling = tokens_pb2.SamplingParams(temperature=temperature)
+    request = CapturedRequest("d", "m", rollout_pb2.GenerateRequest(sampling=sampling))
+    settle_sampling(request, "reject")
+    assert request.generate.sampling == sampling

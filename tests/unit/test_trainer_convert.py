@@ -167,6 +167,8 @@ def test_rewards_stand_where_they_were_earned(changes: dict[str, Any], expected:
         ("version_spans", {"version_spans": spans((0, Version(0, 1)))}),
         ("version_spans", {"version_spans": [tokens_pb2.VersionSpan(start=0)]}),
         ("temperature", {"temperature": 0.0}),
+        ("temperature", {"temperature": 1e-6}),
+        ("temperature", {"temperature": float("nan")}),
         ("reward", {"reward": float("nan")}),
         ("advantages", {"advantages": [1.0, 2.0]}),
         ("advantages", {"advantages": [float("inf")]}),

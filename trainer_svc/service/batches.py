@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from sluice.advantages import BATCH_SCALES, Episode, estimate, slopes
 from sluice.digests import batch_digest
-from sluice.limits import FLOAT32_MAX, MAX_NAME, MAX_TRAJECTORY_TOKENS, within
+from sluice.limits import (
+    FLOAT32_MAX,
+    MAX_NAME,
+    MAX_TEMPERATURE,
+    MAX_TRAJECTORY_TOKENS,
+    MIN_TEMPERATURE,
+    may_train_at,
+    within,
+)
 from sluice.rows_at_fault import rows_of
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, VersionSpan, span_lengths
@@ -271,8 +279,11 @@ def _faulty_lengths(trajectory: tokens_pb2.Trajectory, trained: int) -> Iterator
 
 
 def _faulty_values(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]]:
-    if not (math.isfinite(trajectory.temperature) and trajectory.temperature > 0):
-        yield "temperature", f"is {trajectory.temperature}; trained tokens need one above 0"
+    if not may_train_at(trajectory.temperature):
+        yield (
+            "temperature",
+            f"is {trajectory.temperature:g}; trained tokens need one from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+        )
     if trajectory.HasField("reward") and not within(trajectory.reward, FLOAT32_MAX):
         yield "reward", f"is {trajectory.reward}, no number of float32; leave it unset where it is missing"
     if not np.isfinite(np.array(trajectory.advantages, dtype=np.float32)).all():

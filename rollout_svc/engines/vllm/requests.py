@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rollout_svc.engines.adapters import Adapter
 from rollout_svc.engines.base import FinishReason, GenerationRequest, GenerationResult, ModelInfo, Sample, Sampling
 from rollout_svc.engines.steps import Steps
+from sluice.limits import MIN_TEMPERATURE, may_train_at
 from sluice.versions import Version, VersionSpan, spans_between
 
 if TYPE_CHECKING:
@@ -40,9 +41,6 @@ REPETITION_PENALTIES = (0.01, 100.0)
 
 GREATEST_BIAS = 100.0
 """vLLM reduces larger ones silently."""
-
-LEAST_TEMPERATURE = 0.01
-"""vLLM silently raises lower ones to this. Then the log-probabilities would be those of another temperature."""
 
 HOLD_S = 0.1
 """Most seconds for which the engine's process keeps tokens back from a reader that does not want them at once."""
@@ -427,8 +425,12 @@ def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: b
     Raises:
         ValueError: with the field.
     """
-    if 0 < sampling.temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, not {sampling.temperature}")
+    if sampling.temperature > 0 and not may_train_at(
+        sampling.temperature
+    ):  # vLLM would silently sample at MIN_TEMPERATURE
+        raise ValueError(
+            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, not {sampling.temperature:g}"
+        )
     least, most = REPETITION_PENALTIES
     if not least <= sampling.repetition_penalty <= most:
         raise ValueError(f"repetition_penalty must be in [{least}, {most}], not {sampling.repetition_penalty}")
