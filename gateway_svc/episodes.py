@@ -22,6 +22,9 @@ from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2
 
 DIALECT = "grpc"
 
+SESSION_KEY_METADATA = "session-key"
+"""Metadata with the session key or the settling key of the episode that a call is about."""
+
 _WRAPPING_BYTES = 16
 """Bytes of a result's field in a message of a stream."""
 
@@ -46,10 +49,10 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         return await self._sessions.lease_tasks(request)
 
     async def RenewLease(
-        self, request: episode_pb2.RenewLeaseRequest, _context: Context
+        self, request: episode_pb2.RenewLeaseRequest, context: Context
     ) -> episode_pb2.RenewLeaseResponse:
         """Prolong a lease."""
-        return await self._sessions.renew_lease(request)
+        return await self._sessions.renew_lease(request, _key_of(context))
 
     async def OpenEpisode(
         self, request: episode_pb2.OpenEpisodeRequest, _context: Context
@@ -85,30 +88,30 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
             yield answer
 
     async def RecordReward(
-        self, request: episode_pb2.RecordRewardRequest, _context: Context
+        self, request: episode_pb2.RecordRewardRequest, context: Context
     ) -> episode_pb2.RecordRewardResponse:
         """Record a reward."""
-        await self._sessions.reward(SessionRef(request.episode_id, ""), request)
+        await self._sessions.reward(SessionRef(request.episode_id, _key_of(context)), request)
         return episode_pb2.RecordRewardResponse()
 
     async def SubmitTrajectory(
-        self, request: episode_pb2.SubmitTrajectoryRequest, _context: Context
+        self, request: episode_pb2.SubmitTrajectoryRequest, context: Context
     ) -> episode_pb2.SubmitTrajectoryResponse:
         """End an episode."""
-        return await self._sessions.submit(SessionRef(request.episode_id, ""), request)
+        return await self._sessions.submit(SessionRef(request.episode_id, _key_of(context)), request)
 
     async def AbandonEpisode(
-        self, request: episode_pb2.AbandonEpisodeRequest, _context: Context
+        self, request: episode_pb2.AbandonEpisodeRequest, context: Context
     ) -> episode_pb2.AbandonEpisodeResponse:
         """Give an episode up."""
-        await self._sessions.abandon(SessionRef(request.episode_id, ""), request)
+        await self._sessions.abandon(SessionRef(request.episode_id, _key_of(context)), request)
         return episode_pb2.AbandonEpisodeResponse()
 
     async def _sample(
         self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context, *, stream: bool
     ) -> AsyncGenerator[Begun | Delta | Result | None, None]:
         """Yield what is sampled, and None as a sign of life, within the caller's deadline."""
-        session = await self._sessions.find(SessionRef(request.episode_id, ""))
+        session = await self._sessions.find(SessionRef(request.episode_id, _key_of(context)))
         captured = _captured(request)
         captured.stream = stream
         settle_sampling(captured, "allow" if session.evaluation else self._capture.on_unsupported)
@@ -121,6 +124,14 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         async with contextlib.aclosing(paced(source, self._capture.deadlines.keepalive_s, deadline_s)) as parts:
             async for part in parts:
                 yield part
+
+
+def _key_of(context: Context) -> str:
+    """Return the key of its session that a call shows; empty if it shows none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == SESSION_KEY_METADATA and isinstance(value, str):
+            return value
+    return ""
 
 
 def _fits(result: Result) -> bool:

@@ -482,6 +482,7 @@ def _sessions(sessions: Sessions, door: Door) -> list[Route]:
             {
                 "id": episode.episode_id,
                 "key": episode.session_key,
+                "settling_key": episode.settling_key,
                 "openai_base_url": episode.openai_base_url,
                 "anthropic_base_url": episode.anthropic_base_url,
                 "idle_s": episode.idle.ToNanoseconds() / 1e9,

@@ -13,7 +13,7 @@ import math
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -30,10 +30,11 @@ from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
+from sluice.rpc.principals import ANYONE
 from sluice.sampling.generation import bounded_id
 from sluice.sampling.policy import PolicyEngine, TokenStream
 from sluice.template_arguments import set_template_arguments, template_arguments
-from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
+from sluice.v1 import common_pb2, episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
 from sluice.versions import BASE
 
 UNKNOWN_LEASE = "UNKNOWN_LEASE"
@@ -41,6 +42,9 @@ UNKNOWN_LEASE = "UNKNOWN_LEASE"
 
 ON_BEHALF_OF = "on-behalf-of"
 """Metadata with the name of the principal whose call a gateway makes."""
+
+SETTLED_BY = "settled-by"
+"""Metadata with what lets a caller settle an episode: the name of a Credential, without its prefix."""
 
 CLAIM_S = 30.0
 """Seconds that a claim lasts: after so long another gateway samples a request whose gateway died."""
@@ -68,6 +72,9 @@ _TOO_MANY_CALLS = frozenset({"TOO_MANY_RPCS", "QUOTA_RATE", "QUOTA_IN_FLIGHT"})
 
 MOST_SESSIONS = 65_536
 """Sessions that are remembered; beyond them the least recently used one is looked up again."""
+
+Credential: TypeAlias = "common_pb2.Credential.ValueType"
+"""What lets a caller settle an episode."""
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
@@ -184,9 +191,18 @@ class RecordedSessions:
             self._episodes.LeaseTasks, request, caller().name, answer_s=wait_s + CALL_S, full_s=wait_s
         )
 
-    async def renew_lease(self, request: episode_pb2.RenewLeaseRequest) -> episode_pb2.RenewLeaseResponse:
-        """Prolong a lease of the caller."""
-        return await self._call(self._episodes.RenewLease, request, caller().name)
+    async def renew_lease(
+        self, request: episode_pb2.RenewLeaseRequest, key: str = ""
+    ) -> episode_pb2.RenewLeaseResponse:
+        """Prolong a lease of the caller, or that of the session whose settling key was sent."""
+        who = caller().name
+        if key:
+            found = await self._find_ended(SessionRef("", key))
+            if found.lease_id != request.lease_id:
+                message = f"the lease {request.lease_id!r} is not that of the key's episode, or has ended"
+                raise SluiceError.not_found(UNKNOWN_LEASE, message)
+            who = found.principal
+        return await self._call(self._episodes.RenewLease, request, who)
 
     async def open_episode(self, request: episode_pb2.OpenEpisodeRequest) -> episode_pb2.OpenEpisodeResponse:
         """Open an episode for the caller; the answer names this gateway's URLs."""
@@ -197,22 +213,22 @@ class RecordedSessions:
 
     async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
         """Record a reward, also after the end of the session if its submission says so."""
-        who = await self._owner(ref)
-        await self._call(self._episodes.RecordReward, request, who)
+        who, by = await self._settler(ref)
+        await self._call(self._episodes.RecordReward, request, who, by)
 
     async def submit(
         self, ref: SessionRef, request: episode_pb2.SubmitTrajectoryRequest
     ) -> episode_pb2.SubmitTrajectoryResponse:
         """End a session."""
-        who = await self._owner(ref)
-        answer = await self._call(self._episodes.SubmitTrajectory, request, who)
+        who, by = await self._settler(ref)
+        answer = await self._call(self._episodes.SubmitTrajectory, request, who, by)
         self._forget(request.episode_id)
         return answer
 
     async def abandon(self, ref: SessionRef, request: episode_pb2.AbandonEpisodeRequest) -> None:
         """Give a session up."""
-        who = await self._owner(ref)
-        await self._call(self._episodes.AbandonEpisode, request, who)
+        who, by = await self._settler(ref)
+        await self._call(self._episodes.AbandonEpisode, request, who, by)
         self._forget(request.episode_id)
 
     async def renew(self, ref: SessionRef) -> float:
@@ -230,19 +246,30 @@ class RecordedSessions:
             "SESSION_ENDED", f"the lease of {ref.episode_id} has ended, or its group has: open another session"
         )
 
-    async def _owner(self, ref: SessionRef) -> str:
-        """Return whose session it is: that of the caller, or of the one whose session key was sent, also after its end."""
-        return (await self._find_ended(ref)).principal if ref.key else caller().name
+    async def _settler(self, ref: SessionRef) -> tuple[str, Credential]:
+        """Return whose session it is, and what lets the caller settle it: it is the caller's, or that of the key that was sent.
+
+        Raises:
+            SluiceError: NOT_FOUND; PERMISSION_DENIED if the key does not settle it.
+        """
+        if not ref.key:
+            return caller().name, _own_credential()
+        found = await self._find_ended(ref)
+        return found.principal, found.credential
 
     async def _find_ended(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
-        """Return a session of the caller, or that of the key, also after its end."""
+        """Return a session that the caller, or the key, may settle; also after its end.
+
+        Raises:
+            SluiceError: NOT_FOUND, PERMISSION_DENIED.
+        """
         request = session_pb2.FindSessionRequest(ended=True)
         if ref.key:
             request.session_key = ref.key
         else:
             request.episode_id = ref.episode_id
-        found = await self._call(self._sessions.FindSession, request, caller().name)
-        if found.episode_id != ref.episode_id:
+        found = await self._call(self._sessions.FindSession, request, caller().name, _own_credential())
+        if ref.episode_id and found.episode_id != ref.episode_id:
             raise SluiceError.not_found(
                 "UNKNOWN_EPISODE", f"the session key does not open {ref.episode_id!r}: send the key of that session"
             )
@@ -478,6 +505,7 @@ class RecordedSessions:
         method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer],
         request: _Request,
         principal: str,
+        by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED,
         *,
         answer_s: float = CALL_S,
         full_s: float | None = None,
@@ -488,6 +516,7 @@ class RecordedSessions:
             method: What to call; it is idempotent.
             request: With what.
             principal: Whose call it is.
+            by: What lets the caller settle an episode, if that is what the call does.
             answer_s: Seconds for one answer.
             full_s: Seconds to repeat it for while the orchestrator is full, where these are fewer.
 
@@ -497,7 +526,7 @@ class RecordedSessions:
 
         async def attempt(timeout_s: float) -> _Answer:
             try:
-                return await method(request, metadata=_for(principal), timeout=timeout_s)
+                return await method(request, metadata=_for(principal, by), timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 raise SluiceError.from_rpc(error) from error
 
@@ -562,9 +591,15 @@ def _result(recorded: session_pb2.RecordedGeneration) -> Result:
     return result
 
 
-def _for(principal: str) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a call for a principal."""
-    return ((ON_BEHALF_OF, principal),)
+def _for(principal: str, by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call for a principal, and what lets the caller settle an episode."""
+    settled_by = ((SETTLED_BY, common_pb2.Credential.Name(by).removeprefix("CREDENTIAL_")),) if by else ()
+    return ((ON_BEHALF_OF, principal), *settled_by)
+
+
+def _own_credential() -> Credential:
+    """Return what a caller without a session key has shown: nothing, in a run without principals."""
+    return common_pb2.CREDENTIAL_NONE if caller() is ANYONE else common_pb2.CREDENTIAL_PRINCIPAL
 
 
 def _duration(seconds: float) -> Duration:

@@ -14,7 +14,7 @@ class SessionRef(NamedTuple):
 
     Attributes:
         episode_id: The episode, from the path or the header `X-Session-ID`. Without a key it must belong to the `caller`.
-        key: The session key.
+        key: One of its keys: the session key to sample it, the settling key to reward, end or renew it.
     """
 
     episode_id: str
@@ -53,7 +53,10 @@ class Opened(NamedTuple):
 
 
 class Sessions(Protocol):
-    """The sessions of one run. Every method raises SluiceError, NOT_FOUND for a session that the caller cannot see."""
+    """The sessions of one run.
+
+    Every method raises SluiceError: NOT_FOUND for a session that the caller cannot see, PERMISSION_DENIED for the wrong one of its keys.
+    """
 
     async def model(self) -> ServedModel:
         """Return the model that sessions sample from."""

@@ -384,6 +384,10 @@ class ExternalConfig(Section):
         ge=0,
         description="Seconds that gateways keep what they know of a session: whose it is, and how it samples.",
     )
+    one_key: bool = Field(
+        False,
+        description="Let the session key reward, end and renew its episode, too, and in a run without principals no key at all, as clients of v0.1.0 do. Then an agent that looks for it can set its own reward.",
+    )
     retry_s: float = Field(
         1.0,
         gt=0,

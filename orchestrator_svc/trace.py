@@ -16,8 +16,8 @@ import numpy as np
 from orchestrator_svc.journal.external import GROUP_ENDED, SUBMITTED, ExternalEpisodes, RecordedRequest, Session, Target
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.sessions.claims import as_ids
+from sluice.v1 import common_pb2, session_pb2, tokens_pb2
 from sluice.v1 import journal_pb2 as pb
-from sluice.v1 import session_pb2, tokens_pb2
 from sluice.versions import Version
 
 
@@ -153,7 +153,7 @@ class Trace:
     def _reward_recorded(self, time: datetime, fact: pb.RewardRecorded) -> None:
         traced = self._groups[fact.group].open[fact.episode]
         of = _of(traced.session, Target(fact.generation_id, fact.branch))
-        traced.events.append(Event(time, None, f"reward {fact.reward:g}{of}"))
+        traced.events.append(Event(time, None, f"reward {fact.reward:g}{of}{_by(traced.session, fact.settled_by)}"))
 
     def _episode_submitted(self, time: datetime, fact: pb.EpisodeSubmitted) -> None:
         traced = self._groups[fact.group].open[fact.episode]
@@ -162,13 +162,14 @@ class Trace:
         words += [f"reward {fact.reward:g}"] if fact.HasField("reward") else []
         words += ["cut off by the agent"] if fact.truncated else []
         words += ["a reward follows"] if fact.reward_follows else []
-        traced.events.append(Event(time, None, ", ".join(words)))
+        traced.events.append(Event(time, None, ", ".join(words) + _by(traced.session, fact.settled_by)))
 
     def _episode_given_up(self, time: datetime, fact: pb.EpisodeGivenUp) -> None:
         traced = self._groups[fact.group].open.pop(fact.episode)
         traced.end = fact.reason
         then = "the episode is offered again" if fact.requeue else "the episode has ended"
-        traced.events.append(Event(time, None, f"given up: {fact.reason}; {then}"))
+        by = _by(traced.session, fact.settled_by)
+        traced.events.append(Event(time, None, f"given up: {fact.reason}{by}; {then}"))
 
     # Trajectories.
 
@@ -237,6 +238,17 @@ def _of(session: Session, target: Target) -> str:
     request, _, index = name.rpartition("/")
     what = "the turn" if target.generation_id else "the branch that ends with"
     return f" of {what} #{numbers.get(request, 0)}{f' sample {index}' if index != '0' else ''}"
+
+
+def _by(session: Session, credential: common_pb2.Credential.ValueType) -> str:
+    """Return what settled an episode, in words; empty if an earlier release did not write it down."""
+    words = {
+        common_pb2.CREDENTIAL_PRINCIPAL: f", by principal {session.principal}",
+        common_pb2.CREDENTIAL_SETTLING_KEY: ", by the settling key",
+        common_pb2.CREDENTIAL_SESSION_KEY: ", by the session key",
+        common_pb2.CREDENTIAL_NONE: ", by a caller without a key",
+    }
+    return words.get(credential, "")
 
 
 class Following(NamedTuple):

@@ -54,6 +54,9 @@ RETURN_S = 1.0
 
 _LEAST_PAUSE_S = 0.1
 
+_SESSION_KEY = "session-key"
+"""Metadata with a key of the episode that a call is about."""
+
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
@@ -83,7 +86,8 @@ class Episode:
     Attributes:
         task: The task: `task_id`, `environment` and `data`.
         opening: Messages to begin with, and tools, where the environment gives them.
-        opened: Name, session key and base URLs, for clients of OpenAI's and Anthropic's libraries.
+        opened: Name, session key and base URLs, for clients of OpenAI's and Anthropic's libraries. It has no settling key: only this object
+            rewards and ends the episode.
         ended: Whether it was submitted or given up.
     """
 
@@ -96,6 +100,8 @@ class Episode:
         self.task, self.opening, self.opened = leased.task, leased.opening, opened
         self.ended = False
         self._stub = stub
+        self._settles = ((_SESSION_KEY, opened.settling_key),) if opened.settling_key else ()
+        opened.ClearField("settling_key")
 
     @property
     def data(self) -> dict[str, Any]:
@@ -139,14 +145,14 @@ class Episode:
             request.generation_id = generation_id
         if branch is not None:
             request.branch = branch
-        await _patiently(self._stub.RecordReward, request)
+        await _patiently(self._stub.RecordReward, request, metadata=self._settles)
 
     async def submit(self, reward: float | None = None, *, truncated: bool = False) -> list[str]:
         """End the episode, and return the names of its trajectories. Without a reward the recorded one counts, or the environment scores."""
         request = episode_pb2.SubmitTrajectoryRequest(
             episode_id=self.opened.episode_id, reward=reward, truncated=truncated
         )
-        answer = await _patiently(self._stub.SubmitTrajectory, request)
+        answer = await _patiently(self._stub.SubmitTrajectory, request, metadata=self._settles)
         self.ended = True
         return list(answer.trajectory_ids)
 
@@ -155,7 +161,7 @@ class Episode:
         request = episode_pb2.AbandonEpisodeRequest(
             episode_id=self.opened.episode_id, reason=reason[:128], requeue=requeue
         )
-        await _patiently(self._stub.AbandonEpisode, request)
+        await _patiently(self._stub.AbandonEpisode, request, metadata=self._settles)
         self.ended = True
 
 
@@ -328,6 +334,7 @@ async def _patiently(
     timeout_s: float | None = None,
     *,
     answer_s: float = 0.0,
+    metadata: tuple[tuple[str, str], ...] = (),
 ) -> _Answer:
     """Make an idempotent call, again and again while no gateway answers or the gateway asks to wait.
 
@@ -336,6 +343,7 @@ async def _patiently(
         request: Its request.
         timeout_s: Seconds until the last attempt; by default `PATIENCE_S`.
         answer_s: Seconds that each attempt may take; by default what is left of `timeout_s`.
+        metadata: What the call shows beside a token.
 
     Raises:
         SluiceError: what the gateway raised, or the last failure to reach one.
@@ -345,7 +353,8 @@ async def _patiently(
     until, unreached = loop.time() + timeout_s, None
     while True:
         try:
-            return await method(request, timeout=answer_s or max(_LEAST_PAUSE_S, until - loop.time()))
+            timeout = answer_s or max(_LEAST_PAUSE_S, until - loop.time())
+            return await method(request, timeout=timeout, metadata=metadata)
         except grpc.aio.AioRpcError as failure:
             error, pause_s = SluiceError.from_rpc(failure), backoff.fail()
             if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_after_s is not None:

@@ -87,6 +87,7 @@ class Opened:
 
     id: str
     key: str
+    settling_key: str
     data: Mapping[str, Any]
     question: str
 
@@ -140,7 +141,7 @@ class Fleet:
         body = {"request_id": uuid.uuid4().hex, "wait_s": 5}
         answer = await self.post("", "/rl/sessions", body, "", self._any(dice))
         question = answer["opening"]["messages"][0]["content"]
-        return Opened(answer["id"], answer["key"], answer["task"]["data"], question)
+        return Opened(answer["id"], answer["key"], answer["settling_key"], answer["task"]["data"], question)
 
     async def _lease(self, dice: random.Random) -> Opened:
         name = uuid.uuid4().hex
@@ -151,17 +152,18 @@ class Fleet:
         opening = episode_pb2.OpenEpisodeRequest(lease_id=task.lease_id, request_id=name)
         opened = await self.call("", "OpenEpisode", opening, self._any(dice))
         data = MessageToDict(task.task.data)
-        return Opened(opened.episode_id, opened.session_key, data, task.opening.messages[0].content)
+        keys = opened.session_key, opened.settling_key
+        return Opened(opened.episode_id, *keys, data, task.opening.messages[0].content)
 
     async def _submit(self, opened: Opened, played: Played, dice: random.Random) -> None:
         cuts = dice.random() < 0.1  # the answer is lost, and asked for again
         for _ in range(1 + cuts):
             if played.kind == "grpc":
                 request = episode_pb2.SubmitTrajectoryRequest(episode_id=opened.id, reward=played.reward)
-                await self.call(opened.id, "SubmitTrajectory", request, self._any(dice))
+                await self.call(opened.id, "SubmitTrajectory", request, self._any(dice), key=opened.settling_key)
             else:
                 path = f"/rl/sessions/{opened.id}/end"
-                await self.post(opened.id, path, {"reward": played.reward}, opened.key, self._any(dice))
+                await self.post(opened.id, path, {"reward": played.reward}, opened.settling_key, self._any(dice))
         played.submitted = True
 
     def _any(self, dice: random.Random) -> Choose:
@@ -222,14 +224,15 @@ class Fleet:
             lines = [line.removeprefix("data: ") async for line in streamed.aiter_lines() if line.startswith("data: ")]
         return _joined([json.loads(line) for line in lines if line != "[DONE]"])
 
-    async def call(self, episode: str, method: str, request: Any, choose: Choose) -> Any:  # noqa: ANN401 - any method
-        """Make a call of EpisodeService; make it again, word for word, while that can help."""
+    async def call(self, episode: str, method: str, request: Any, choose: Choose, *, key: str = "") -> Any:  # noqa: ANN401 - any method
+        """Make a call of EpisodeService, with a key of its episode; make it again, word for word, while that can help."""
+        shown = (("session-key", key),) if key else ()
         until = time.monotonic() + PATIENCE_S
         while True:
             stub = self.stubs[choose()]
             try:
                 async with self.under_way(episode):
-                    return await getattr(stub, method)(request, timeout=_CALL_S)
+                    return await getattr(stub, method)(request, timeout=_CALL_S, metadata=shown)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     self.counts["connection lost"] += 1

@@ -26,7 +26,7 @@ session=$(post /rl/sessions "${SLUICE_TOKEN:-none}" "{\"request_id\": \"$(uname 
   *RUN_ENDED*) exit 255 ;;
   *) stop "no session at $gateway; is the run alive, and SLUICE_TOKEN right?" "$session" ;;
 esac
-id=$(field id "$session") key=$(field key "$session") text=$(field text "$session")
+id=$(field id "$session") key=$(field key "$session") settles=$(field settling_key "$session") text=$(field text "$session")
 
 reply=$(post /v1/chat/completions "$key" "{\"model\": \"any\", \"messages\": [{\"role\": \"user\", \"content\": \"$text\"}]}") ||
   stop "$id has no reply" "$reply"
@@ -36,4 +36,4 @@ reward=$(said=$(field content "$reply") text=$text awk 'BEGIN {
   said = ENVIRON["said"]; text = ENVIRON["text"]; letters = length(text)
   for (at = 1; at <= letters; at++) right += substr(said, at, 1) == substr(text, letters + 1 - at, 1)
   print right / (length(said) > letters ? length(said) : letters) }')
-ended=$(post "/rl/sessions/$id/end" "$key" "{\"reward\": $reward}") || stop "$id has not ended" "$ended"
+ended=$(post "/rl/sessions/$id/end" "$settles" "{\"reward\": $reward}") || stop "$id has not ended" "$ended"

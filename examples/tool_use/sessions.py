@@ -90,7 +90,7 @@ async def play_all(
     async def work() -> str:
         while True:
             try:
-                session = await open_session(http, gateway)
+                session, settling_key = await open_session(http, gateway)
             except RefusedError as error:
                 if error.reason in OVER:
                     return str(error)
@@ -101,7 +101,7 @@ async def play_all(
             except Exception as error:  # noqa: BLE001 - an agent may raise anything
                 end = {"abandon": repr(error)[:128], "requeue": True}
             try:
-                await post(http, f"{gateway}/rl/sessions/{session.id}/end", end, session.key)
+                await post(http, f"{gateway}/rl/sessions/{session.id}/end", end, settling_key)
             except RefusedError as error:
                 print(f"{session.id} was not ended with {end}: {error}", flush=True)
                 continue
@@ -130,8 +130,8 @@ def summary(rewards: list[float], called: list[bool]) -> str:
     )
 
 
-async def open_session(http: AsyncClient, gateway: str) -> Session:
-    """Wait for a task, and open a session for it.
+async def open_session(http: AsyncClient, gateway: str) -> tuple[Session, str]:
+    """Wait for a task, and open a session for it. Return it, and the key that ends it, which the agent does not get.
 
     Raises:
         RefusedError: as `post`.
@@ -146,7 +146,8 @@ async def open_session(http: AsyncClient, gateway: str) -> Session:
             continue
         names = ("id", "key", "openai_base_url", "anthropic_base_url")
         prices = {item: int(price) for item, price in opened["task"]["data"]["prices"].items()}
-        return Session(*(opened[name] for name in names), opened["opening"]["messages"][0]["content"], prices)
+        session = Session(*(opened[name] for name in names), opened["opening"]["messages"][0]["content"], prices)
+        return session, opened["settling_key"]
 
 
 async def post(http: AsyncClient, url: str, body: dict[str, Any], key: str = "") -> dict[str, Any]:

@@ -77,6 +77,7 @@ class EndedSession(NamedTuple):
         trajectory_ids: Its trajectories, if it was submitted.
         last_reward: The last reward that was recorded for it.
         submission_digest: xxh3-64 of how it was submitted; empty if it was not.
+        two_keys: As of a session.
     """
 
     principal: str
@@ -84,6 +85,7 @@ class EndedSession(NamedTuple):
     trajectory_ids: tuple[str, ...]
     last_reward: tuple[Target, float] | None
     submission_digest: bytes = b""
+    two_keys: bool = False
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class Session:
     Attributes:
         lease_id: Lease that it was opened by.
         request_id: Request of OpenEpisode that it answers.
+        two_keys: Whether its caller was given a settling key, so that the session key does not settle it.
         requests: What was sampled, by request, in order.
         undelivered: Those of which no client has the reply.
         samples: The samples of all requests by name, in order.
@@ -109,6 +112,7 @@ class Session:
     principal: str
     lease_id: str
     request_id: str
+    two_keys: bool = False
     requests: dict[str, RecordedRequest] = field(default_factory=dict)
     undelivered: set[str] = field(default_factory=set)
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -203,8 +207,11 @@ def parse_session_name(name: str) -> tuple[int, int, int] | None:
 
 
 def submission_digest(fact: pb.EpisodeSubmitted) -> bytes:
-    """Return the xxh3-64 of what a submission says."""
-    return xxhash.xxh3_64_digest(fact.SerializeToString(deterministic=True))
+    """Return the xxh3-64 of what a submission says, whoever says it."""
+    said = pb.EpisodeSubmitted()
+    said.CopyFrom(fact)
+    said.ClearField("settled_by")
+    return xxhash.xxh3_64_digest(said.SerializeToString(deterministic=True))
 
 
 def trajectory_ids(group: int, episode: int, branches: int) -> tuple[str, ...]:
@@ -312,7 +319,7 @@ class ExternalEpisodes:
 
     def retired(self) -> dict[str, EndedSession]:
         """Return what is kept of all sessions when the group ends."""
-        return {each.name: _ended(each, GROUP_ENDED) for each in self.sessions}
+        return {each.name: ended_session(each, GROUP_ENDED) for each in self.sessions}
 
     # The facts.
 
@@ -347,7 +354,9 @@ class ExternalEpisodes:
         lease, slot = self._lease(fact.lease_id), self._slot(fact.episode)
         if fact.episode not in lease.episodes or slot.session is not None or fact.attempt != slot.attempt:
             raise LedgerError(f"episode {fact.episode} of group {self.group} cannot be opened by {fact.lease_id}")
-        slot.session = Session(self.group, fact.episode, fact.attempt, lease.principal, lease.lease_id, fact.request_id)
+        slot.session = Session(
+            self.group, fact.episode, fact.attempt, lease.principal, lease.lease_id, fact.request_id, fact.two_keys
+        )
 
     def session_generation_recorded(self, fact: pb.SessionGenerationRecorded) -> None:
         """Add the samples of one request to the tree."""
@@ -399,7 +408,7 @@ class ExternalEpisodes:
         self.leases[slot.lease_id].episodes.discard(fact.episode)
         slot.session, slot.lease_id, slot.over = None, "", not fact.requeue
         slot.attempt += 1
-        return {session.name: _ended(session, fact.reason)}
+        return {session.name: ended_session(session, fact.reason)}
 
     def _lease(self, lease_id: str) -> Lease:
         lease = self.leases.get(lease_id)
@@ -419,9 +428,14 @@ class ExternalEpisodes:
         return session
 
 
-def _ended(session: Session, reason: str) -> EndedSession:
-    if session.submission is None:
-        return EndedSession(session.principal, reason, (), session.last_reward)
+def ended_session(session: Session, reason: str) -> EndedSession:
+    """Return what is kept of a session; the reason is why it ended, unless it was submitted."""
+    submitted = session.submission is not None
     return EndedSession(
-        session.principal, SUBMITTED, session.trajectory_ids, session.last_reward, session.submission_digest
+        session.principal,
+        SUBMITTED if submitted else reason,
+        session.trajectory_ids,
+        session.last_reward,
+        session.submission_digest,
+        session.two_keys,
     )

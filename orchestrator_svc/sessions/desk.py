@@ -30,9 +30,9 @@ from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task
 from sluice.limits import MAX_REWARD
 from sluice.rpc import SluiceError
-from sluice.rpc.access import SESSION_KEY
+from sluice.rpc.access import SESSION_KEY, SETTLING_KEY
 from sluice.rpc.principals import replace_private
-from sluice.v1 import journal_pb2, session_pb2, tokens_pb2
+from sluice.v1 import common_pb2, journal_pb2, session_pb2, tokens_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -260,13 +260,24 @@ class Desk:
     # Keys.
 
     def session_key(self, session: str) -> str:
-        """Return the secret that opens a session, and nothing else; the same one in each process."""
-        return f"{SESSION_KEY}{session}.{hmac.new(self._secret, session.encode(), hashlib.sha256).hexdigest()}"
+        """Return the secret that samples a session, and does nothing else; the same one in each process."""
+        return f"{SESSION_KEY}{session}.{self._code_of(session)}"
 
-    def session_of_key(self, key: str) -> str:
-        """Return the name of the session that a key opens; empty if it is not one of this run's."""
-        name = key.removeprefix(SESSION_KEY).rpartition(".")[0]
-        return name if hmac.compare_digest(self.session_key(name).encode(), key.encode()) else ""
+    def settling_key(self, session: str) -> str:
+        """Return the secret that rewards, ends and renews a session, and does nothing else; the same one in each process."""
+        return f"{SETTLING_KEY}{session}.{self._code_of(f'settle {session}')}"
+
+    def session_of_key(self, key: str) -> tuple[str, common_pb2.Credential.ValueType]:
+        """Return the name of the session that a key is of, and which of its keys; an empty name if it is not one of this run's."""
+        settles = key.startswith(SETTLING_KEY)
+        name = key.removeprefix(SETTLING_KEY if settles else SESSION_KEY).rpartition(".")[0]
+        right = self.settling_key(name) if settles else self.session_key(name)
+        if not hmac.compare_digest(right.encode(), key.encode()):
+            return "", common_pb2.CREDENTIAL_UNSPECIFIED
+        return name, common_pb2.CREDENTIAL_SETTLING_KEY if settles else common_pb2.CREDENTIAL_SESSION_KEY
+
+    def _code_of(self, text: str) -> str:
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
     # Payloads.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -24,6 +25,7 @@ from orchestrator_svc.journal.external import (
     Lease,
     Session,
     Target,
+    ended_session,
     group_of_lease,
     parse_session_name,
     session_name,
@@ -34,7 +36,7 @@ from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.sessions.refusals import Refusals
 from sluice.limits import MAX_REWARD, within
 from sluice.rpc import SluiceError
-from sluice.v1 import episode_pb2
+from sluice.v1 import common_pb2, episode_pb2
 from sluice.v1 import journal_pb2 as pb
 
 MAX_NAME = 128
@@ -47,6 +49,12 @@ EXPIRED = "EXPIRED"
 
 SESSION_ENDED = "SESSION_ENDED"
 """Reason of calls for a session that has ended."""
+
+Credential: TypeAlias = "common_pb2.Credential.ValueType"
+"""What let a caller settle a session; unspecified where a gateway of an earlier release asks."""
+
+_SAMPLES_AT_MOST = frozenset({common_pb2.CREDENTIAL_SESSION_KEY, common_pb2.CREDENTIAL_NONE})
+"""What may be in the hands of the agent that is trained."""
 
 
 class Lending:
@@ -211,6 +219,7 @@ class Lending:
             attempt=external.slots[left[0]].attempt,
             lease_id=lease.lease_id,
             request_id=request.request_id,
+            two_keys=True,
         )
         self._journal.record(pb.Fact(episode_opened=fact))
         opened = self.open_session(principal, session_name(fact.group, fact.episode, fact.attempt))
@@ -227,7 +236,7 @@ class Lending:
         external = group.external if group is not None else None
         live = external.session(episode, attempt) if external is not None else None
         if live is not None and live.submission is None and number in self._closed:
-            return EndedSession(live.principal, GROUP_ENDED, (), live.last_reward)
+            return ended_session(live, GROUP_ENDED)
         return live or self._ledger.ended_sessions.get(name)
 
     def known(self, principal: str, name: str) -> Session | EndedSession:
@@ -240,6 +249,26 @@ class Lending:
         if session is None or session.principal != principal:
             raise SluiceError.not_found("UNKNOWN_EPISODE", f"principal {principal!r} has no episode {name!r}")
         return session
+
+    def settling(self, principal: str, name: str, by: Credential) -> Session | EndedSession:
+        """Return a session of a principal to somebody who wants to reward, end or renew it.
+
+        One that was opened before there were settling keys is settled as it was then.
+
+        Raises:
+            SluiceError: NOT_FOUND; PERMISSION_DENIED (SETTLING_KEY_REQUIRED).
+        """
+        session = self.known(principal, name)
+        if by not in _SAMPLES_AT_MOST or not session.two_keys or self._limits.one_key:
+            return session
+        sent = "the session key only samples" if by == common_pb2.CREDENTIAL_SESSION_KEY else "the call has no key"
+        raise SluiceError(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "SETTLING_KEY_REQUIRED",
+            f"{sent}: reward, end and renew episode {name} with its `settling_key`, which the call that opened it returned (as the API key"
+            " over HTTP, as metadata `session-key` over gRPC), or with the token of its principal. A client that knows of no such key needs an"
+            " update, or orchestrator.external.one_key = true",
+        )
 
     def open_session(self, principal: str, name: str) -> Session:
         """Return a session of a principal that may still be sampled.
@@ -262,15 +291,21 @@ class Lending:
         """Note that a session was called for; `until` is when the work that it has under way is given up."""
         self._idle_ends[session.name] = max(now + self._limits.idle_s, until)
 
-    def reward(self, principal: str, request: episode_pb2.RecordRewardRequest, now: float) -> None:
+    def reward(
+        self,
+        principal: str,
+        request: episode_pb2.RecordRewardRequest,
+        now: float,
+        by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED,
+    ) -> None:
         """Record a reward; the last one for each target counts.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it comes too late).
+            SluiceError: INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED (by who samples), FAILED_PRECONDITION (it comes too late).
         """
         self.refusals.check(principal, now)
         target = Target(request.generation_id, request.branch)
-        session = self.known(principal, request.episode_id)
+        session = self.settling(principal, request.episode_id, by)
         self._check_reward(session, request.reward, now)
         if isinstance(session, EndedSession):
             if session.last_reward == (target, request.reward):
@@ -291,7 +326,7 @@ class Lending:
                 " where a reward comes later",
             )
         fact = pb.RewardRecorded(
-            group=session.group, episode=session.episode, attempt=session.attempt, reward=request.reward
+            group=session.group, episode=session.episode, attempt=session.attempt, reward=request.reward, settled_by=by
         )
         if target.generation_id:
             fact.generation_id = target.generation_id
@@ -314,14 +349,21 @@ class Lending:
             grpc.StatusCode.INVALID_ARGUMENT, "REWARD_TOO_LARGE", f"reward: {problem}", violations={"reward": problem}
         )
 
-    def submit(self, principal: str, request: episode_pb2.SubmitTrajectoryRequest, now: float) -> tuple[str, ...]:
+    def submit(
+        self,
+        principal: str,
+        request: episode_pb2.SubmitTrajectoryRequest,
+        now: float,
+        by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED,
+    ) -> tuple[str, ...]:
         """End a session with what was sampled; return the names of its trajectories.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it ended otherwise, or nothing was sampled).
+            SluiceError: INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED (by who samples), FAILED_PRECONDITION (it ended otherwise, or
+                nothing was sampled).
         """
         self.refusals.check(principal, now)
-        session = self.known(principal, request.episode_id)
+        session = self.settling(principal, request.episode_id, by)
         if request.HasField("reward"):
             self._check_reward(session, request.reward, now)
         if isinstance(session, EndedSession) and session.reason != SUBMITTED:
@@ -339,6 +381,7 @@ class Lending:
             reward=request.reward if request.HasField("reward") else None,
             truncated=request.truncated,
             reward_follows=request.reward_follows,
+            settled_by=by,
         )
         if isinstance(session, Session) and session.submission is None:
             _check_branches(session, request, self._limits.branches_mb)
@@ -352,22 +395,27 @@ class Lending:
             )
         return session.trajectory_ids
 
-    def abandon(self, principal: str, request: episode_pb2.AbandonEpisodeRequest) -> None:
+    def abandon(
+        self,
+        principal: str,
+        request: episode_pb2.AbandonEpisodeRequest,
+        by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED,
+    ) -> None:
         """Give a session up.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it was submitted).
+            SluiceError: INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED (by who samples), FAILED_PRECONDITION (it was submitted).
         """
         if len(request.reason) > MAX_NAME:
             raise SluiceError.invalid_argument(
                 "reason", f"has {len(request.reason)} characters; give at most {MAX_NAME}"
             )
-        session = self.known(principal, request.episode_id)
+        session = self.settling(principal, request.episode_id, by)
         ended = session.reason if isinstance(session, EndedSession) else SUBMITTED if session.submission else ""
         if ended == SUBMITTED:
             raise _ended(request.episode_id, SUBMITTED)
         if isinstance(session, Session):
-            self._give_up(session, ABANDONED, request.reason, requeue=request.requeue)
+            self._give_up(session, ABANDONED, request.reason, requeue=request.requeue, by=by)
 
     # Time.
 
@@ -398,7 +446,15 @@ class Lending:
         ended = pb.LeaseEnded(group=external.group, lease_id=lease.lease_id, reason=EXPIRED)
         self._journal.record(pb.Fact(lease_ended=ended))
 
-    def _give_up(self, session: Session, reason: str, detail: str, *, requeue: bool) -> None:
+    def _give_up(
+        self,
+        session: Session,
+        reason: str,
+        detail: str,
+        *,
+        requeue: bool,
+        by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED,
+    ) -> None:
         fact = pb.EpisodeGivenUp(
             group=session.group,
             episode=session.episode,
@@ -406,6 +462,7 @@ class Lending:
             reason=reason,
             detail=detail,
             requeue=requeue and session.attempt + 1 < self._limits.attempts,
+            settled_by=by,
         )
         self._journal.record(pb.Fact(episode_given_up=fact))
         self._idle_ends.pop(session.name, None)

@@ -19,21 +19,28 @@ from orchestrator_svc.journal.external import EndedSession, Lease, Session, pars
 from orchestrator_svc.sessions.claims import Claimed, Recorded, Running
 from orchestrator_svc.sessions.desk import OFFERS, Desk
 from orchestrator_svc.sessions.exchange import answer_exchange, too_large
+from orchestrator_svc.sessions.lending import Credential
 from sluice.limits import MAX_MESSAGE_BYTES
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller, is_local_peer, require_role
 from sluice.sampling.pool import ReplicaPool
 from sluice.template_arguments import arguments_text
-from sluice.v1 import episode_pb2, episode_pb2_grpc, session_pb2, session_pb2_grpc
+from sluice.v1 import common_pb2, episode_pb2, episode_pb2_grpc, session_pb2, session_pb2_grpc
 
 ON_BEHALF_OF = "on-behalf-of"
 """Metadata of a gateway's call: the principal whose call it is."""
+
+SETTLED_BY = "settled-by"
+"""Metadata of a gateway's call that settles an episode: what let its caller do so, as the name of a Credential."""
 
 _LONGEST_WAIT_S = 60.0
 """Seconds that LeaseTasks waits at most, as the contract says."""
 
 _LONGEST_JOIN_S = 30.0
 """Seconds that BeginGeneration waits for the same request elsewhere, if its caller has no deadline."""
+
+_CREDENTIALS = frozenset(common_pb2.Credential.keys())
+_UNKNOWN = common_pb2.CREDENTIAL_UNSPECIFIED
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -57,6 +64,14 @@ def principal_of(context: Context) -> str:
     )
 
 
+def credential_of(context: Context) -> Credential:
+    """Return what lets the caller of a gateway settle an episode; unspecified if the gateway is too old to say."""
+    for key, value in context.invocation_metadata() or ():
+        if key == SETTLED_BY and isinstance(value, str):
+            return common_pb2.Credential.Value(name) if (name := f"CREDENTIAL_{value}") in _CREDENTIALS else _UNKNOWN
+    return _UNKNOWN
+
+
 class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     """Serves SessionService.
 
@@ -71,20 +86,29 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     async def FindSession(
         self, request: session_pb2.FindSessionRequest, context: Context
     ) -> session_pb2.FindSessionResponse:
-        """Find a session by its name or its key."""
-        lending = self._desk.lending
+        """Find a session by its name or one of its keys."""
+        lending, key = self._desk.lending, _UNKNOWN
         if request.WhichOneof("by") == "session_key":
             require_role("gateway")
-            name = self._desk.session_of_key(request.session_key)
+            name, key = self._desk.session_of_key(request.session_key)
             found = lending.find(name) if name else None
             if found is None:
                 raise SluiceError.not_found("UNKNOWN_EPISODE", "the session key opens no episode of this run")
         else:
             name = request.episode_id
             found = lending.known(principal_of(context), name)
-        if not request.ended:
+        if request.ended:
+            found = lending.settling(found.principal, name, key or credential_of(context))
+        elif key == common_pb2.CREDENTIAL_SETTLING_KEY:
+            raise SluiceError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "SAMPLING_KEY_REQUIRED",
+                f"the settling key of {name} does not sample: give the agent the `session_key` (over HTTP `key`) of the same answer, and keep"
+                " this one from it",
+            )
+        else:
             found = lending.open_session(found.principal, name)
-        response = session_pb2.FindSessionResponse(episode_id=name, principal=found.principal)
+        response = session_pb2.FindSessionResponse(episode_id=name, principal=found.principal, credential=key)
         response.cacheable.CopyFrom(_duration(self._desk.limits.cacheable_s))
         if (place := parse_session_name(name)) is not None:
             response.group_id = f"g{place[0]}"
@@ -287,6 +311,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
             episode_id=session.name,
             sampling=desk.posed(desk.lending.group_of(session)).sampling,
             session_key=desk.session_key(session.name),
+            settling_key=desk.settling_key(session.name),
             idle=_duration(desk.limits.idle_s),
         )
         await desk.journal.durable()
@@ -296,7 +321,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self, request: episode_pb2.RecordRewardRequest, context: Context
     ) -> episode_pb2.RecordRewardResponse:
         """Record a reward."""
-        self._desk.lending.reward(principal_of(context), request, self._desk.clock())
+        self._desk.lending.reward(principal_of(context), request, self._desk.clock(), credential_of(context))
         await self._desk.journal.durable()
         return episode_pb2.RecordRewardResponse()
 
@@ -304,7 +329,8 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self, request: episode_pb2.SubmitTrajectoryRequest, context: Context
     ) -> episode_pb2.SubmitTrajectoryResponse:
         """End an episode with what was sampled in it."""
-        trajectory_ids = self._desk.lending.submit(principal_of(context), request, self._desk.clock())
+        by = credential_of(context)
+        trajectory_ids = self._desk.lending.submit(principal_of(context), request, self._desk.clock(), by)
         await self._desk.journal.durable()
         return episode_pb2.SubmitTrajectoryResponse(trajectory_ids=trajectory_ids)
 
@@ -312,7 +338,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self, request: episode_pb2.AbandonEpisodeRequest, context: Context
     ) -> episode_pb2.AbandonEpisodeResponse:
         """Give an episode up."""
-        self._desk.lending.abandon(principal_of(context), request)
+        self._desk.lending.abandon(principal_of(context), request, credential_of(context))
         await self._desk.journal.durable()
         return episode_pb2.AbandonEpisodeResponse()
 

@@ -58,6 +58,9 @@ ACCESS: Mapping[str, frozenset[Role]] = {
 SESSION_KEY = "sk-sluice-"
 """Beginning of the keys of sessions. A gateway tells them from the tokens of principals by it."""
 
+SETTLING_KEY = f"{SESSION_KEY}settle-"
+"""Beginning of those that settle a session; the others sample it."""
+
 _OPEN = frozenset({health.SERVICE_NAME})
 """Services that need no principal."""
 

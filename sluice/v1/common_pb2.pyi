@@ -24,6 +24,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -34,6 +35,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Credential:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CredentialEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Credential.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CREDENTIAL_UNSPECIFIED: _Credential.ValueType  # 0
+    """Not known: an earlier release wrote it, or passed it on."""
+    CREDENTIAL_PRINCIPAL: _Credential.ValueType  # 1
+    """A token or certificate of the principal that the episode belongs to."""
+    CREDENTIAL_SETTLING_KEY: _Credential.ValueType  # 2
+    """The settling key of the episode."""
+    CREDENTIAL_SESSION_KEY: _Credential.ValueType  # 3
+    """The session key, which samples: the episode was opened by an earlier release, or `orchestrator.external.one_key` is set."""
+    CREDENTIAL_NONE: _Credential.ValueType  # 4
+    """Nothing, in a run without principals: likewise."""
+
+class Credential(_Credential, metaclass=_CredentialEnumTypeWrapper):
+    """What showed that a caller may settle an episode of an external agent: reward it, end it, or prolong its lease."""
+
+CREDENTIAL_UNSPECIFIED: Credential.ValueType  # 0
+"""Not known: an earlier release wrote it, or passed it on."""
+CREDENTIAL_PRINCIPAL: Credential.ValueType  # 1
+"""A token or certificate of the principal that the episode belongs to."""
+CREDENTIAL_SETTLING_KEY: Credential.ValueType  # 2
+"""The settling key of the episode."""
+CREDENTIAL_SESSION_KEY: Credential.ValueType  # 3
+"""The session key, which samples: the episode was opened by an earlier release, or `orchestrator.external.one_key` is set."""
+CREDENTIAL_NONE: Credential.ValueType  # 4
+"""Nothing, in a run without principals: likewise."""
+Global___Credential: _TypeAlias = Credential  # noqa: Y015
 
 @_typing.final
 class DrainServerRequest(_message.Message):
@@ -182,7 +215,7 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 
 @_typing.final
 class Limit(_message.Message):
-    """The largest value that is let in."""
+    """The largest value that is let in, or the least one if the name begins with `least_`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -28,7 +28,7 @@ from sluice.v1 import rollout_pb2 as sluice_dot_v1_dot_rollout__pb2
 from sluice.v1 import tokens_pb2 as sluice_dot_v1_dot_tokens__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/episode.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17sluice/v1/rollout.proto\x1a\x16sluice/v1/tokens.proto\"S\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12%\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xc9\x01\n\nLeasedTask\x12\x1d\n\x04task\x18\x01 \x01(\x0b\x32\x0f.sluice.v1.Task\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08\x65pisodes\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\t\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nevaluation\x18\x06 \x01(\x08\x12(\n\x07opening\x18\x07 \x01(\x0b\x32\x17.sluice.v1.Conversation\"\x93\x01\n\x11LeaseTasksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tmax_tasks\x18\x04 \x01(\r\x12\x14\n\x0cmax_episodes\x18\x05 \x01(\r\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\x03\x10\x04R\x05\x61gent\":\n\x12LeaseTasksResponse\x12$\n\x05tasks\x18\x01 \x03(\x0b\x32\x15.sluice.v1.LeasedTask\"%\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\">\n\x12RenewLeaseResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x12OpenEpisodeRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\xe0\x01\n\x13OpenEpisodeResponse\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x17\n\x0fopenai_base_url\x18\x03 \x01(\t\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x1a\n\x12\x61nthropic_base_url\x18\x05 \x01(\t\x12\x13\n\x0bsession_key\x18\x06 \x01(\t\x12\'\n\x04idle\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\x02\x10\x03R\x0frollout_address\"\xef\x01\n\x1d\x45pisodeServiceGenerateRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32\x17.sluice.v1.ConversationH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.sluice.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_n\"}\n\x1e\x45pisodeServiceGenerateResponse\x12\x31\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x1c.sluice.v1.EpisodeGeneration\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06parent\x18\x03 \x01(\t\"\x7f\n\x11\x45pisodeGeneration\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\'\n\x07message\x18\x02 \x01(\x0b\x32\x16.sluice.v1.ChatMessage\x12*\n\x06sample\x18\x03 \x01(\x0b\x32\x1a.sluice.v1.GeneratedSample\"u\n#EpisodeServiceGenerateStreamRequest\x12\x39\n\x07request\x18\x01 \x01(\x0b\x32(.sluice.v1.EpisodeServiceGenerateRequest\x12\x13\n\x0btakes_parts\x18P \x01(\x08\"\xa3\x01\n$EpisodeServiceGenerateStreamResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.sluice.v1.EpisodeTextDelta\x12\x39\n\x06result\x18\x02 \x01(\x0b\x32).sluice.v1.EpisodeServiceGenerateResponse\x12\x13\n\x0bresult_part\x18P \x01(\x0c\"/\n\x10\x45pisodeTextDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"z\n\x13RecordRewardRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x17\n\rgeneration_id\x18\x04 \x01(\tH\x00\x12\x10\n\x06\x62ranch\x18\x05 \x01(\tH\x00\x42\x08\n\x06targetJ\x04\x08\x03\x10\x04R\x04turn\"\x16\n\x14RecordRewardResponse\" \n\x06\x42ranch\x12\x16\n\x0egeneration_ids\x18\x01 \x03(\t\"\x9d\x01\n\x17SubmitTrajectoryRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12#\n\x08\x62ranches\x18\x02 \x03(\x0b\x32\x11.sluice.v1.Branch\x12\x13\n\x06reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12\x16\n\x0ereward_follows\x18\x05 \x01(\x08\x42\t\n\x07_reward\"2\n\x18SubmitTrajectoryResponse\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"L\n\x15\x41\x62\x61ndonEpisodeRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07requeue\x18\x03 \x01(\x08\"\x18\n\x16\x41\x62\x61ndonEpisodeResponse2\xcf\x05\n\x0e\x45pisodeService\x12I\n\nLeaseTasks\x12\x1c.sluice.v1.LeaseTasksRequest\x1a\x1d.sluice.v1.LeaseTasksResponse\x12I\n\nRenewLease\x12\x1c.sluice.v1.RenewLeaseRequest\x1a\x1d.sluice.v1.RenewLeaseResponse\x12L\n\x0bOpenEpisode\x12\x1d.sluice.v1.OpenEpisodeRequest\x1a\x1e.sluice.v1.OpenEpisodeResponse\x12_\n\x08Generate\x12(.sluice.v1.EpisodeServiceGenerateRequest\x1a).sluice.v1.EpisodeServiceGenerateResponse\x12s\n\x0eGenerateStream\x12..sluice.v1.EpisodeServiceGenerateStreamRequest\x1a/.sluice.v1.EpisodeServiceGenerateStreamResponse0\x01\x12O\n\x0cRecordReward\x12\x1e.sluice.v1.RecordRewardRequest\x1a\x1f.sluice.v1.RecordRewardResponse\x12[\n\x10SubmitTrajectory\x12\".sluice.v1.SubmitTrajectoryRequest\x1a#.sluice.v1.SubmitTrajectoryResponse\x12U\n\x0e\x41\x62\x61ndonEpisode\x12 .sluice.v1.AbandonEpisodeRequest\x1a!.sluice.v1.AbandonEpisodeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/episode.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17sluice/v1/rollout.proto\x1a\x16sluice/v1/tokens.proto\"S\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12%\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xc9\x01\n\nLeasedTask\x12\x1d\n\x04task\x18\x01 \x01(\x0b\x32\x0f.sluice.v1.Task\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08\x65pisodes\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\t\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nevaluation\x18\x06 \x01(\x08\x12(\n\x07opening\x18\x07 \x01(\x0b\x32\x17.sluice.v1.Conversation\"\x93\x01\n\x11LeaseTasksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tmax_tasks\x18\x04 \x01(\r\x12\x14\n\x0cmax_episodes\x18\x05 \x01(\r\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\x03\x10\x04R\x05\x61gent\":\n\x12LeaseTasksResponse\x12$\n\x05tasks\x18\x01 \x03(\x0b\x32\x15.sluice.v1.LeasedTask\"%\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\">\n\x12RenewLeaseResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x12OpenEpisodeRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\xf6\x01\n\x13OpenEpisodeResponse\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x17\n\x0fopenai_base_url\x18\x03 \x01(\t\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x1a\n\x12\x61nthropic_base_url\x18\x05 \x01(\t\x12\x13\n\x0bsession_key\x18\x06 \x01(\t\x12\'\n\x04idle\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0csettling_key\x18\x08 \x01(\tJ\x04\x08\x02\x10\x03R\x0frollout_address\"\xef\x01\n\x1d\x45pisodeServiceGenerateRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32\x17.sluice.v1.ConversationH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.sluice.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_n\"}\n\x1e\x45pisodeServiceGenerateResponse\x12\x31\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x1c.sluice.v1.EpisodeGeneration\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06parent\x18\x03 \x01(\t\"\x7f\n\x11\x45pisodeGeneration\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\'\n\x07message\x18\x02 \x01(\x0b\x32\x16.sluice.v1.ChatMessage\x12*\n\x06sample\x18\x03 \x01(\x0b\x32\x1a.sluice.v1.GeneratedSample\"u\n#EpisodeServiceGenerateStreamRequest\x12\x39\n\x07request\x18\x01 \x01(\x0b\x32(.sluice.v1.EpisodeServiceGenerateRequest\x12\x13\n\x0btakes_parts\x18P \x01(\x08\"\xa3\x01\n$EpisodeServiceGenerateStreamResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.sluice.v1.EpisodeTextDelta\x12\x39\n\x06result\x18\x02 \x01(\x0b\x32).sluice.v1.EpisodeServiceGenerateResponse\x12\x13\n\x0bresult_part\x18P \x01(\x0c\"/\n\x10\x45pisodeTextDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"z\n\x13RecordRewardRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x17\n\rgeneration_id\x18\x04 \x01(\tH\x00\x12\x10\n\x06\x62ranch\x18\x05 \x01(\tH\x00\x42\x08\n\x06targetJ\x04\x08\x03\x10\x04R\x04turn\"\x16\n\x14RecordRewardResponse\" \n\x06\x42ranch\x12\x16\n\x0egeneration_ids\x18\x01 \x03(\t\"\x9d\x01\n\x17SubmitTrajectoryRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12#\n\x08\x62ranches\x18\x02 \x03(\x0b\x32\x11.sluice.v1.Branch\x12\x13\n\x06reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12\x16\n\x0ereward_follows\x18\x05 \x01(\x08\x42\t\n\x07_reward\"2\n\x18SubmitTrajectoryResponse\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"L\n\x15\x41\x62\x61ndonEpisodeRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07requeue\x18\x03 \x01(\x08\"\x18\n\x16\x41\x62\x61ndonEpisodeResponse2\xcf\x05\n\x0e\x45pisodeService\x12I\n\nLeaseTasks\x12\x1c.sluice.v1.LeaseTasksRequest\x1a\x1d.sluice.v1.LeaseTasksResponse\x12I\n\nRenewLease\x12\x1c.sluice.v1.RenewLeaseRequest\x1a\x1d.sluice.v1.RenewLeaseResponse\x12L\n\x0bOpenEpisode\x12\x1d.sluice.v1.OpenEpisodeRequest\x1a\x1e.sluice.v1.OpenEpisodeResponse\x12_\n\x08Generate\x12(.sluice.v1.EpisodeServiceGenerateRequest\x1a).sluice.v1.EpisodeServiceGenerateResponse\x12s\n\x0eGenerateStream\x12..sluice.v1.EpisodeServiceGenerateStreamRequest\x1a/.sluice.v1.EpisodeServiceGenerateStreamResponse0\x01\x12O\n\x0cRecordReward\x12\x1e.sluice.v1.RecordRewardRequest\x1a\x1f.sluice.v1.RecordRewardResponse\x12[\n\x10SubmitTrajectory\x12\".sluice.v1.SubmitTrajectoryRequest\x1a#.sluice.v1.SubmitTrajectoryResponse\x12U\n\x0e\x41\x62\x61ndonEpisode\x12 .sluice.v1.AbandonEpisodeRequest\x1a!.sluice.v1.AbandonEpisodeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,33 +50,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENEPISODEREQUEST']._serialized_start=751
   _globals['_OPENEPISODEREQUEST']._serialized_end=809
   _globals['_OPENEPISODERESPONSE']._serialized_start=812
-  _globals['_OPENEPISODERESPONSE']._serialized_end=1036
-  _globals['_EPISODESERVICEGENERATEREQUEST']._serialized_start=1039
-  _globals['_EPISODESERVICEGENERATEREQUEST']._serialized_end=1278
-  _globals['_EPISODESERVICEGENERATERESPONSE']._serialized_start=1280
-  _globals['_EPISODESERVICEGENERATERESPONSE']._serialized_end=1405
-  _globals['_EPISODEGENERATION']._serialized_start=1407
-  _globals['_EPISODEGENERATION']._serialized_end=1534
-  _globals['_EPISODESERVICEGENERATESTREAMREQUEST']._serialized_start=1536
-  _globals['_EPISODESERVICEGENERATESTREAMREQUEST']._serialized_end=1653
-  _globals['_EPISODESERVICEGENERATESTREAMRESPONSE']._serialized_start=1656
-  _globals['_EPISODESERVICEGENERATESTREAMRESPONSE']._serialized_end=1819
-  _globals['_EPISODETEXTDELTA']._serialized_start=1821
-  _globals['_EPISODETEXTDELTA']._serialized_end=1868
-  _globals['_RECORDREWARDREQUEST']._serialized_start=1870
-  _globals['_RECORDREWARDREQUEST']._serialized_end=1992
-  _globals['_RECORDREWARDRESPONSE']._serialized_start=1994
-  _globals['_RECORDREWARDRESPONSE']._serialized_end=2016
-  _globals['_BRANCH']._serialized_start=2018
-  _globals['_BRANCH']._serialized_end=2050
-  _globals['_SUBMITTRAJECTORYREQUEST']._serialized_start=2053
-  _globals['_SUBMITTRAJECTORYREQUEST']._serialized_end=2210
-  _globals['_SUBMITTRAJECTORYRESPONSE']._serialized_start=2212
-  _globals['_SUBMITTRAJECTORYRESPONSE']._serialized_end=2262
-  _globals['_ABANDONEPISODEREQUEST']._serialized_start=2264
-  _globals['_ABANDONEPISODEREQUEST']._serialized_end=2340
-  _globals['_ABANDONEPISODERESPONSE']._serialized_start=2342
-  _globals['_ABANDONEPISODERESPONSE']._serialized_end=2366
-  _globals['_EPISODESERVICE']._serialized_start=2369
-  _globals['_EPISODESERVICE']._serialized_end=3088
+  _globals['_OPENEPISODERESPONSE']._serialized_end=1058
+  _globals['_EPISODESERVICEGENERATEREQUEST']._serialized_start=1061
+  _globals['_EPISODESERVICEGENERATEREQUEST']._serialized_end=1300
+  _globals['_EPISODESERVICEGENERATERESPONSE']._serialized_start=1302
+  _globals['_EPISODESERVICEGENERATERESPONSE']._serialized_end=1427
+  _globals['_EPISODEGENERATION']._serialized_start=1429
+  _globals['_EPISODEGENERATION']._serialized_end=1556
+  _globals['_EPISODESERVICEGENERATESTREAMREQUEST']._serialized_start=1558
+  _globals['_EPISODESERVICEGENERATESTREAMREQUEST']._serialized_end=1675
+  _globals['_EPISODESERVICEGENERATESTREAMRESPONSE']._serialized_start=1678
+  _globals['_EPISODESERVICEGENERATESTREAMRESPONSE']._serialized_end=1841
+  _globals['_EPISODETEXTDELTA']._serialized_start=1843
+  _globals['_EPISODETEXTDELTA']._serialized_end=1890
+  _globals['_RECORDREWARDREQUEST']._serialized_start=1892
+  _globals['_RECORDREWARDREQUEST']._serialized_end=2014
+  _globals['_RECORDREWARDRESPONSE']._serialized_start=2016
+  _globals['_RECORDREWARDRESPONSE']._serialized_end=2038
+  _globals['_BRANCH']._serialized_start=2040
+  _globals['_BRANCH']._serialized_end=2072
+  _globals['_SUBMITTRAJECTORYREQUEST']._serialized_start=2075
+  _globals['_SUBMITTRAJECTORYREQUEST']._serialized_end=2232
+  _globals['_SUBMITTRAJECTORYRESPONSE']._serialized_start=2234
+  _globals['_SUBMITTRAJECTORYRESPONSE']._serialized_end=2284
+  _globals['_ABANDONEPISODEREQUEST']._serialized_start=2286
+  _globals['_ABANDONEPISODEREQUEST']._serialized_end=2362
+  _globals['_ABANDONEPISODERESPONSE']._serialized_start=2364
+  _globals['_ABANDONEPISODERESPONSE']._serialized_end=2388
+  _globals['_EPISODESERVICE']._serialized_start=2391
+  _globals['_EPISODESERVICE']._serialized_end=3110
 # @@protoc_insertion_point(module_scope)

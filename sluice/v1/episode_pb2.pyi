@@ -254,6 +254,7 @@ class OpenEpisodeResponse(_message.Message):
     ANTHROPIC_BASE_URL_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    SETTLING_KEY_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode, which is also the name of its captured session."""
     openai_base_url: _builtins.str
@@ -261,7 +262,11 @@ class OpenEpisodeResponse(_message.Message):
     anthropic_base_url: _builtins.str
     """Base URL for Anthropic clients."""
     session_key: _builtins.str
-    """API key for these clients. It opens this episode and nothing else."""
+    """API key for these clients. It samples this episode, and does nothing else: give it to the agent."""
+    settling_key: _builtins.str
+    """Rewards this episode, ends it and renews its lease, and does nothing else: keep it from the agent, and from the programs that it
+    starts.
+    """
     @_builtins.property
     def sampling(self) -> _tokens_pb2.SamplingParams:
         """Sampling that its generations use where a request does not say otherwise."""
@@ -279,10 +284,11 @@ class OpenEpisodeResponse(_message.Message):
         anthropic_base_url: _builtins.str = ...,
         session_key: _builtins.str = ...,
         idle: _duration_pb2.Duration | None = ...,
+        settling_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anthropic_base_url", b"anthropic_base_url", "episode_id", b"episode_id", "idle", b"idle", "openai_base_url", b"openai_base_url", "sampling", b"sampling", "session_key", b"session_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anthropic_base_url", b"anthropic_base_url", "episode_id", b"episode_id", "idle", b"idle", "openai_base_url", b"openai_base_url", "sampling", b"sampling", "session_key", b"session_key", "settling_key", b"settling_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

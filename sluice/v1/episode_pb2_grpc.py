@@ -32,6 +32,11 @@ class EpisodeServiceStub:
     LeaseTasks -> OpenEpisode -> Generate ... -> RecordReward ... -> SubmitTrajectory, or AbandonEpisode
 
     An episode belongs to the principal who leased it: to others it is NOT_FOUND.
+
+    RecordReward, SubmitTrajectory and AbandonEpisode settle an episode. They need the token or certificate of its principal, or its
+    settling key in the metadata `session-key`; in a run without principals, that key. Otherwise they end with PERMISSION_DENIED (reason
+    SETTLING_KEY_REQUIRED). The session key and the token are for Generate; with the settling key it is PERMISSION_DENIED
+    (SAMPLING_KEY_REQUIRED). RenewLease takes the settling key, too, and needs none.
     """
 
     def __init__(self, channel):
@@ -89,6 +94,11 @@ class EpisodeServiceServicer:
     LeaseTasks -> OpenEpisode -> Generate ... -> RecordReward ... -> SubmitTrajectory, or AbandonEpisode
 
     An episode belongs to the principal who leased it: to others it is NOT_FOUND.
+
+    RecordReward, SubmitTrajectory and AbandonEpisode settle an episode. They need the token or certificate of its principal, or its
+    settling key in the metadata `session-key`; in a run without principals, that key. Otherwise they end with PERMISSION_DENIED (reason
+    SETTLING_KEY_REQUIRED). The session key and the token are for Generate; with the settling key it is PERMISSION_DENIED
+    (SAMPLING_KEY_REQUIRED). RenewLease takes the settling key, too, and needs none.
     """
 
     def LeaseTasks(self, request, context):
@@ -214,6 +224,11 @@ class EpisodeService:
     LeaseTasks -> OpenEpisode -> Generate ... -> RecordReward ... -> SubmitTrajectory, or AbandonEpisode
 
     An episode belongs to the principal who leased it: to others it is NOT_FOUND.
+
+    RecordReward, SubmitTrajectory and AbandonEpisode settle an episode. They need the token or certificate of its principal, or its
+    settling key in the metadata `session-key`; in a run without principals, that key. Otherwise they end with PERMISSION_DENIED (reason
+    SETTLING_KEY_REQUIRED). The session key and the token are for Generate; with the settling key it is PERMISSION_DENIED
+    (SAMPLING_KEY_REQUIRED). RenewLease takes the settling key, too, and needs none.
     """
 
     @staticmethod

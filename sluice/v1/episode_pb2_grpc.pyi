@@ -33,6 +33,11 @@ class EpisodeServiceStub:
     LeaseTasks -> OpenEpisode -> Generate ... -> RecordReward ... -> SubmitTrajectory, or AbandonEpisode
 
     An episode belongs to the principal who leased it: to others it is NOT_FOUND.
+
+    RecordReward, SubmitTrajectory and AbandonEpisode settle an episode. They need the token or certificate of its principal, or its
+    settling key in the metadata `session-key`; in a run without principals, that key. Otherwise they end with PERMISSION_DENIED (reason
+    SETTLING_KEY_REQUIRED). The session key and the token are for Generate; with the settling key it is PERMISSION_DENIED
+    (SAMPLING_KEY_REQUIRED). RenewLease takes the settling key, too, and needs none.
     """
 
     @_typing.overload
@@ -78,6 +83,11 @@ class EpisodeServiceAsyncStub(EpisodeServiceStub):
     LeaseTasks -> OpenEpisode -> Generate ... -> RecordReward ... -> SubmitTrajectory, or AbandonEpisode
 
     An episode belongs to the principal who leased it: to others it is NOT_FOUND.
+
+    RecordReward, SubmitTrajectory and AbandonEpisode settle an episode. They need the token or certificate of its principal, or its
+    settling key in the metadata `session-key`; in a run without principals, that key. Otherwise they end with PERMISSION_DENIED (reason
+    SETTLING_KEY_REQUIRED). The session key and the token are for Generate; with the settling key it is PERMISSION_DENIED
+    (SAMPLING_KEY_REQUIRED). RenewLease takes the settling key, too, and needs none.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -119,6 +129,11 @@ class EpisodeServiceServicer(metaclass=_abc_1.ABCMeta):
     LeaseTasks -> OpenEpisode -> Generate ... -> RecordReward ... -> SubmitTrajectory, or AbandonEpisode
 
     An episode belongs to the principal who leased it: to others it is NOT_FOUND.
+
+    RecordReward, SubmitTrajectory and AbandonEpisode settle an episode. They need the token or certificate of its principal, or its
+    settling key in the metadata `session-key`; in a run without principals, that key. Otherwise they end with PERMISSION_DENIED (reason
+    SETTLING_KEY_REQUIRED). The session key and the token are for Generate; with the settling key it is PERMISSION_DENIED
+    (SAMPLING_KEY_REQUIRED). RenewLease takes the settling key, too, and needs none.
     """
 
     @_abc_1.abstractmethod

@@ -193,6 +193,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The run has no external episodes."""
     ERROR_REASON_GENERATION_DAMAGED: _ErrorReason.ValueType  # 187
     """What was sampled cannot be read from the journal any more."""
+    ERROR_REASON_SETTLING_KEY_REQUIRED: _ErrorReason.ValueType  # 230
+    """The call rewards, ends or renews an episode with its session key, which only samples; or, in a run without principals, with no key."""
+    ERROR_REASON_SAMPLING_KEY_REQUIRED: _ErrorReason.ValueType  # 231
+    """The call samples with the settling key, which rewards, ends and renews."""
     ERROR_REASON_RUN_ENDED: _ErrorReason.ValueType  # 188
     """The run has ended: nothing will be on offer any more."""
     ERROR_REASON_STREAM_BROKE: _ErrorReason.ValueType  # 189
@@ -611,6 +615,10 @@ ERROR_REASON_NO_EXTERNAL_EPISODES: ErrorReason.ValueType  # 186
 """The run has no external episodes."""
 ERROR_REASON_GENERATION_DAMAGED: ErrorReason.ValueType  # 187
 """What was sampled cannot be read from the journal any more."""
+ERROR_REASON_SETTLING_KEY_REQUIRED: ErrorReason.ValueType  # 230
+"""The call rewards, ends or renews an episode with its session key, which only samples; or, in a run without principals, with no key."""
+ERROR_REASON_SAMPLING_KEY_REQUIRED: ErrorReason.ValueType  # 231
+"""The call samples with the settling key, which rewards, ends and renews."""
 ERROR_REASON_RUN_ENDED: ErrorReason.ValueType  # 188
 """The run has ended: nothing will be on offer any more."""
 ERROR_REASON_STREAM_BROKE: ErrorReason.ValueType  # 189

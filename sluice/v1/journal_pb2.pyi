@@ -1488,6 +1488,7 @@ class EpisodeOpened(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TWO_KEYS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """The group."""
     episode: _builtins.int
@@ -1498,6 +1499,8 @@ class EpisodeOpened(_message.Message):
     """The lease."""
     request_id: _builtins.str
     """Request that it answers."""
+    two_keys: _builtins.bool
+    """Its caller was given a settling key. Releases that gave none let the session key settle the episode, and so it stays for those."""
     def __init__(
         self,
         *,
@@ -1506,10 +1509,11 @@ class EpisodeOpened(_message.Message):
         attempt: _builtins.int = ...,
         lease_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        two_keys: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "group", b"group", "lease_id", b"lease_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "group", b"group", "lease_id", b"lease_id", "request_id", b"request_id", "two_keys", b"two_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1653,6 +1657,7 @@ class RewardRecorded(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     GENERATION_ID_FIELD_NUMBER: _builtins.int
     BRANCH_FIELD_NUMBER: _builtins.int
+    SETTLED_BY_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """The group."""
     episode: _builtins.int
@@ -1665,6 +1670,8 @@ class RewardRecorded(_message.Message):
     """One sample, as the reward of its turn."""
     branch: _builtins.str
     """The branch that ends with this sample."""
+    settled_by: _common_pb2.Credential.ValueType
+    """What let its sender give it."""
     def __init__(
         self,
         *,
@@ -1674,10 +1681,11 @@ class RewardRecorded(_message.Message):
         reward: _builtins.float = ...,
         generation_id: _builtins.str = ...,
         branch: _builtins.str = ...,
+        settled_by: _common_pb2.Credential.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "generation_id", b"generation_id", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch", b"branch", "episode", b"episode", "generation_id", b"generation_id", "group", b"group", "reward", b"reward", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch", b"branch", "episode", b"episode", "generation_id", b"generation_id", "group", b"group", "reward", b"reward", "settled_by", b"settled_by", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["generation_id", "branch"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
@@ -1698,6 +1706,7 @@ class EpisodeSubmitted(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     REWARD_FOLLOWS_FIELD_NUMBER: _builtins.int
+    SETTLED_BY_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """The group."""
     episode: _builtins.int
@@ -1710,6 +1719,8 @@ class EpisodeSubmitted(_message.Message):
     """Whether the agent's own limits cut it off."""
     reward_follows: _builtins.bool
     """Whether the episode waits for a reward."""
+    settled_by: _common_pb2.Credential.ValueType
+    """What let its sender submit it. Not part of what makes two submissions the same."""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[_episode_pb2.Branch]:
         """Branches to train; empty: every path to a sample that none continues."""
@@ -1724,10 +1735,11 @@ class EpisodeSubmitted(_message.Message):
         reward: _builtins.float | None = ...,
         truncated: _builtins.bool = ...,
         reward_follows: _builtins.bool = ...,
+        settled_by: _common_pb2.Credential.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "attempt", b"attempt", "branches", b"branches", "episode", b"episode", "group", b"group", "reward", b"reward", "reward_follows", b"reward_follows", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "attempt", b"attempt", "branches", b"branches", "episode", b"episode", "group", b"group", "reward", b"reward", "reward_follows", b"reward_follows", "settled_by", b"settled_by", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -1747,6 +1759,7 @@ class EpisodeGivenUp(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     REQUEUE_FIELD_NUMBER: _builtins.int
+    SETTLED_BY_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """The group."""
     episode: _builtins.int
@@ -1759,6 +1772,8 @@ class EpisodeGivenUp(_message.Message):
     """What the agent said, for people to read."""
     requeue: _builtins.bool
     """Whether it is on offer again, as its next attempt."""
+    settled_by: _common_pb2.Credential.ValueType
+    """What let its agent give it up; unset if the run did."""
     def __init__(
         self,
         *,
@@ -1768,10 +1783,11 @@ class EpisodeGivenUp(_message.Message):
         reason: _builtins.str = ...,
         detail: _builtins.str = ...,
         requeue: _builtins.bool = ...,
+        settled_by: _common_pb2.Credential.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "episode", b"episode", "group", b"group", "reason", b"reason", "requeue", b"requeue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "episode", b"episode", "group", b"group", "reason", b"reason", "requeue", b"requeue", "settled_by", b"settled_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,7 +29,7 @@ from sluice.v1 import rollout_pb2 as sluice_dot_v1_dot_rollout__pb2
 from sluice.v1 import tokens_pb2 as sluice_dot_v1_dot_tokens__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/session.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16sluice/v1/common.proto\x1a\x17sluice/v1/rollout.proto\x1a\x16sluice/v1/tokens.proto\"V\n\x12\x46indSessionRequest\x12\x15\n\x0bsession_key\x18\x01 \x01(\tH\x00\x12\x14\n\nepisode_id\x18\x02 \x01(\tH\x00\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x42\x04\n\x02\x62y\"\xa6\x02\n\x13\x46indSessionResponse\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x11\n\tprincipal\x18\x02 \x01(\t\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x34\n\x12min_policy_version\x18\x04 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x12\n\nevaluation\x18\x05 \x01(\x08\x12,\n\tcacheable\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08group_id\x18\x07 \x01(\t\x12\x10\n\x08lease_id\x18\x08 \x01(\t\x12\x1f\n\x17template_arguments_json\x18\t \x01(\t\"\x94\x02\n\x16\x42\x65ginGenerationRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x13\n\x0b\x62ody_digest\x18\x04 \x01(\x0c\x12\x10\n\x08is_retry\x18\x05 \x01(\x08\x12\x13\n\x0bprefix_keys\x18\x06 \x03(\x0c\x12&\n\ttoken_ids\x18\x07 \x01(\x0b\x32\x13.sluice.v1.TokenIds\x12(\n\x05\x63laim\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05joins\x18\t \x01(\t\x12\x0f\n\x07samples\x18\n \x01(\r\x12\x13\n\x0bleast_bytes\x18\x0b \x01(\x04\"\xa3\x01\n\x17\x42\x65ginGenerationResponse\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\r\x12&\n\tcontinues\x18\x03 \x01(\x0b\x32\x13.sluice.v1.TokenIds\x12/\n\x08recorded\x18\x04 \x01(\x0b\x32\x1d.sluice.v1.RecordedGeneration\x12\x0f\n\x07running\x18\x05 \x01(\t\"\xc7\x02\n\x12RecordedGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x08response\x18\x02 \x01(\x0b\x32\x1b.sluice.v1.GenerateResponse\x12\x0e\n\x06parent\x18\x03 \x01(\t\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\x12\x13\n\x0b\x62ody_digest\x18\x05 \x01(\x0c\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x13\n\x0bnot_trained\x18\x07 \x01(\t\x12-\n\x0c\x63onversation\x18\x08 \x01(\x0b\x32\x17.sluice.v1.Conversation\x12\x0f\n\x07\x64ialect\x18\t \x01(\t\x12\x0f\n\x07gateway\x18\n \x01(\t\x12\x10\n\x08replicas\x18\x0b \x03(\t\x12.\n\nbegin_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x86\x01\n\x17RecordGenerationRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0f\n\x07gateway\x18\x02 \x01(\t\x12\x31\n\ngeneration\x18\x03 \x01(\x0b\x32\x1d.sluice.v1.RecordedGeneration\x12\x13\n\x0bundelivered\x18\x04 \x01(\x08\"B\n\x18RecordGenerationResponse\x12\x16\n\x0egeneration_ids\x18\x01 \x03(\t\x12\x0e\n\x06parent\x18\x02 \x01(\t\"\xd3\x02\n\x0f\x45xchangeRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x14\n\x0con_behalf_of\x18\x02 \x01(\t\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06log_id\x18\x04 \x01(\t\x12\x32\n\x05\x62\x65gin\x18\x05 \x01(\x0b\x32!.sluice.v1.BeginGenerationRequestH\x00\x12\x34\n\x06record\x18\x06 \x01(\x0b\x32\".sluice.v1.RecordGenerationRequestH\x00\x12&\n\x04part\x18\x07 \x01(\x0b\x32\x16.sluice.v1.MessagePartH\x00\x12.\n\x03get\x18\x08 \x01(\x0b\x32\x1f.sluice.v1.GetGenerationRequestH\x00\x12\x13\n\x0btakes_parts\x18\t \x01(\x08\x42\t\n\x07request\"C\n\x0bMessagePart\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x82\x02\n\x10\x45xchangeResponse\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x33\n\x05\x62\x65gun\x18\x02 \x01(\x0b\x32\".sluice.v1.BeginGenerationResponseH\x00\x12\x37\n\x08recorded\x18\x03 \x01(\x0b\x32#.sluice.v1.RecordGenerationResponseH\x00\x12\x0f\n\x05\x65rror\x18\x04 \x01(\x0cH\x00\x12&\n\x04part\x18\x05 \x01(\x0b\x32\x16.sluice.v1.MessagePartH\x00\x12/\n\x03got\x18\x06 \x01(\x0b\x32 .sluice.v1.GetGenerationResponseH\x00\x42\x08\n\x06\x61nswer\"A\n\x14GetGenerationRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x15\n\rgeneration_id\x18\x02 \x01(\t\"J\n\x15GetGenerationResponse\x12\x31\n\ngeneration\x18\x01 \x01(\x0b\x32\x1d.sluice.v1.RecordedGeneration\"S\n\x18ReleaseGenerationRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07gateway\x18\x03 \x01(\t\"\x1b\n\x19ReleaseGenerationResponse\"\'\n\x14WatchReplicasRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\"C\n\x15WatchReplicasResponse\x12*\n\x08replicas\x18\x01 \x03(\x0b\x32\x18.sluice.v1.ListedReplica\"Q\n\rListedReplica\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06usable\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t2\xe8\x04\n\x0eSessionService\x12L\n\x0b\x46indSession\x12\x1d.sluice.v1.FindSessionRequest\x1a\x1e.sluice.v1.FindSessionResponse\x12X\n\x0f\x42\x65ginGeneration\x12!.sluice.v1.BeginGenerationRequest\x1a\".sluice.v1.BeginGenerationResponse\x12[\n\x10RecordGeneration\x12\".sluice.v1.RecordGenerationRequest\x1a#.sluice.v1.RecordGenerationResponse\x12G\n\x08\x45xchange\x12\x1a.sluice.v1.ExchangeRequest\x1a\x1b.sluice.v1.ExchangeResponse(\x01\x30\x01\x12R\n\rGetGeneration\x12\x1f.sluice.v1.GetGenerationRequest\x1a .sluice.v1.GetGenerationResponse\x12^\n\x11ReleaseGeneration\x12#.sluice.v1.ReleaseGenerationRequest\x1a$.sluice.v1.ReleaseGenerationResponse\x12T\n\rWatchReplicas\x12\x1f.sluice.v1.WatchReplicasRequest\x1a .sluice.v1.WatchReplicasResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/session.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16sluice/v1/common.proto\x1a\x17sluice/v1/rollout.proto\x1a\x16sluice/v1/tokens.proto\"V\n\x12\x46indSessionRequest\x12\x15\n\x0bsession_key\x18\x01 \x01(\tH\x00\x12\x14\n\nepisode_id\x18\x02 \x01(\tH\x00\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x42\x04\n\x02\x62y\"\xd1\x02\n\x13\x46indSessionResponse\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x11\n\tprincipal\x18\x02 \x01(\t\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x34\n\x12min_policy_version\x18\x04 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x12\n\nevaluation\x18\x05 \x01(\x08\x12,\n\tcacheable\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08group_id\x18\x07 \x01(\t\x12\x10\n\x08lease_id\x18\x08 \x01(\t\x12\x1f\n\x17template_arguments_json\x18\t \x01(\t\x12)\n\ncredential\x18\n \x01(\x0e\x32\x15.sluice.v1.Credential\"\x94\x02\n\x16\x42\x65ginGenerationRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x13\n\x0b\x62ody_digest\x18\x04 \x01(\x0c\x12\x10\n\x08is_retry\x18\x05 \x01(\x08\x12\x13\n\x0bprefix_keys\x18\x06 \x03(\x0c\x12&\n\ttoken_ids\x18\x07 \x01(\x0b\x32\x13.sluice.v1.TokenIds\x12(\n\x05\x63laim\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05joins\x18\t \x01(\t\x12\x0f\n\x07samples\x18\n \x01(\r\x12\x13\n\x0bleast_bytes\x18\x0b \x01(\x04\"\xa3\x01\n\x17\x42\x65ginGenerationResponse\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\r\x12&\n\tcontinues\x18\x03 \x01(\x0b\x32\x13.sluice.v1.TokenIds\x12/\n\x08recorded\x18\x04 \x01(\x0b\x32\x1d.sluice.v1.RecordedGeneration\x12\x0f\n\x07running\x18\x05 \x01(\t\"\xc7\x02\n\x12RecordedGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x08response\x18\x02 \x01(\x0b\x32\x1b.sluice.v1.GenerateResponse\x12\x0e\n\x06parent\x18\x03 \x01(\t\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\x12\x13\n\x0b\x62ody_digest\x18\x05 \x01(\x0c\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x13\n\x0bnot_trained\x18\x07 \x01(\t\x12-\n\x0c\x63onversation\x18\x08 \x01(\x0b\x32\x17.sluice.v1.Conversation\x12\x0f\n\x07\x64ialect\x18\t \x01(\t\x12\x0f\n\x07gateway\x18\n \x01(\t\x12\x10\n\x08replicas\x18\x0b \x03(\t\x12.\n\nbegin_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x86\x01\n\x17RecordGenerationRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0f\n\x07gateway\x18\x02 \x01(\t\x12\x31\n\ngeneration\x18\x03 \x01(\x0b\x32\x1d.sluice.v1.RecordedGeneration\x12\x13\n\x0bundelivered\x18\x04 \x01(\x08\"B\n\x18RecordGenerationResponse\x12\x16\n\x0egeneration_ids\x18\x01 \x03(\t\x12\x0e\n\x06parent\x18\x02 \x01(\t\"\xd3\x02\n\x0f\x45xchangeRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x14\n\x0con_behalf_of\x18\x02 \x01(\t\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06log_id\x18\x04 \x01(\t\x12\x32\n\x05\x62\x65gin\x18\x05 \x01(\x0b\x32!.sluice.v1.BeginGenerationRequestH\x00\x12\x34\n\x06record\x18\x06 \x01(\x0b\x32\".sluice.v1.RecordGenerationRequestH\x00\x12&\n\x04part\x18\x07 \x01(\x0b\x32\x16.sluice.v1.MessagePartH\x00\x12.\n\x03get\x18\x08 \x01(\x0b\x32\x1f.sluice.v1.GetGenerationRequestH\x00\x12\x13\n\x0btakes_parts\x18\t \x01(\x08\x42\t\n\x07request\"C\n\x0bMessagePart\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x82\x02\n\x10\x45xchangeResponse\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x33\n\x05\x62\x65gun\x18\x02 \x01(\x0b\x32\".sluice.v1.BeginGenerationResponseH\x00\x12\x37\n\x08recorded\x18\x03 \x01(\x0b\x32#.sluice.v1.RecordGenerationResponseH\x00\x12\x0f\n\x05\x65rror\x18\x04 \x01(\x0cH\x00\x12&\n\x04part\x18\x05 \x01(\x0b\x32\x16.sluice.v1.MessagePartH\x00\x12/\n\x03got\x18\x06 \x01(\x0b\x32 .sluice.v1.GetGenerationResponseH\x00\x42\x08\n\x06\x61nswer\"A\n\x14GetGenerationRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x15\n\rgeneration_id\x18\x02 \x01(\t\"J\n\x15GetGenerationResponse\x12\x31\n\ngeneration\x18\x01 \x01(\x0b\x32\x1d.sluice.v1.RecordedGeneration\"S\n\x18ReleaseGenerationRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07gateway\x18\x03 \x01(\t\"\x1b\n\x19ReleaseGenerationResponse\"\'\n\x14WatchReplicasRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\"C\n\x15WatchReplicasResponse\x12*\n\x08replicas\x18\x01 \x03(\x0b\x32\x18.sluice.v1.ListedReplica\"Q\n\rListedReplica\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06usable\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t2\xe8\x04\n\x0eSessionService\x12L\n\x0b\x46indSession\x12\x1d.sluice.v1.FindSessionRequest\x1a\x1e.sluice.v1.FindSessionResponse\x12X\n\x0f\x42\x65ginGeneration\x12!.sluice.v1.BeginGenerationRequest\x1a\".sluice.v1.BeginGenerationResponse\x12[\n\x10RecordGeneration\x12\".sluice.v1.RecordGenerationRequest\x1a#.sluice.v1.RecordGenerationResponse\x12G\n\x08\x45xchange\x12\x1a.sluice.v1.ExchangeRequest\x1a\x1b.sluice.v1.ExchangeResponse(\x01\x30\x01\x12R\n\rGetGeneration\x12\x1f.sluice.v1.GetGenerationRequest\x1a .sluice.v1.GetGenerationResponse\x12^\n\x11ReleaseGeneration\x12#.sluice.v1.ReleaseGenerationRequest\x1a$.sluice.v1.ReleaseGenerationResponse\x12T\n\rWatchReplicas\x12\x1f.sluice.v1.WatchReplicasRequest\x1a .sluice.v1.WatchReplicasResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,37 +39,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINDSESSIONREQUEST']._serialized_start=176
   _globals['_FINDSESSIONREQUEST']._serialized_end=262
   _globals['_FINDSESSIONRESPONSE']._serialized_start=265
-  _globals['_FINDSESSIONRESPONSE']._serialized_end=559
-  _globals['_BEGINGENERATIONREQUEST']._serialized_start=562
-  _globals['_BEGINGENERATIONREQUEST']._serialized_end=838
-  _globals['_BEGINGENERATIONRESPONSE']._serialized_start=841
-  _globals['_BEGINGENERATIONRESPONSE']._serialized_end=1004
-  _globals['_RECORDEDGENERATION']._serialized_start=1007
-  _globals['_RECORDEDGENERATION']._serialized_end=1334
-  _globals['_RECORDGENERATIONREQUEST']._serialized_start=1337
-  _globals['_RECORDGENERATIONREQUEST']._serialized_end=1471
-  _globals['_RECORDGENERATIONRESPONSE']._serialized_start=1473
-  _globals['_RECORDGENERATIONRESPONSE']._serialized_end=1539
-  _globals['_EXCHANGEREQUEST']._serialized_start=1542
-  _globals['_EXCHANGEREQUEST']._serialized_end=1881
-  _globals['_MESSAGEPART']._serialized_start=1883
-  _globals['_MESSAGEPART']._serialized_end=1950
-  _globals['_EXCHANGERESPONSE']._serialized_start=1953
-  _globals['_EXCHANGERESPONSE']._serialized_end=2211
-  _globals['_GETGENERATIONREQUEST']._serialized_start=2213
-  _globals['_GETGENERATIONREQUEST']._serialized_end=2278
-  _globals['_GETGENERATIONRESPONSE']._serialized_start=2280
-  _globals['_GETGENERATIONRESPONSE']._serialized_end=2354
-  _globals['_RELEASEGENERATIONREQUEST']._serialized_start=2356
-  _globals['_RELEASEGENERATIONREQUEST']._serialized_end=2439
-  _globals['_RELEASEGENERATIONRESPONSE']._serialized_start=2441
-  _globals['_RELEASEGENERATIONRESPONSE']._serialized_end=2468
-  _globals['_WATCHREPLICASREQUEST']._serialized_start=2470
-  _globals['_WATCHREPLICASREQUEST']._serialized_end=2509
-  _globals['_WATCHREPLICASRESPONSE']._serialized_start=2511
-  _globals['_WATCHREPLICASRESPONSE']._serialized_end=2578
-  _globals['_LISTEDREPLICA']._serialized_start=2580
-  _globals['_LISTEDREPLICA']._serialized_end=2661
-  _globals['_SESSIONSERVICE']._serialized_start=2664
-  _globals['_SESSIONSERVICE']._serialized_end=3280
+  _globals['_FINDSESSIONRESPONSE']._serialized_end=602
+  _globals['_BEGINGENERATIONREQUEST']._serialized_start=605
+  _globals['_BEGINGENERATIONREQUEST']._serialized_end=881
+  _globals['_BEGINGENERATIONRESPONSE']._serialized_start=884
+  _globals['_BEGINGENERATIONRESPONSE']._serialized_end=1047
+  _globals['_RECORDEDGENERATION']._serialized_start=1050
+  _globals['_RECORDEDGENERATION']._serialized_end=1377
+  _globals['_RECORDGENERATIONREQUEST']._serialized_start=1380
+  _globals['_RECORDGENERATIONREQUEST']._serialized_end=1514
+  _globals['_RECORDGENERATIONRESPONSE']._serialized_start=1516
+  _globals['_RECORDGENERATIONRESPONSE']._serialized_end=1582
+  _globals['_EXCHANGEREQUEST']._serialized_start=1585
+  _globals['_EXCHANGEREQUEST']._serialized_end=1924
+  _globals['_MESSAGEPART']._serialized_start=1926
+  _globals['_MESSAGEPART']._serialized_end=1993
+  _globals['_EXCHANGERESPONSE']._serialized_start=1996
+  _globals['_EXCHANGERESPONSE']._serialized_end=2254
+  _globals['_GETGENERATIONREQUEST']._serialized_start=2256
+  _globals['_GETGENERATIONREQUEST']._serialized_end=2321
+  _globals['_GETGENERATIONRESPONSE']._serialized_start=2323
+  _globals['_GETGENERATIONRESPONSE']._serialized_end=2397
+  _globals['_RELEASEGENERATIONREQUEST']._serialized_start=2399
+  _globals['_RELEASEGENERATIONREQUEST']._serialized_end=2482
+  _globals['_RELEASEGENERATIONRESPONSE']._serialized_start=2484
+  _globals['_RELEASEGENERATIONRESPONSE']._serialized_end=2511
+  _globals['_WATCHREPLICASREQUEST']._serialized_start=2513
+  _globals['_WATCHREPLICASREQUEST']._serialized_end=2552
+  _globals['_WATCHREPLICASRESPONSE']._serialized_start=2554
+  _globals['_WATCHREPLICASRESPONSE']._serialized_end=2621
+  _globals['_LISTEDREPLICA']._serialized_start=2623
+  _globals['_LISTEDREPLICA']._serialized_end=2704
+  _globals['_SESSIONSERVICE']._serialized_start=2707
+  _globals['_SESSIONSERVICE']._serialized_end=3323
 # @@protoc_insertion_point(module_scope)

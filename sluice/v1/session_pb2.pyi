@@ -33,11 +33,11 @@ class FindSessionRequest(_message.Message):
     EPISODE_ID_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     session_key: _builtins.str
-    """The secret that OpenEpisode gave."""
+    """One of the two secrets that OpenEpisode gave. With `ended` it must be the settling key, without it the session key."""
     episode_id: _builtins.str
     """The episode, if it belongs to the principal of `on-behalf-of`."""
     ended: _builtins.bool
-    """Find it also if it ended, such as for a late reward."""
+    """Find it to settle it, also if it ended, such as for a late reward."""
     def __init__(
         self,
         *,
@@ -70,6 +70,7 @@ class FindSessionResponse(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    CREDENTIAL_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     principal: _builtins.str
@@ -84,6 +85,8 @@ class FindSessionResponse(_message.Message):
     """Arguments of the chat template that the environment's settings name, as the text of a JSON object; empty: none. Those of a
     request take precedence.
     """
+    credential: _common_pb2.Credential.ValueType
+    """Which of its keys `session_key` is: CREDENTIAL_SETTLING_KEY or CREDENTIAL_SESSION_KEY. Unset if it was found by its name."""
     @_builtins.property
     def sampling(self) -> _tokens_pb2.SamplingParams:
         """Sampling that its generations use where a request does not say otherwise."""
@@ -108,10 +111,11 @@ class FindSessionResponse(_message.Message):
         group_id: _builtins.str = ...,
         lease_id: _builtins.str = ...,
         template_arguments_json: _builtins.str = ...,
+        credential: _common_pb2.Credential.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "min_policy_version", b"min_policy_version", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "episode_id", b"episode_id", "evaluation", b"evaluation", "group_id", b"group_id", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "principal", b"principal", "sampling", b"sampling", "template_arguments_json", b"template_arguments_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cacheable", b"cacheable", "credential", b"credential", "episode_id", b"episode_id", "evaluation", b"evaluation", "group_id", b"group_id", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "principal", b"principal", "sampling", b"sampling", "template_arguments_json", b"template_arguments_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,7 +30,8 @@ class SessionServiceStub:
     Each change is in the journal when its call returns.
 
     The orchestrator serves gateways EpisodeService, too, without Generate and GenerateStream: leases, rewards and submissions pass
-    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is.
+    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is. Where a call settles an episode,
+    `settled-by` says what let the caller do so: the name of a Credential without its prefix. Gateways before it send none.
     """
 
     def __init__(self, channel):
@@ -81,12 +82,14 @@ class SessionServiceServicer:
     Each change is in the journal when its call returns.
 
     The orchestrator serves gateways EpisodeService, too, without Generate and GenerateStream: leases, rewards and submissions pass
-    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is.
+    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is. Where a call settles an episode,
+    `settled-by` says what let the caller do so: the name of a Credential without its prefix. Gateways before it send none.
     """
 
     def FindSession(self, request, context):
-        """Finds a session by its name or its key. No side effects. Errors: NOT_FOUND (there is none of this principal, or the key is
-        wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED).
+        """Finds a session by its name or one of its keys. No side effects. Errors: NOT_FOUND (there is none of this principal, or the key is
+        wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED), PERMISSION_DENIED (the settling key to sample it, or the session key to
+        settle it; reasons SAMPLING_KEY_REQUIRED and SETTLING_KEY_REQUIRED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,7 +199,8 @@ class SessionService:
     Each change is in the journal when its call returns.
 
     The orchestrator serves gateways EpisodeService, too, without Generate and GenerateStream: leases, rewards and submissions pass
-    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is.
+    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is. Where a call settles an episode,
+    `settled-by` says what let the caller do so: the name of a Credential without its prefix. Gateways before it send none.
     """
 
     @staticmethod

@@ -31,7 +31,8 @@ class SessionServiceStub:
     Each change is in the journal when its call returns.
 
     The orchestrator serves gateways EpisodeService, too, without Generate and GenerateStream: leases, rewards and submissions pass
-    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is.
+    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is. Where a call settles an episode,
+    `settled-by` says what let the caller do so: the name of a Credential without its prefix. Gateways before it send none.
     """
 
     @_typing.overload
@@ -39,8 +40,9 @@ class SessionServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SessionServiceAsyncStub: ...
     FindSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.FindSessionRequest, _session_pb2.FindSessionResponse]
-    """Finds a session by its name or its key. No side effects. Errors: NOT_FOUND (there is none of this principal, or the key is
-    wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED).
+    """Finds a session by its name or one of its keys. No side effects. Errors: NOT_FOUND (there is none of this principal, or the key is
+    wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED), PERMISSION_DENIED (the settling key to sample it, or the session key to
+    settle it; reasons SAMPLING_KEY_REQUIRED and SETTLING_KEY_REQUIRED).
     """
     BeginGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.BeginGenerationRequest, _session_pb2.BeginGenerationResponse]
     """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
@@ -77,13 +79,15 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Each change is in the journal when its call returns.
 
     The orchestrator serves gateways EpisodeService, too, without Generate and GenerateStream: leases, rewards and submissions pass
-    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is.
+    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is. Where a call settles an episode,
+    `settled-by` says what let the caller do so: the name of a Credential without its prefix. Gateways before it send none.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     FindSession: _aio.UnaryUnaryMultiCallable[_session_pb2.FindSessionRequest, _session_pb2.FindSessionResponse]  # type: ignore[assignment]
-    """Finds a session by its name or its key. No side effects. Errors: NOT_FOUND (there is none of this principal, or the key is
-    wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED).
+    """Finds a session by its name or one of its keys. No side effects. Errors: NOT_FOUND (there is none of this principal, or the key is
+    wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED), PERMISSION_DENIED (the settling key to sample it, or the session key to
+    settle it; reasons SAMPLING_KEY_REQUIRED and SETTLING_KEY_REQUIRED).
     """
     BeginGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.BeginGenerationRequest, _session_pb2.BeginGenerationResponse]  # type: ignore[assignment]
     """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
@@ -119,7 +123,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     Each change is in the journal when its call returns.
 
     The orchestrator serves gateways EpisodeService, too, without Generate and GenerateStream: leases, rewards and submissions pass
-    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is.
+    through as they are. In all of these calls the metadata `on-behalf-of` names the principal whose call it is. Where a call settles an episode,
+    `settled-by` says what let the caller do so: the name of a Credential without its prefix. Gateways before it send none.
     """
 
     @_abc_1.abstractmethod
@@ -128,8 +133,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.FindSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.FindSessionResponse, _abc.Awaitable[_session_pb2.FindSessionResponse]]:
-        """Finds a session by its name or its key. No side effects. Errors: NOT_FOUND (there is none of this principal, or the key is
-        wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED).
+        """Finds a session by its name or one of its keys. No side effects. Errors: NOT_FOUND (there is none of this principal, or the key is
+        wrong), FAILED_PRECONDITION (it ended; reason SESSION_ENDED), PERMISSION_DENIED (the settling key to sample it, or the session key to
+        settle it; reasons SAMPLING_KEY_REQUIRED and SETTLING_KEY_REQUIRED).
         """
 
     @_abc_1.abstractmethod

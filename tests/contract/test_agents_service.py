@@ -127,19 +127,28 @@ class Lender(episode_pb2_grpc.EpisodeServiceServicer):
 
     async def OpenEpisode(self, request, _context):
         return episode_pb2.OpenEpisodeResponse(
-            episode_id=request.lease_id, openai_base_url="http://gateway/v1", session_key=f"key of {request.lease_id}"
+            episode_id=request.lease_id,
+            openai_base_url="http://gateway/v1",
+            session_key=f"key of {request.lease_id}",
+            settling_key=f"settles {request.lease_id}",
         )
 
-    async def RecordReward(self, request, _context):
+    def check_settles(self, request, context) -> None:
+        assert ("session-key", f"settles {request.episode_id}") in context.invocation_metadata()
+
+    async def RecordReward(self, request, context):
+        self.check_settles(request, context)
         self.rewards[request.episode_id, request.generation_id] = request.reward
         return episode_pb2.RecordRewardResponse()
 
-    async def SubmitTrajectory(self, request, _context):
+    async def SubmitTrajectory(self, request, context):
+        self.check_settles(request, context)
         self.submitted[request.episode_id] = request.reward if request.HasField("reward") else None
         self.end()
         return episode_pb2.SubmitTrajectoryResponse()
 
-    async def AbandonEpisode(self, request, _context):
+    async def AbandonEpisode(self, request, context):
+        self.check_settles(request, context)
         self.abandoned[request.episode_id] = (request.reason, request.requeue)
         self.end()
         return episode_pb2.AbandonEpisodeResponse()

@@ -99,6 +99,7 @@ async def test_the_event_loop_makes_one_part_of_a_batch_between_two_yields_and_t
             body = {"model": "m", "n": samples, "max_tokens": 1, "messages": [{"role": "user", "content": "Say."}]}
             reply = await http.post("/v1/chat/completions", json=body, headers=headers)
             assert reply.status_code == 200, reply.text[:500]
+            headers["authorization"] = f"Bearer {session['settling_key']}"
             ended = await http.post(f"/rl/sessions/{session['id']}/end", json={"reward": episode}, headers=headers)
             assert ended.status_code == 200, ended.text
         await running

@@ -41,13 +41,13 @@ assert session["evaluation"], session
 level = int(session["task"]["data"]["level"])
 end = f"/rl/sessions/{session['id']}/end"
 if level == 2:
-    post(end, {"abandon": "too hard"}, session["key"])
+    post(end, {"abandon": "too hard"}, session["settling_key"])
 else:
     said = [{"role": "user", "content": "?"}]
     for turn in range(2):
         reply = post("/v1/chat/completions", {"model": "any", "messages": said}, session["key"])
         said += [reply["choices"][0]["message"], {"role": "user", "content": "go on"}]
-    post(end, {"reward": level}, session["key"])
+    post(end, {"reward": level}, session["settling_key"])
 '''
 
 CLASS = """

@@ -158,9 +158,9 @@ def check_form(response: httpx.Response) -> None:
 
 async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothing(doors) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        ann, bob, eve, none, wrong, keyed = [
+        ann, bob, eve, none, wrong, keyed, settles = [
             await stack.enter_async_context(doors.http(token))
-            for token in (doors.token("ann"), doors.token("bob"), doors.token("eve"), "", "wrong", "")
+            for token in (doors.token("ann"), doors.token("bob"), doors.token("eve"), "", "wrong", "", "")
         ]
         expired = await opened(ann)
         await doors.clock.advance(LEASE_S + 1)
@@ -170,6 +170,7 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
         assert (await opened(ann, "once"))["id"] == session["id"]
         await renewed(doors, session)
         keyed.headers["authorization"] = f"Bearer {session['key']}"
+        settles.headers["authorization"] = f"Bearer {session['settling_key']}"
 
         async def code(http: httpx.AsyncClient, path: str, body: Any = None, **headers: str) -> int:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -215,18 +216,18 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
         path = f"/rl/sessions/{session['id']}"
         assert {
             "turn before its first": await code(keyed, "/v1/responses", {"input": "a", "previous_response_id": "r/0"}),
-            "reward of a turn that is not there": await code(keyed, f"{path}/reward", {"reward": 1, "branch": "r/0"}),
-            "reward that is no number": await code(keyed, f"{path}/reward", b'{"reward": NaN}'),
+            "reward of a turn that is not there": await code(settles, f"{path}/reward", {"reward": 1, "branch": "r/0"}),
+            "reward that is no number": await code(settles, f"{path}/reward", b'{"reward": NaN}'),
             "reward of another principal": await code(bob, f"{path}/reward", {"reward": 1}),
             "reward of an ended one": await code(ann, f"/rl/sessions/{ended['id']}/reward", {"reward": 1}),
-            "submitted before it was sampled": await code(keyed, f"{path}/end", {"reward": 1}),
+            "submitted before it was sampled": await code(settles, f"{path}/end", {"reward": 1}),
             "ended by another principal": await code(bob, f"{path}/end", {"abandon": "x"}),
-            "ended by another key": await code(keyed, f"/rl/sessions/{ended['id']}/end", {}),
+            "ended by another key": await code(settles, f"/rl/sessions/{ended['id']}/end", {}),
             "renewed by another principal": await code(bob, f"{path}/renew", {}),
-            "renewed by another key": await code(none, f"{path}/renew", {}, **{"x-api-key": ended["key"]}),
+            "renewed by another key": await code(none, f"{path}/renew", {}, **{"x-api-key": ended["settling_key"]}),
             "renewed after it was given up": await code(ann, f"/rl/sessions/{ended['id']}/renew", {}),
             "renewed too late": await code(
-                none, f"/rl/sessions/{expired['id']}/renew", {}, **{"x-api-key": expired["key"]}
+                none, f"/rl/sessions/{expired['id']}/renew", {}, **{"x-api-key": expired["settling_key"]}
             ),
             "opened without a token": await code(none, "/rl/sessions", {}),
             "opened by a session key": await code(keyed, "/rl/sessions", {}),
@@ -251,12 +252,12 @@ async def test_bad_input_in_each_dialect_has_a_code_of_its_own_and_leaves_nothin
         assert doors.kept() == []
         # The session serves as before; what is repeated is done once.
         assert (await keyed.post("/v1/chat/completions", json=ROUTES["/v1/chat/completions"])).status_code == 200
-        ends = [await keyed.post(f"{path}/end", json={"reward": 1}) for _ in range(2)]
+        ends = [await settles.post(f"{path}/end", json={"reward": 1}) for _ in range(2)]
         assert [each.status_code for each in ends] == [200, 200]
         assert ends[0].json() == ends[1].json()
         assert {
-            "submitted with another reward": await code(keyed, f"{path}/end", {"reward": 2}),
-            "given up after it was submitted": await code(keyed, f"{path}/end", {"abandon": "x"}),
+            "submitted with another reward": await code(settles, f"{path}/end", {"reward": 2}),
+            "given up after it was submitted": await code(settles, f"{path}/end", {"abandon": "x"}),
             "sampled after it was submitted": await code(keyed, "/v1/responses", ROUTES["/v1/responses"]),
         } == {
             "submitted with another reward": 400,

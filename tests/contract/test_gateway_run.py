@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -21,10 +22,13 @@ from test_orchestrator_run import DEADLINE_S, Scene, make_scene, trained
 from gateway_svc.app import serve
 from gateway_svc.config import GatewayConfig
 from orchestrator_svc.audit import audit
+from orchestrator_svc.journal.facts import Place
+from orchestrator_svc.journal.segments import read_payload
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.cli.main import main
-from sluice.config import CommonConfig, PeersConfig
-from sluice.v1 import rollout_pb2, tokens_pb2
+from sluice.config import CommonConfig, PeersConfig, SecurityConfig
+from sluice.rpc import connect
+from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, tokens_pb2
 from sluice.versions import Lineage
 
 pytestmark = pytest.mark.slow
@@ -139,10 +143,12 @@ async def play_messages(session: dict[str, Any]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def served_gateway(scene: Scene, **settings: Any) -> AsyncIterator[tuple[str, str]]:
+async def served_gateway(
+    scene: Scene, security: SecurityConfig | None = None, **settings: Any
+) -> AsyncIterator[tuple[str, str]]:
     """Run a gateway; give its gRPC target and the URL of its HTTP port."""
-    peers = PeersConfig(orchestrator=scene.target)
-    common = CommonConfig(run="test", output_dir=scene.directory, model="double", peers=peers)
+    peers, security = PeersConfig(orchestrator=scene.target), security or SecurityConfig()
+    common = CommonConfig(run="test", output_dir=scene.directory, model="double", peers=peers, security=security)
     config = GatewayConfig.model_validate({"server": {"port": 0, "http_port": 0}, **settings})
     listening: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(common, config, lambda *addresses: listening.set_result(addresses)))
@@ -164,11 +170,11 @@ async def running_gateway(scene: Scene, **settings: Any) -> AsyncIterator[str]:
         yield url
 
 
-async def opened(http: httpx.AsyncClient) -> dict[str, Any]:
+async def opened(http: httpx.AsyncClient, request_id: str = "") -> dict[str, Any]:
     """Open a session; wait until gateway, orchestrator and replica have found each other."""
     while True:
         with contextlib.suppress(httpx.ConnectError):
-            response = await http.post("/rl/sessions", json={"wait_s": 5})
+            response = await http.post("/rl/sessions", json={"wait_s": 5, "request_id": request_id})
             if response.status_code == 200:
                 return dict(response.json())
             assert response.status_code in {429, 503}, response.text
@@ -186,7 +192,7 @@ async def test_agents_of_each_dialect_train_a_run_and_each_token_is_trained_once
             session = await opened(http)
             by_its_key_alone = {"openai_base_url": f"{url}/v1"} if ended else {}
             assert await play(session | by_its_key_alone) == "It said a cat."
-            headers = {"authorization": f"Bearer {session['key']}"}
+            headers = {"authorization": f"Bearer {session['settling_key']}"}
             path = f"/rl/sessions/{session['id']}"
             reward = await http.post(f"{path}/reward", json={"reward": len(ended) % 2}, headers=headers)
             assert reward.status_code == 200, reward.text
@@ -230,6 +236,7 @@ async def test_agents_that_wait_for_a_task_take_no_place_of_one_that_works(tmp_p
         scene.replicas[0].gate.set()
         reply = await working
         assert reply.status_code == 200, reply.text
+        headers = {"authorization": f"Bearer {session['settling_key']}"}
         reward = await http.post(f"/rl/sessions/{session['id']}/reward", json={"reward": 1}, headers=headers)
         assert reward.status_code == 200, reward.text
         for each in (*idle, running):
@@ -351,3 +358,64 @@ async def test_any_gateway_serves_any_session(tmp_path) -> None:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+COLD: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "m", "messages": [QUESTION]},
+    "/v1/completions": {"model": "m", "prompt": "Where is it?"},
+    "/v1/responses": {"model": "m", "input": "Where is it?"},
+    "/v1/messages": {"model": "m", "max_tokens": 8, "messages": [QUESTION]},
+    "/inference/v1/generate": {"token_ids": [5, 6]},
+}
+
+
+@pytest.mark.parametrize("unsupported", ["override", "reject", "not_trained"])
+async def test_a_temperature_that_is_no_sampling_trains_nothing_at_any_door(tmp_path, unsupported) -> None:
+    temperatures = (0.0, 1e-45, 1e-6, 0.0099)
+    async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [RolloutDouble()])
+        running = scene.start(**EXTERNAL, sampling={"temperature": 0.7})
+        capture = {"on_unsupported": unsupported}
+        target, url = await stack.enter_async_context(served_gateway(scene, capture=capture))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=DEADLINE_S))
+        session = await opened(http)
+        stub = episode_pb2_grpc.EpisodeServiceStub(
+            await stack.enter_async_context(connect(target, SecurityConfig(), role="agent"))
+        )
+        answers, said = set(), set()
+        for temperature in temperatures:
+            for route, body in COLD.items():
+                given = {"temperature": temperature}
+                asked = body | ({"sampling_params": given} if "token_ids" in body else given)
+                response = await http.post(f"/sessions/{session['id']}{route}", json=asked)
+                answers.add(response.status_code)
+                said.add(response.json()["error"]["message"] if response.is_error else "")
+            request = episode_pb2.EpisodeServiceGenerateRequest(
+                episode_id=session["id"],
+                conversation={"messages": [tokens_pb2.ChatMessage(**QUESTION)]},
+                sampling=tokens_pb2.SamplingParams(temperature=temperature),
+            )
+            try:
+                await stub.Generate(request)
+                answers.add(200)
+            except grpc.aio.AioRpcError as error:
+                answers.add(400 if error.code() is grpc.StatusCode.INVALID_ARGUMENT else 500)
+                said.add(error.details())
+        running.cancel()
+        await asyncio.wait({running})
+    calls = len(temperatures) * (len(COLD) + 1)
+    facts = [fact for _, fact in read_facts(scene.run_dir)]
+    payloads = [fact.session_generation_recorded for fact in facts if fact.HasField("session_generation_recorded")]
+    made = [
+        session_pb2.RecordedGeneration.FromString(read_payload(scene.run_dir / "journal", Place.from_proto(each.place)))
+        for each in payloads
+    ]
+    if unsupported == "reject":
+        assert (answers, made, scene.replicas[0].calls) == ({400}, [], [])
+        assert all("need at least 0.01" in each for each in said), said
+        return
+    assert (answers, len(made)) == ({200}, calls)
+    # As float32, in which they travel.
+    travelled = [tokens_pb2.SamplingParams(temperature=each).temperature for each in (0.7, *temperatures)]
+    expected = {("", travelled[0])} if unsupported == "override" else {("TEMPERATURE", each) for each in travelled[1:]}
+    assert {(each.not_trained, each.temperature) for each in made} == expected

@@ -31,13 +31,13 @@ from google.protobuf import json_format
 from sluice.v1 import episode_pb2, episode_pb2_grpc
 
 *options, target, method = sys.argv[1:]
-header, value = options[options.index("-H") + 1].split(": ")
+headers = [each.split(": ") for option, each in zip(options, options[1:]) if option == "-H"]
 name = method.removeprefix("sluice.v1.EpisodeService/")
 call = episode_pb2.DESCRIPTOR.services_by_name["EpisodeService"].methods_by_name[name]
 request = json_format.Parse(options[options.index("-d") + 1], getattr(episode_pb2, call.input_type.name)())
 with grpc.insecure_channel(target) as channel:
     stub = getattr(episode_pb2_grpc.EpisodeServiceStub(channel), name)
-    print(json_format.MessageToJson(stub(request, timeout=60, metadata=[(header, value)])))
+    print(json_format.MessageToJson(stub(request, timeout=60, metadata=[*map(tuple, headers)])))
 """
 
 
@@ -62,7 +62,7 @@ async def test_the_commands_of_the_page_play_episodes(tmp_path: Path) -> None:
             answer = await http.post(
                 f"/rl/sessions/{first['id']}/end",
                 json={"abandon": "not needed", "requeue": True},
-                headers={"authorization": f"Bearer {first['key']}"},
+                headers={"authorization": f"Bearer {first['settling_key']}"},
             )
             assert answer.status_code == 200, answer.text
         environment = {"PATH": f"{grpcurl.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}

@@ -101,6 +101,7 @@ async def play(http: httpx.AsyncClient, draw: random.Random, given: Given, sessi
             {"role": "assistant", "content": said},
             {"role": "user", "content": "again" * draw.choice([1, 1, 1, 1, 1, 1, 40])},
         ]
+    headers = {"authorization": f"Bearer {session['settling_key']}"}
     for _ in range(draw.choice([0, 0, 1, 4])):
         target = draw.choice([{}, {"branch": draw.choice(ids)}, {"generation_id": draw.choice(ids)}]) if ids else {}
         await reward(http, f"/rl/sessions/{session['id']}/reward", headers, draw, given, **target)

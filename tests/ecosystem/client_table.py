@@ -310,7 +310,7 @@ async def play(row: Row, case: str, stage: Stage) -> str:
     finally:
         asking.cancel()
         replica.gate.set()
-    path, headers = f"/rl/sessions/{session['id']}/end", {"authorization": f"Bearer {session['key']}"}
+    path, headers = f"/rl/sessions/{session['id']}/end", {"authorization": f"Bearer {session['settling_key']}"}
     ended = await http.post(path, json={"reward": 1}, headers=headers)
     if ended.is_error:  # nothing was sampled: the group must not wait for it
         await http.post(path, json={"abandon": "the client failed"}, headers=headers)

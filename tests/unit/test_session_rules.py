@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
+import grpc
 import pytest
 from run_facts import drawn, dropped
 from session_facts import digest, generation
@@ -15,7 +16,7 @@ from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded, Running
 from orchestrator_svc.sessions.desk import Desk, Waiting
 from orchestrator_svc.sessions.lending import Lending
 from sluice.rpc import SluiceError
-from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
+from sluice.v1 import common_pb2, episode_pb2, session_pb2, tokens_pb2
 
 LIMITS = ExternalConfig(
     lease_s=50,
@@ -491,6 +492,48 @@ async def test_a_submission_must_name_whole_paths_of_its_own_tree(run, session):
     assert submit(["a/0", "b/1"]) == ("g1-0",), "also when its group has ended"
     with pytest.raises(SluiceError, match="submitted before"):
         submit(["a/0", "b/1"], reward=1.0)
+
+
+async def test_what_was_sampled_at_no_temperature_is_recorded_only_if_it_is_not_trained(run, session):
+    run.begin("a")
+    for temperature in (0.0, 1e-6, float("nan"), 101.0):
+        with pytest.raises(SluiceError, match=r"need one from 0\.01 to 100"):
+            run.record("a", [1], [2], temperature=temperature)
+    assert run.record("a", [1], [2], temperature=1e-6, not_trained="TEMPERATURE")[0] == ["a/0"]
+    run.begin("b", body=2)
+    assert run.record("b", [1], [3], body=2, temperature=0.01)[0] == ["b/0"], "a little less, as float32"
+
+
+async def test_who_samples_at_most_settles_no_session_that_has_two_keys(run, session):
+    run.begin("a")
+    run.record("a", [1], [2])
+    sampler, nobody = common_pb2.CREDENTIAL_SESSION_KEY, common_pb2.CREDENTIAL_NONE
+    give, submit, abandon = (
+        episode_pb2.RecordRewardRequest(episode_id=session.name, reward=1),
+        episode_pb2.SubmitTrajectoryRequest(episode_id=session.name, reward=1),
+        episode_pb2.AbandonEpisodeRequest(episode_id=session.name),
+    )
+    for by in (sampler, nobody):
+        for call in (
+            lambda: run.lending.reward("ann", give, 0.0, by),  # noqa: B023 - called at once
+            lambda: run.lending.submit("ann", submit, 0.0, by),  # noqa: B023
+            lambda: run.lending.abandon("ann", abandon, by),  # noqa: B023
+            lambda: run.lending.settling("ann", session.name, by),  # noqa: B023
+        ):
+            with pytest.raises(SluiceError) as refused:
+                call()
+            assert (refused.value.code, refused.value.reason) == (
+                grpc.StatusCode.PERMISSION_DENIED,
+                "SETTLING_KEY_REQUIRED",
+            )
+    assert (session.rewards, session.submission) == ({}, None)
+    settler = common_pb2.CREDENTIAL_SETTLING_KEY
+    first = run.lending.submit("ann", submit, 0.0, settler)
+    assert run.lending.submit("ann", submit, 0.0, common_pb2.CREDENTIAL_PRINCIPAL) == first, "whoever repeats it"
+    run.journal.record(dropped(1, "EPISODE_DEADLINE"))
+    assert run.lending.submit("ann", submit, 0.0, settler) == first
+    with pytest.raises(SluiceError, match="the session key only samples"):
+        run.lending.submit("ann", submit, 0.0, sampler)
 
 
 async def test_a_reward_counts_until_all_episodes_of_the_group_have_ended(run, session):

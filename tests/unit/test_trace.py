@@ -109,6 +109,25 @@ def test_an_episode_is_told_from_its_opening_to_the_step_that_trained_it() -> No
     assert "2 tokens" not in "".join(story(told)), "nothing of the replies is made up where they are not kept"
 
 
+def test_rewards_and_ends_say_what_let_them_in() -> None:
+    told = trace(
+        recorded(FIRST),
+        pb.Fact(reward_recorded=pb.RewardRecorded(group=1, reward=1, settled_by="CREDENTIAL_SESSION_KEY")),
+        pb.Fact(reward_recorded=pb.RewardRecorded(group=1, reward=0, settled_by="CREDENTIAL_NONE")),
+        submitted(reward=0.5, settled_by="CREDENTIAL_PRINCIPAL"),
+    )
+    shown = story(told, [FIRST])
+    for line in (
+        "+2.000 s  reward 1, by the session key",
+        "+3.000 s  reward 0, by a caller without a key",
+        "+4.000 s  submitted, reward 0.5, by principal ann",
+    ):
+        assert line in shown
+    by_its_key = pb.EpisodeGivenUp(group=1, reason="ABANDONED", settled_by="CREDENTIAL_SETTLING_KEY")
+    shown = story(trace(pb.Fact(episode_given_up=by_its_key)))
+    assert "+1.000 s  given up: ABANDONED, by the settling key; the episode has ended" in shown
+
+
 def test_what_a_checkpoint_covers_is_told_as_far_as_the_facts_know_it() -> None:
     shown = story(trace(recorded(FIRST), recorded(SECOND)))
     assert "+1.000 s  #1  4 tokens with the prompt; what they say is not kept any more: a checkpoint covers it" in shown

@@ -77,6 +77,7 @@ type Episode struct {
 	Opening *pb.Conversation        // messages to begin with and tools, where the environment gives them
 	Opened  *pb.OpenEpisodeResponse // its name, and the session key and base URLs for clients of OpenAI's and Anthropic's libraries
 	agent   *Agent
+	settles string // the settling key, which is for the calls of this file alone: with it an agent could set its own reward
 }
 
 // Generate samples what the assistant says next. Send each reply back as it came: then its exact tokens are kept.
@@ -96,8 +97,16 @@ func (episode *Episode) Generate(ctx context.Context, messages []*pb.ChatMessage
 // Reward records a reward of one generation, beside that of the episode.
 func (episode *Episode) Reward(ctx context.Context, generationID string, reward float64) error {
 	request := &pb.RecordRewardRequest{EpisodeId: episode.Opened.EpisodeId, Reward: reward, Target: &pb.RecordRewardRequest_GenerationId{GenerationId: generationID}}
-	_, err := call(ctx, episode.agent, patience, 0, episode.agent.calls.RecordReward, request)
+	_, err := call(episode.settling(ctx), episode.agent, patience, 0, episode.agent.calls.RecordReward, request)
 	return err
+}
+
+// settling returns the context of a call that rewards or ends the episode.
+func (episode *Episode) settling(ctx context.Context) context.Context {
+	if episode.settles == "" { // the orchestrator is of a release without settling keys
+		return ctx
+	}
+	return metadata.AppendToOutgoingContext(ctx, "session-key", episode.settles)
 }
 
 // Run plays episodes until the run has ended, and returns how many were submitted. What is under way then is left.
@@ -150,20 +159,24 @@ func (agent *Agent) playOne(ctx context.Context, leased *pb.LeasedTask, play fun
 	defer done()
 	go agent.renew(ctx, leased)
 	opened, err := call(ctx, agent, patience, 0, agent.calls.OpenEpisode, &pb.OpenEpisodeRequest{LeaseId: leased.LeaseId, RequestId: newID()})
+	var episode *Episode
 	if err == nil {
+		episode = &Episode{Task: leased.Task, Opening: leased.Opening, Opened: opened, agent: agent, settles: opened.SettlingKey}
+		opened.SettlingKey = ""
 		var reward float64
-		if reward, err = play(ctx, &Episode{Task: leased.Task, Opening: leased.Opening, Opened: opened, agent: agent}); err == nil {
-			_, err = call(ctx, agent, patience, 0, agent.calls.SubmitTrajectory, &pb.SubmitTrajectoryRequest{EpisodeId: opened.EpisodeId, Reward: &reward})
+		if reward, err = play(ctx, episode); err == nil {
+			request := &pb.SubmitTrajectoryRequest{EpisodeId: opened.EpisodeId, Reward: &reward}
+			_, err = call(episode.settling(ctx), agent, patience, 0, agent.calls.SubmitTrajectory, request)
 		}
 	}
 	if err == nil || ctx.Err() != nil { // the run ended while it was played
 		return err == nil
 	}
 	log.Printf("an episode of task %s is given up: %v", leased.Task.TaskId, err)
-	if opened != nil {
+	if episode != nil {
 		why := []rune(err.Error())
 		request := &pb.AbandonEpisodeRequest{EpisodeId: opened.EpisodeId, Reason: string(why[:min(len(why), 128)])}
-		_, _ = call(ctx, agent, patience, 0, agent.calls.AbandonEpisode, request) // its lease ends anyway
+		_, _ = call(episode.settling(ctx), agent, patience, 0, agent.calls.AbandonEpisode, request) // its lease ends anyway
 	}
 	return false
 }

@@ -13,7 +13,7 @@ from gateway_svc.canonical import conversation_keys, extended_key
 from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, visible_message
 from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
 from sluice.rpc import SluiceError
-from sluice.rpc.access import SESSION_KEY
+from sluice.rpc.access import SESSION_KEY, SETTLING_KEY
 from sluice.v1 import episode_pb2, rollout_pb2, session_pb2, tokens_pb2
 
 END = 2
@@ -63,6 +63,7 @@ class Generation:
 class MemorySession:
     found: session_pb2.FindSessionResponse
     key: str
+    settling_key: str
     generations: dict[str, Generation] = field(default_factory=dict)
     keys: dict[bytes, str] = field(default_factory=dict)
     requests: list[CapturedRequest] = field(default_factory=list)
@@ -94,21 +95,23 @@ class MemorySessions:
     def new(self, *, evaluation: bool = False) -> MemorySession:
         name = f"e{len(self.all)}"
         found = session_pb2.FindSessionResponse(episode_id=name, evaluation=evaluation)
-        self.all[name] = MemorySession(found, f"{SESSION_KEY}{name}")
+        self.all[name] = MemorySession(found, f"{SESSION_KEY}{name}", f"{SETTLING_KEY}{name}")
         return self.all[name]
 
     async def model(self) -> ServedModel:
         return ServedModel("small", MAX_MODEL_LEN)
 
-    def _known(self, ref: SessionRef) -> MemorySession:
-        by_key = next((each for each in self.all.values() if each.key == ref.key), None)
+    def _known(self, ref: SessionRef, *, settles: bool) -> MemorySession:
+        by_key = next((each for each in self.all.values() if ref.key in {each.key, each.settling_key}), None)
         session = self.all.get(ref.episode_id) if ref.episode_id else by_key
         if session is None or (ref.key and session is not by_key):
             raise SluiceError.not_found("NO_SUCH_SESSION", "no session of yours has this name or key")
+        if ref.key and settles != (ref.key == session.settling_key):
+            raise SluiceError(grpc.StatusCode.PERMISSION_DENIED, "OTHER_KEY", "this takes the session's other key")
         return session
 
     async def find(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
-        session = self._known(ref)
+        session = self._known(ref, settles=False)
         if session.ended is not None:
             raise SluiceError.failed_precondition("SESSION_ENDED", "the session ended: open another one")
         return session.found
@@ -211,20 +214,22 @@ class MemorySessions:
         session = self.new()
         name = session.found.episode_id
         task = episode_pb2.LeasedTask(task=episode_pb2.Task(task_id="t1", data={"question": "1+1"}), group_id="g1")
-        episode = episode_pb2.OpenEpisodeResponse(episode_id=name, session_key=session.key)
+        episode = episode_pb2.OpenEpisodeResponse(
+            episode_id=name, session_key=session.key, settling_key=session.settling_key
+        )
         return Opened(task, episode)
 
     async def renew(self, ref: SessionRef) -> float:
-        self._known(ref)
+        self._known(ref, settles=True)
         return 600.0
 
     async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
-        self._known(ref).rewards.append(request)
+        self._known(ref, settles=True).rewards.append(request)
 
     async def submit(
         self, ref: SessionRef, request: episode_pb2.SubmitTrajectoryRequest
     ) -> episode_pb2.SubmitTrajectoryResponse:
-        session = self._known(ref)
+        session = self._known(ref, settles=True)
         if isinstance(session.ended, episode_pb2.AbandonEpisodeRequest):
             raise SluiceError(grpc.StatusCode.ALREADY_EXISTS, "SESSION_ENDED", "the session was given up")
         session.ended = request
@@ -233,4 +238,4 @@ class MemorySessions:
         return episode_pb2.SubmitTrajectoryResponse(trajectory_ids=leaves)
 
     async def abandon(self, ref: SessionRef, request: episode_pb2.AbandonEpisodeRequest) -> None:
-        self._known(ref).ended = request
+        self._known(ref, settles=True).ended = request

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from impatient_client import ImpatientTransport
+from memory_sessions import MemorySession
 from prometheus_client import REGISTRY
 from simulated_clock import LIMIT_S
 
@@ -92,7 +93,9 @@ class TestWhichSession:
         async with gateway.http(authorization="Bearer sk-sluice-none") as http:
             assert (await http.post(route, json=ROUTES[route])).status_code == 404
         async with gateway.http() as http:
-            await http.post(f"/rl/sessions/{gateway.session.found.episode_id}/end", json={})
+            await http.post(
+                f"/rl/sessions/{gateway.session.found.episode_id}/end", json={}, headers=settling(gateway.session)
+            )
             response = await http.post(route, json=ROUTES[route])
         assert response.status_code == 410
         assert "open another one" in message_of(response)
@@ -124,6 +127,11 @@ def principals(directory: Path) -> Path:
     return path
 
 
+def settling(session: MemorySession) -> dict[str, str]:
+    """Return the header of a call that settles a session."""
+    return {"authorization": f"Bearer {session.settling_key}"}
+
+
 class TestLife:
     async def test_open_reward_end(self, gateway):
         async with gateway.http(authorization="") as http:
@@ -132,6 +140,7 @@ class TestLife:
         assert opened["task"] == {"task_id": "t1", "data": {"question": "1+1"}}
         async with gateway.http(authorization=f"Bearer {opened['key']}") as http:
             reply = (await http.post(CHAT, json=BODY)).json()
+            http.headers["authorization"] = f"Bearer {opened['settling_key']}"
             path = f"/rl/sessions/{opened['id']}"
             await http.post(f"{path}/reward", json={"reward": 0.5, "generation_id": reply["id"]})
             await http.post(f"{path}/reward", json={"reward": 1, "branch": reply["id"]})
@@ -143,7 +152,7 @@ class TestLife:
         assert (session.ended.reward_follows, session.ended.HasField("reward")) == (True, False)
 
     async def test_a_session_can_be_given_up(self, gateway):
-        async with gateway.http() as http:
+        async with gateway.http(**settling(gateway.session)) as http:
             path = f"/rl/sessions/{gateway.session.found.episode_id}/end"
             assert (await http.post(path, json={"abandon": "crashed", "requeue": True})).status_code == 200
             conflict = await http.post(path, json={"reward": 1.0})
@@ -159,7 +168,7 @@ class TestLife:
         "body", [{"reward": "x"}, {}, {"reward": 1, "turn": 3}, {"reward": 1, "branch": "a", "generation_id": "b"}]
     )
     async def test_a_reward_that_is_unclear_is_refused(self, gateway, body):
-        async with gateway.http() as http:
+        async with gateway.http(**settling(gateway.session)) as http:
             response = await http.post(f"/rl/sessions/{gateway.session.found.episode_id}/reward", json=body)
         assert response.status_code == 400
         assert not gateway.session.rewards

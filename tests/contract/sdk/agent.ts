@@ -28,7 +28,7 @@ while (seen.episodes < Number(episodes)) {
     const { tasks } = await client.leaseTasks({ run: "runs/test", requestId, maxTasks: 1, maxEpisodes: 1, wait: { seconds: 10n } });
     const [leased] = tasks;
     if (!leased?.task) throw new Error("a lease without a task");
-    const { episodeId } = await client.openEpisode({ leaseId: leased.leaseId, requestId: randomUUID() });
+    const { episodeId, settlingKey } = await client.openEpisode({ leaseId: leased.leaseId, requestId: randomUUID() });
     const text = String(leased.task.data?.["text"]);
     const { generations } = await streamed(episodeId, text);
     const [made] = generations;
@@ -39,8 +39,9 @@ while (seen.episodes < Number(episodes)) {
     const answer = await client.generate({ episodeId, requestId: randomUUID(), prompt: { case: "conversation", value: { messages } } });
     if (answer.parent !== made.generationId) throw new Error("the second turn does not continue the first");
     const second = answer.generations[0]?.generationId ?? "";
-    await client.recordReward({ episodeId, reward: 0.5, target: { case: "generationId", value: second } });
-    const { trajectoryIds } = await client.submitTrajectory({ episodeId, reward: made.message.content === text ? 1 : 0 });
+    const settling = { headers: { "session-key": settlingKey } };
+    await client.recordReward({ episodeId, reward: 0.5, target: { case: "generationId", value: second } }, settling);
+    const { trajectoryIds } = await client.submitTrajectory({ episodeId, reward: made.message.content === text ? 1 : 0 }, settling);
     seen.episodes += trajectoryIds.length;
     if (!seen.unknown) {
       const error = await refused(client.submitTrajectory({ episodeId: "never/opened", reward: 1 }));

@@ -40,8 +40,9 @@ export class Episode {
   readonly id: string;
   readonly openaiBaseUrl: string;
   readonly anthropicBaseUrl: string;
-  /** API key for clients of OpenAI's and Anthropic's libraries. */
+  /** API key for clients of OpenAI's and Anthropic's libraries: it samples, and neither rewards nor ends the episode. */
   readonly sessionKey: string;
+  readonly #settlingKey: string;
   readonly taskId: string;
   readonly data: Record<string, unknown>;
   /** Messages to begin with, where the environment gives them. */
@@ -52,7 +53,7 @@ export class Episode {
   constructor(private readonly agent: Agent, leased: Wire, opened: Wire) {
     this.id = opened.episode_id;
     [this.openaiBaseUrl, this.anthropicBaseUrl] = [opened.openai_base_url, opened.anthropic_base_url];
-    this.sessionKey = opened.session_key;
+    [this.sessionKey, this.#settlingKey] = [opened.session_key, opened.settling_key];
     this.taskId = leased.task.task_id;
     this.data = plain(leased.task.data);
     this.opening = leased.opening?.messages ?? [];
@@ -63,7 +64,7 @@ export class Episode {
     const tools = (options.tools ?? []).map(({ parameters, ...tool }) => // as text too, which keeps the order of keys
       parameters ? { ...tool, parameters: struct(parameters), parameters_json: JSON.stringify(parameters) } : tool);
     const request = { episode_id: this.id, request_id: randomUUID(), conversation: { messages, tools }, sampling: options.sampling };
-    const [made] = (await this.agent.call("Generate", request, options.timeoutMs ?? 600_000)).generations;
+    const [made] = (await this.agent.call("Generate", request, { timeoutMs: options.timeoutMs ?? 600_000 })).generations;
     return {
       generationId: made.generation_id,
       message: made.message,
@@ -74,20 +75,24 @@ export class Episode {
 
   /** Records a reward: of the episode, of one generation, or of the branch that ends with one. */
   async reward(value: number, target: { generation_id?: string; branch?: string } = {}): Promise<void> {
-    await this.agent.call("RecordReward", { episode_id: this.id, reward: value, ...target });
+    await this.settle("RecordReward", { reward: value, ...target });
   }
 
   /** Ends the episode. Without a reward the recorded one counts, or the environment scores it. */
   async submit(reward?: number, truncated = false): Promise<string[]> {
-    const { trajectory_ids } = await this.agent.call("SubmitTrajectory", { episode_id: this.id, reward, truncated });
+    const { trajectory_ids } = await this.settle("SubmitTrajectory", { reward, truncated });
     this.ended = true;
     return trajectory_ids;
   }
 
   /** Gives the episode up. With `requeue` another attempt is offered. */
   async abandon(reason: string, requeue = false): Promise<void> {
-    await this.agent.call("AbandonEpisode", { episode_id: this.id, reason: reason.slice(0, 128), requeue });
+    await this.settle("AbandonEpisode", { reason: reason.slice(0, 128), requeue });
     this.ended = true;
+  }
+
+  private settle(method: string, request: object): Promise<Wire> {
+    return this.agent.call(method, { episode_id: this.id, ...request }, { key: this.#settlingKey });
   }
 }
 
@@ -158,7 +163,7 @@ export class Agent {
     const request = { run: `runs/${this.runName}`, request_id: randomUUID(), max_tasks: 1, max_episodes: 1, wait: { seconds: WAIT_S } };
     for (;;) {
       try {
-        return (await this.call("LeaseTasks", request, PATIENCE_MS, ANSWER_MS)).tasks[0];
+        return (await this.call("LeaseTasks", request, { answerMs: ANSWER_MS })).tasks[0];
       } catch (error) {
         if (!(error instanceof SluiceError)) throw error;
         if (error.reason === "RUN_ENDED") return undefined;
@@ -169,16 +174,18 @@ export class Agent {
 
   /**
    * Makes an idempotent call, again and again while no gateway answers or the gateway asks to wait. No attempt begins after `timeoutMs`;
-   * each may take what is left of it, and `answerMs` at least.
+   * each may take what is left of it, and `answerMs` at least. `key` is that of the episode which the call settles.
    */
-  async call(method: string, request: object, timeoutMs = PATIENCE_MS, answerMs = 100): Promise<Wire> {
+  async call(method: string, request: object, { timeoutMs = PATIENCE_MS, answerMs = 100, key = "" } = {}): Promise<Wire> {
+    const metadata = this.metadata.clone();
+    if (key) metadata.set("session-key", key);
     const until = Date.now() + timeoutMs;
     let unreached: SluiceError | undefined;
     for (let pauseMs = 100; ; pauseMs = Math.min(2 * pauseMs, 2000)) {
       try {
         return await new Promise((resolve, reject) => {
           const done = (error: grpc.ServiceError | null, answer: Wire) => (error ? reject(error) : resolve(answer));
-          this.client[method](request, this.metadata, { deadline: Math.max(until, Date.now() + answerMs) }, done);
+          this.client[method](request, metadata, { deadline: Math.max(until, Date.now() + answerMs) }, done);
         });
       } catch (failed) {
         if (!(failed instanceof Error && "metadata" in failed)) throw failed; // the request does not fit the contract
