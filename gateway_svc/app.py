@@ -67,7 +67,7 @@ async def serve(
     servicer = EpisodeServicer(sessions, config.capture)
     server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicer, EPISODE_SERVICE_NAME)
     http = HttpServer(
-        create_app(sessions, config.capture, server.access, config.server.host),
+        create_app(sessions, config.capture, server.access, config.server.host, call_log=server.call_log),
         config.server.host,
         config.server.http_port or 0,
         common.security,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -35,9 +35,19 @@ from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
 from gateway_svc.shared import deadline, too_late
 from sluice.clock import CLOCK, Clock
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status
-from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
+from sluice.openai.server import (
+    HEALTH_PATH,
+    DisconnectedError,
+    EventStream,
+    RequestGuard,
+    certificate_of,
+    recorded,
+    while_connected,
+)
 from sluice.rpc import SluiceError
-from sluice.rpc.access import SESSION_KEY, Access, roles_for
+from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
+from sluice.rpc.call_log import CallLog
+from sluice.rpc.principals import Role
 from sluice.rpc.quota import Usage
 from sluice.v1 import episode_pb2, session_pb2
 
@@ -61,22 +71,8 @@ MAX_WAIT_S = 60.0
 OPEN_PATH = "/rl/sessions"
 """Opens a session, and waits for one where none is on offer."""
 
-PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/models",
-    "/inference/v1/generate",
-    OPEN_PATH,
-    HEALTH_PATH,
-    "/metrics",
-)
-"""Paths with metrics of their own, without the session."""
-
-PRINCIPAL_PATHS = frozenset({OPEN_PATH, "/metrics"})
-"""Paths that belong to no session, so that no session key opens them."""
+PRINCIPAL_ROUTES = frozenset({OPEN_PATH, "/metrics"})
+"""Routes that belong to no session, so that no session key opens them."""
 
 NOTICES = Counter(
     "sluice_capture_notices_total",
@@ -86,8 +82,6 @@ NOTICES = Counter(
 
 MAX_NOTICE_NAMES = 512
 """Maximum number of names of fields with a count of their own; clients choose these names. Others are counted together."""
-
-SAMPLING_ROLES = roles_for("sluice.v1.EpisodeService", "Generate") or frozenset()
 
 log = structlog.get_logger()
 
@@ -168,12 +162,12 @@ class Door:
     def __init__(self, sessions: Sessions, access: Access) -> None:
         self._sessions, self._access = sessions, access
 
-    def admit(self, path: str, headers: Headers, certificate: Collection[str]) -> Usage | None:
+    def admit(self, scope: Scope, route: str, roles: frozenset[Role]) -> Usage | None:
         """Admit the caller: a session key opens the routes of its session, which check it; all else needs a principal."""
-        token = _token(headers)
-        if token.startswith(SESSION_KEY) and path not in PRINCIPAL_PATHS:
+        token = _token(Headers(scope=scope))
+        if token.startswith(SESSION_KEY) and route not in PRINCIPAL_ROUTES:
             return None
-        return self._access.admit(f"Bearer {token}" if token else None, certificate, SAMPLING_ROLES)
+        return self._access.admit(f"Bearer {token}" if token else None, certificate_of(scope), roles)
 
     def ref(self, http: Request) -> SessionRef:
         """Return the session that a request names: by its path, else by its header, else by its key.
@@ -208,7 +202,13 @@ def _token(headers: Headers) -> str:
 
 
 def create_app(
-    sessions: Sessions, capture: CaptureConfig, access: Access, host: str, clock: Clock = CLOCK
+    sessions: Sessions,
+    capture: CaptureConfig,
+    access: Access,
+    host: str,
+    clock: Clock = CLOCK,
+    *,
+    call_log: CallLog | None = None,
 ) -> SessionPaths:
     """Build the app.
 
@@ -218,12 +218,13 @@ def create_app(
         access: Who may call, shared with the gRPC port.
         host: Address that the server is bound to.
         clock: The time that requests are held for.
+        call_log: Takes what admins do to sessions.
     """
     door = Door(sessions, access)
     guard = Middleware(
         RequestGuard,
         access=access,
-        paths=PATHS,
+        port=GATEWAY_HTTP,
         most=capture.limits.max_requests,
         host=host,
         most_bytes=capture.limits.max_body_bytes,
@@ -234,7 +235,7 @@ def create_app(
     app = Starlette(
         routes=[
             *_dialects(Capture(sessions, door, capture, clock)),
-            *_sessions(sessions, door),
+            *_sessions(sessions, door, call_log),
             *_description(sessions, door),
         ],
         middleware=[guard],
@@ -473,10 +474,12 @@ def _dialects(capture: Capture) -> list[Route]:
     ]
 
 
-def _sessions(sessions: Sessions, door: Door) -> list[Route]:
+def _sessions(sessions: Sessions, door: Door, call_log: CallLog | None) -> list[Route]:
     async def open_session(http: Request) -> JSONResponse:
         body = read_body(OpenBody, await http.body() or b"{}")
-        opened = await sessions.open(body.request_id, body.wait_s)
+        request = episode_pb2.OpenEpisodeRequest(request_id=body.request_id)
+        with recorded(call_log, http, "sluice.v1.EpisodeService/OpenEpisode", request):
+            opened = await sessions.open(body.request_id, body.wait_s)
         task, episode = opened.task, opened.episode
         return JSONResponse(
             {
@@ -510,7 +513,8 @@ def _sessions(sessions: Sessions, door: Door) -> list[Route]:
             request.generation_id = body.generation_id
         if body.branch is not None:
             request.branch = body.branch
-        await sessions.reward(_named(http, name), request)
+        with recorded(call_log, http, "sluice.v1.EpisodeService/RecordReward", request):
+            await sessions.reward(_named(http, name), request)
         return JSONResponse({"id": name})
 
     async def end(http: Request) -> JSONResponse:
@@ -519,12 +523,14 @@ def _sessions(sessions: Sessions, door: Door) -> list[Route]:
         ref = _named(http, name)
         if body.abandon is not None:
             given_up = episode_pb2.AbandonEpisodeRequest(episode_id=name, reason=body.abandon, requeue=body.requeue)
-            await sessions.abandon(ref, given_up)
+            with recorded(call_log, http, "sluice.v1.EpisodeService/AbandonEpisode", given_up):
+                await sessions.abandon(ref, given_up)
             return JSONResponse({"id": name, "trajectory_ids": []})
         request = episode_pb2.SubmitTrajectoryRequest(
             episode_id=name, reward=body.reward, truncated=body.truncated, reward_follows=body.reward_follows
         )
-        submitted = await sessions.submit(ref, request)
+        with recorded(call_log, http, "sluice.v1.EpisodeService/SubmitTrajectory", request):
+            submitted = await sessions.submit(ref, request)
         return JSONResponse({"id": name, "trajectory_ids": list(submitted.trajectory_ids)})
 
     def _named(http: Request, name: str) -> SessionRef:

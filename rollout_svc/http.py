@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+import grpc
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from google.protobuf.message import Message
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.servicer import RolloutServicer
@@ -36,10 +38,21 @@ from sluice.openai.dialect import (
     usage,
 )
 from sluice.openai.errors import answer_errors
-from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
+from sluice.openai.server import (
+    HEALTH_PATH,
+    DisconnectedError,
+    EventStream,
+    RequestGuard,
+    certificate_of,
+    peer_of,
+    recorded,
+    while_connected,
+)
 from sluice.rpc import SluiceError
-from sluice.rpc.access import Access, caller, require_role
+from sluice.rpc.access import ROLLOUT_HTTP, Access
 from sluice.rpc.call_log import CallLog
+from sluice.rpc.principals import Role
+from sluice.rpc.quota import Usage
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
@@ -49,16 +62,11 @@ MAX_REQUESTS = 4096
 DISCONNECTED = 499
 """The status that proxies log for a client that disconnected; nobody receives it."""
 
-PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/models",
-    HEALTH_PATH,
-    "/metrics",
-    "/update_weights",
-    "/reload_weights",
-)
-"""Paths with metrics of their own."""
+CHANGES: Mapping[str, tuple[str, type[Message]]] = {
+    "/update_weights": ("sluice.v1.RolloutAdminService/UpdateWeights", rollout_pb2.UpdateWeightsRequest),
+    "/reload_weights": ("sluice.v1.RolloutAdminService/ReloadWeights", rollout_pb2.ReloadWeightsRequest),
+}
+"""Routes that change the weights, with the calls that they stand for and their requests."""
 
 
 class UpdateRequest(Body):
@@ -89,7 +97,17 @@ def create_app(
         call_log: Takes the calls that change the weights.
     """
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(RequestGuard, access=access, paths=PATHS, most=max_requests, host=host)
+
+    def admit(scope: Scope, route: str, roles: frozenset[Role]) -> Usage | None:
+        try:
+            return access.admit(Headers(scope=scope).get("authorization"), certificate_of(scope), roles)
+        except SluiceError as error:
+            if call_log is not None and route in CHANGES and error.code is grpc.StatusCode.PERMISSION_DENIED:
+                method, request = CHANGES[route]
+                call_log.record(method, request(), peer_of(scope), error.code.name)
+            raise
+
+    app.add_middleware(RequestGuard, access=access, port=ROLLOUT_HTTP, most=max_requests, host=host, admit=admit)
     answer_errors(app)
     _add_generation(app, servicer, model_name)
     _add_description(app, servicer, model_name)
@@ -212,22 +230,7 @@ def _require_model(name: str, served: str) -> None:
 
 
 def _add_administration(app: FastAPI, admin: RolloutAdminServicer, call_log: CallLog | None) -> None:
-    # Checked in the route: a comparison of paths elsewhere could differ from how the router matches them.
-    def recorded(http: Request, method: str, request: Message) -> AbstractContextManager[None]:
-        peer = "http" if http.client is None else f"http:{http.client.host}:{http.client.port}"
-        if call_log is None:
-            return nullcontext()
-        return call_log.recorded(f"sluice.v1.RolloutAdminService/{method}", request, peer)
-
-    def for_admins(method: str, request: type[Message]) -> Any:  # noqa: ANN401 - as FastAPI has it
-        async def refuse_others(http: Request) -> None:
-            if caller().role != "admin":
-                with recorded(http, method, request()):
-                    require_role()
-
-        return Depends(refuse_others)
-
-    @app.post("/update_weights", dependencies=[for_admins("UpdateWeights", rollout_pb2.UpdateWeightsRequest)])
+    @app.post("/update_weights")
     async def update_weights(http: Request, body: UpdateRequest | None = None) -> JSONResponse:
         request = rollout_pb2.UpdateWeightsRequest()
         if body is not None and body.version is not None:
@@ -235,14 +238,14 @@ def _add_administration(app: FastAPI, admin: RolloutAdminServicer, call_log: Cal
                 request.version.CopyFrom(Version.parse(body.version).to_proto())
             except ValueError as error:
                 raise SluiceError.invalid_argument("version", str(error)) from error
-        with recorded(http, "UpdateWeights", request):
+        with recorded(call_log, http, "sluice.v1.RolloutAdminService/UpdateWeights", request):
             updated = await admin.UpdateWeights(request)
         present = Version.from_proto(updated.policy_version)
         return JSONResponse({"version": str(present), "pause_s": updated.pause.ToNanoseconds() / 1e9})
 
-    @app.post("/reload_weights", dependencies=[for_admins("ReloadWeights", rollout_pb2.ReloadWeightsRequest)])
+    @app.post("/reload_weights")
     async def reload_weights(http: Request) -> JSONResponse:
         request = rollout_pb2.ReloadWeightsRequest()
-        with recorded(http, "ReloadWeights", request):
+        with recorded(call_log, http, "sluice.v1.RolloutAdminService/ReloadWeights", request):
             reloaded = await admin.ReloadWeights(request)
         return JSONResponse({"version": str(Version.from_proto(reloaded.policy_version))})

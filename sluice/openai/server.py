@@ -22,9 +22,11 @@ from urllib.parse import urlsplit
 import grpc
 import structlog
 import uvicorn
+from google.protobuf.message import Message as ProtoMessage
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -34,8 +36,10 @@ from sluice.config import SecurityConfig, ServerConfig
 from sluice.errors import BindError
 from sluice.openai.errors import error_response, too_large, too_slow
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
-from sluice.rpc.access import Access, check_exposure, is_local, name_request, roles_for
+from sluice.rpc.access import EVERY_ROLE, Access, check_exposure, is_local, name_request, roles_for
+from sluice.rpc.call_log import CallLog, is_logged
 from sluice.rpc.channel import UNIX
+from sluice.rpc.principals import Role
 from sluice.rpc.quota import Usage
 from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
 from sluice.rpc.tls import certificate_names, server_context
@@ -79,8 +83,6 @@ CERTIFICATE = "client_certificate"
 
 CONNECTED_S = "connected_s"
 """Key of the monotonic time at which a connection with a client's certificate was made, beside that one."""
-
-GENERATING = roles_for("sluice.v1.RolloutService", "Generate") or frozenset()
 
 JSON = "application/json"
 
@@ -304,14 +306,14 @@ class RequestGuard:
 
     Args:
         app: The app.
-        access: Who may call. Every path but health needs a role that may generate.
-        paths: Paths with metrics of their own; all others are counted together.
-        most: Maximum number of requests in progress; as many again to the paths that wait.
+        access: Who may call.
+        port: The port in `sluice.rpc.access.ACCESS`, which says which role each route needs.
+        most: Maximum number of requests in progress; as many again to the routes that wait.
         host: Address that the server is bound to.
         most_bytes: Maximum size of a body.
-        waiting: Paths whose requests wait for work: they must not keep those out that have some.
-        admit: Admits a request by its path, its headers and the names in its client certificate; returns what must be told of its
-            end. By default every request needs a principal that may generate.
+        waiting: Routes whose requests wait for work: they must not keep those out that have some.
+        admit: Admits a request to a route for some roles; returns what must be told of its end. By default every request needs a
+            principal.
         respond: Returns the response to an error of a request to a path.
     """
 
@@ -319,18 +321,18 @@ class RequestGuard:
         self,
         app: ASGIApp,
         access: Access,
-        paths: Collection[str],
+        port: str,
         most: int,
         host: str,
         *,
         most_bytes: int = MAX_MESSAGE_BYTES,
         waiting: Collection[str] = (),
-        admit: Callable[[str, Headers, Collection[str]], Usage | None] | None = None,
+        admit: Callable[[Scope, str, frozenset[Role]], Usage | None] | None = None,
         respond: Callable[[SluiceError, str], Response] | None = None,
     ) -> None:
         self._bound = host.strip("[]").lower()
         self._loopback = is_local(self._bound)
-        self._app, self._paths, self._most = app, frozenset(paths), most
+        self._app, self._port, self._most = app, port, most
         self._access, self._most_bytes = access, most_bytes
         self._admit_caller = admit or self._admit_principal
         self._respond = respond or (lambda error, _path: error_response(error))
@@ -344,13 +346,14 @@ class RequestGuard:
             return
         call = _Call(scope, receive, send, self._most_bytes)
         usage = None
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        route = _route_of(scope)
+        path = route or "other"
         name_request(call.request_id)
-        waits = scope["path"] in self._waiting
+        waits = route in self._waiting
         self._in_progress[waits] += 1
         RPC_IN_FLIGHT.labels(SERVICE, path).inc()
         try:
-            usage = self._admit(scope, call.headers)
+            usage = self._admit(scope, route, call.headers)
             await self._app(scope, call.receive, call.send)
         except SluiceError as error:
             await self._respond(error, scope["path"])(scope, receive, call.send)
@@ -372,9 +375,10 @@ class RequestGuard:
             RPC_IN_FLIGHT.labels(SERVICE, path).dec()
             call.account(path)
 
-    def _admit(self, scope: Scope, headers: Headers) -> Usage | None:
+    def _admit(self, scope: Scope, route: str, headers: Headers) -> Usage | None:
         """Accept or refuse a request by its head, before its body is read; return what counts it."""
-        if scope["path"] == HEALTH_PATH:
+        roles = roles_for(self._port, route.removeprefix("/")) if route else EVERY_ROLE  # without a route it is a 404
+        if roles is None:
             return None
         if self._access.open:
             self._check_origin(headers)
@@ -387,15 +391,14 @@ class RequestGuard:
                 "JSON_REQUIRED",
                 f"send the header `content-type: {JSON}`, even without a body",
             )
-        if self._in_progress[scope["path"] in self._waiting] > self._most:
+        if self._in_progress[route in self._waiting] > self._most:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_REQUESTS", f"{self._most} requests are in progress; retry after the delay", RETRY_AFTER_S
             )
-        certificate = scope.get("state", {}).get(CERTIFICATE, ())
-        return self._admit_caller(scope["path"], headers, certificate)
+        return self._admit_caller(scope, route, roles)
 
-    def _admit_principal(self, _path: str, headers: Headers, certificate: Collection[str]) -> Usage | None:
-        return self._access.admit(headers.get("authorization"), certificate, GENERATING)
+    def _admit_principal(self, scope: Scope, _route: str, roles: frozenset[Role]) -> Usage | None:
+        return self._access.admit(Headers(scope=scope).get("authorization"), certificate_of(scope), roles)
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse a request that a page of another site made, by `Host` and `Origin`.
@@ -422,6 +425,50 @@ class RequestGuard:
             return name in {self._bound, "localhost"} or (ipaddress.ip_address(name).is_loopback or not self._loopback)
         except ValueError:  # not a URL, or a name that we do not know
             return False
+
+
+def certificate_of(scope: Scope) -> Collection[str]:
+    """Return the names in the client's certificate; none without one."""
+    names: Collection[str] = scope.get("state", {}).get(CERTIFICATE, ())
+    return names
+
+
+def peer_of(scope: Scope) -> str:
+    """Return the address of a client, as the log of calls has it."""
+    client = scope.get("client")
+    return "http" if client is None else f"http:{client[0]}:{client[1]}"
+
+
+def recorded(
+    call_log: CallLog | None, http: Request, method: str, request: ProtoMessage
+) -> contextlib.AbstractContextManager[None]:
+    """Serve a request that stands for a call of a contract, then write its line to the log of calls if this has one for it.
+
+    Args:
+        call_log: The log; None writes nothing.
+        http: The request.
+        method: The call.
+        request: The message of that call.
+    """
+    if call_log is None or not is_logged(method):
+        return contextlib.nullcontext()
+    return call_log.recorded(method, request, peer_of(http.scope))
+
+
+def _route_of(scope: Scope) -> str:
+    """Return the route that will serve a request, such as `/v1/models/{name:path}`; empty if none will.
+
+    The routes themselves are asked: a comparison of paths could differ from theirs, and the request would be served by a route that its
+    caller was not checked for.
+    """
+    found = ""
+    for route in scope["app"].routes:
+        match, _ = route.matches(scope)
+        if match is Match.FULL:
+            return str(route.path)
+        if match is Match.PARTIAL:  # with another HTTP method
+            found = found or str(route.path)
+    return found
 
 
 class _Call:

@@ -26,43 +26,104 @@ from sluice.rpc.quota import Usage
 INFO_SERVICE = "sluice.v1.ServerInfoService"
 ADMIN_SERVICE = "sluice.v1.ServerAdminService"
 
-_EVERY_ROLE = frozenset(ROLES)
+GATEWAY_HTTP, ROLLOUT_HTTP, METRICS_HTTP = "http.gateway", "http.rollout", "http.metrics"
+"""The HTTP ports as services of `ACCESS`; their methods are routes without the first slash."""
 
-ACCESS: Mapping[str, frozenset[Role]] = {
-    INFO_SERVICE: _EVERY_ROLE,
-    ADMIN_SERVICE: frozenset(),
-    reflection.SERVICE_NAME: _EVERY_ROLE,
-    "sluice.v1.RolloutService": frozenset({"agent", "gateway", "dispatcher"}),
-    "sluice.v1.EpisodeService": frozenset({"agent", "gateway"}),
-    "sluice.v1.SessionService": frozenset({"gateway"}),
-    "sluice.v1.EnvironmentService": frozenset({"agent", "dispatcher"}),
-    "sluice.v1.RolloutAdminService": frozenset(),
-    "sluice.v1.RolloutAdminService/SetWeightPolicy": frozenset({"dispatcher"}),
-    "sluice.v1.RolloutAdminService/Pause": frozenset({"dispatcher"}),
-    "sluice.v1.RolloutAdminService/Resume": frozenset({"dispatcher"}),
-    "sluice.v1.RolloutAdminService/GetStatus": frozenset({"dispatcher", "gateway"}),
-    "sluice.v1.RolloutAdminService/LoadAdapter": frozenset({"dispatcher"}),
-    "sluice.v1.RolloutAdminService/UnloadAdapter": frozenset({"dispatcher"}),
-    "sluice.v1.TrainerService": frozenset(),
-    "sluice.v1.TrainingService": frozenset({"tenant"}),
-    "sluice.v1.OrchestratorService": frozenset(),
-    "sluice.v1.OrchestratorService/RegisterReplica": frozenset({"replica"}),
-    "sluice.v1.OrchestratorService/Heartbeat": frozenset({"replica"}),
-    "sluice.v1.WeightSyncService": frozenset({"trainer"}),
-    "sluice.v1.WeightSyncService/GetManifest": frozenset({"trainer", "replica"}),
-    # A relay is a principal of the role trainer: engines load what it gives them, as they load what a trainer pushes.
-    "sluice.v1.WeightDeliveryService": frozenset({"replica", "trainer"}),
-}
-"""Roles that may call a service, or one method of it, besides admin, who may call everything. What is not here is admin's."""
+EVERY_ROLE: frozenset[Role] = frozenset(ROLES)
+
+_ADMIN: frozenset[Role] = frozenset()
+_VIEWER: frozenset[Role] = frozenset({"viewer"})
+_AGENTS: frozenset[Role] = frozenset({"agent", "gateway"})
+_SAMPLING: frozenset[Role] = _AGENTS | {"dispatcher"}
+_ENVIRONMENT: frozenset[Role] = frozenset({"agent", "dispatcher"})
+_DISPATCHER: frozenset[Role] = frozenset({"dispatcher"})
+_GATEWAY: frozenset[Role] = frozenset({"gateway"})
+_REPLICA: frozenset[Role] = frozenset({"replica"})
+_TENANT: frozenset[Role] = frozenset({"tenant"})
+_TRAINER: frozenset[Role] = frozenset({"trainer"})
+# A relay is a principal of the role trainer: engines load what it gives them, as they load what a trainer pushes.
+_WEIGHTS: frozenset[Role] = _REPLICA | _TRAINER
+
+
+def _rows(table: Mapping[str, Mapping[str, frozenset[Role] | None]]) -> dict[str, frozenset[Role] | None]:
+    return {
+        f"{service}/{method}": roles
+        for service, rows in table.items()
+        for methods, roles in rows.items()
+        for method in methods.split()
+    }
+
+
+ACCESS: Mapping[str, frozenset[Role] | None] = _rows(
+    {
+        "sluice.v1.OrchestratorService": {
+            "GetRun WatchRun ListTrajectories": _VIEWER,
+            "PauseRun ResumeRun StopRun SetRun": _ADMIN,
+            "RegisterReplica Heartbeat": _REPLICA,
+        },
+        "sluice.v1.TrainerService": {
+            "GetTrainerState WatchSteps ListCheckpoints": _VIEWER,
+            "BeginEpoch SubmitBatch SaveCheckpoint KeepCheckpoint": _ADMIN,
+        },
+        "sluice.v1.RolloutService": {"Generate GenerateStream Tokenize": _SAMPLING, "GetModel": _SAMPLING | _VIEWER},
+        "sluice.v1.RolloutAdminService": {
+            "GetStatus": _DISPATCHER | _GATEWAY | _VIEWER,
+            "SetWeightPolicy Pause Resume LoadAdapter UnloadAdapter": _DISPATCHER,
+            "UpdateWeights ReloadWeights VerifyWeights AbortRequests Drain": _ADMIN,
+        },
+        "sluice.v1.EpisodeService": {
+            "LeaseTasks RenewLease OpenEpisode Generate GenerateStream": _AGENTS,
+            "RecordReward SubmitTrajectory AbandonEpisode": _AGENTS,
+        },
+        "sluice.v1.SessionService": {
+            "FindSession BeginGeneration RecordGeneration Exchange": _GATEWAY,
+            "GetGeneration ReleaseGeneration WatchReplicas": _GATEWAY,
+        },
+        "sluice.v1.EnvironmentService": {"Describe ListTasks Reset Step Score CloseEpisode": _ENVIRONMENT},
+        "sluice.v1.WeightSyncService": {
+            "PushWeights CommitVersion DeleteVersion": _TRAINER,
+            "ListVersions": _TRAINER | _VIEWER,
+            "GetManifest": _WEIGHTS | _VIEWER,
+        },
+        "sluice.v1.WeightDeliveryService": {
+            "WatchVersions GetUpdatePath ListSources PullWeights ReportVersion": _WEIGHTS
+        },
+        "sluice.v1.TrainingService": {
+            "CreateTraining ListTrainings DeleteTraining ForwardBackward OptimStep": _TENANT,
+            "SaveState LoadState Sample WaitOperation": _TENANT,
+        },
+        INFO_SERVICE: {"GetServerInfo": EVERY_ROLE},
+        ADMIN_SERVICE: {"DrainServer": _ADMIN},
+        reflection.SERVICE_NAME: {"ServerReflectionInfo": EVERY_ROLE},
+        health.SERVICE_NAME: {"Check List Watch": None},
+        # The key of a session opens these routes too, except `rl/sessions` and `metrics`.
+        GATEWAY_HTTP: {
+            "rl/sessions": _AGENTS,
+            "rl/sessions/{name}/renew rl/sessions/{name}/reward rl/sessions/{name}/end": _AGENTS,
+            "v1/chat/completions v1/completions v1/responses v1/messages v1/messages/count_tokens": _AGENTS,
+            "inference/v1/generate v1/models v1/models/{name:path}": _AGENTS,
+            "metrics": _AGENTS | _VIEWER,
+            "health": None,
+        },
+        ROLLOUT_HTTP: {
+            "v1/chat/completions v1/completions": _SAMPLING,
+            "v1/models v1/models/{name:path} metrics": _SAMPLING | _VIEWER,
+            "update_weights reload_weights": _ADMIN,
+            "health": None,
+        },
+        METRICS_HTTP: {"metrics": EVERY_ROLE},
+    }
+)
+"""Roles that may call a method or use a route besides admin, who may do everything; None: no principal is needed.
+
+What is not here is admin's. A viewer reads and shows a run: nothing that it may call changes anything or samples.
+"""
 
 SESSION_KEY = "sk-sluice-"
 """Beginning of the keys of sessions. A gateway tells them from the tokens of principals by it."""
 
 SETTLING_KEY = f"{SESSION_KEY}settle-"
 """Beginning of those that settle a session; the others sample it."""
-
-_OPEN = frozenset({health.SERVICE_NAME})
-"""Services that need no principal."""
 
 _caller: ContextVar[Principal] = ContextVar("caller", default=ANYONE)
 
@@ -71,13 +132,11 @@ def roles_for(service: str, method: str) -> frozenset[Role] | None:
     """Return the roles that may call a method; None if it needs no principal.
 
     Args:
-        service: Fully qualified, such as ``sluice.v1.TrainerService``.
-        method: Its name in the service.
+        service: Fully qualified, such as ``sluice.v1.TrainerService``, or an HTTP port, such as `GATEWAY_HTTP`.
+        method: Its name in the service, or a route without the first slash.
     """
-    if service in _OPEN:
-        return None
-    listed = ACCESS.get(f"{service}/{method}", ACCESS.get(service, frozenset()))
-    return listed | {"admin"}
+    listed = ACCESS.get(f"{service}/{method}", _ADMIN)
+    return None if listed is None else listed | {"admin"}
 
 
 def name_request(request_id: str) -> None:

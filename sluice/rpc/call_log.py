@@ -1,7 +1,7 @@
 """The log of calls that change something: who did what, when, and with which outcome, one JSON line a call.
 
-`LOGGED` lists the calls. What a run does all the time (batches, pushed bytes, heartbeats, generation) is left out: the journal and
-the trainer's record have it.
+`LOGGED` lists the calls. What a run does all the time (batches, pushed bytes, rewards) has a line only if an admin does it: the journal
+and the trainer's record have the rest.
 """
 
 from __future__ import annotations
@@ -54,6 +54,26 @@ LOGGED: Mapping[str, tuple[str, ...]] = {
 }
 """The calls that are logged, with the fields of their requests that are written."""
 
+LOGGED_OF_ADMINS: Mapping[str, tuple[str, ...]] = {
+    "sluice.v1.EpisodeService/OpenEpisode": ("lease_id", "request_id"),
+    "sluice.v1.EpisodeService/RecordReward": ("episode_id", "reward", "generation_id", "branch"),
+    "sluice.v1.EpisodeService/SubmitTrajectory": ("episode_id", "reward", "truncated"),
+    "sluice.v1.EpisodeService/AbandonEpisode": ("episode_id", "reason", "requeue"),
+    "sluice.v1.SessionService/RecordGeneration": ("episode_id", "gateway"),
+    "sluice.v1.SessionService/ReleaseGeneration": ("episode_id", "gateway"),
+    "sluice.v1.TrainerService/SubmitBatch": (),
+    "sluice.v1.TrainingService/CreateTraining": ("run",),
+    "sluice.v1.TrainingService/DeleteTraining": ("training",),
+    "sluice.v1.TrainingService/ForwardBackward": ("place", "objective"),
+    "sluice.v1.TrainingService/OptimStep": ("place", "learning_rate"),
+    "sluice.v1.TrainingService/SaveState": ("place", "state"),
+    "sluice.v1.TrainingService/LoadState": ("place", "state"),
+    "sluice.v1.WeightSyncService/PushWeights": (),
+}
+"""The calls that others make all the time: logged only if the caller is an admin of a principals file."""
+
+_FIELDS: Mapping[str, tuple[str, ...]] = {**LOGGED, **LOGGED_OF_ADMINS}
+
 _TEXT_CHARACTERS = 256
 _LINE_BYTES = 4096
 """A single write of this size is not mixed with those of another process."""
@@ -66,6 +86,17 @@ _CLOSE_S = 2.0
 LOST = Counter("sluice_call_log_lost", "Lines of the log of calls that could not be written.")
 
 log = structlog.get_logger(__name__)
+
+
+def may_be_logged(method: str) -> bool:
+    """Return whether some caller's calls of a method are logged."""
+    return method in _FIELDS
+
+
+def is_logged(method: str) -> bool:
+    """Return whether a call of a method by the `caller` of this context is logged."""
+    principal = caller()
+    return method in LOGGED or (method in LOGGED_OF_ADMINS and principal.role == "admin" and principal.listed)
 
 
 class CallLog:
@@ -90,8 +121,8 @@ class CallLog:
         """Write the line of a call that has ended; its principal is the `caller` of this context.
 
         Args:
-            method: A key of `LOGGED`.
-            request: Its request; None if there is none that was read.
+            method: A key of `LOGGED` or `LOGGED_OF_ADMINS`.
+            request: Its request; None if there is none that was read, or a stream of them.
             peer: Address of the client.
             code: Name of the status code that it ended with.
         """
@@ -102,7 +133,7 @@ class CallLog:
             "role": principal.role,
             "peer": peer,
             "method": method.removeprefix("sluice.v1."),
-            "request": {} if request is None else _fields(request, LOGGED[method]),
+            "request": {} if request is None else _fields(request, _FIELDS[method]),
             "code": code,
             "request_id": REQUEST_ID.get(),
         }

@@ -39,7 +39,7 @@ from sluice.config import ConfigError, Section, SecurityConfig
 from sluice.rpc.client_security import read_token
 from sluice.rpc.errors import SluiceError
 
-Role = Literal["admin", "agent", "dispatcher", "gateway", "replica", "tenant", "trainer"]
+Role = Literal["admin", "agent", "dispatcher", "gateway", "replica", "tenant", "trainer", "viewer"]
 """What a principal is for; `sluice.rpc.access.ACCESS` says what each role may call. `admin` may call everything."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -126,11 +126,19 @@ class _File(Section):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who makes a call."""
+    """Who makes a call.
+
+    Attributes:
+        name: Its name in logs.
+        role: What it may call.
+        quota: How much it may ask.
+        listed: Whether a principals file has it. If not, services may share its token.
+    """
 
     name: str
     role: Role
     quota: Quota
+    listed: bool = False
 
 
 ANYONE = Principal("anyone", "admin", Quota())
@@ -219,7 +227,10 @@ class Principals:
             for entry in entries
             if entry.token_sha256 is None and entry.certificate is not None
         }
-        self._principals = {entry.name: Principal(entry.name, entry.role, entry.quota) for entry in entries}
+        self._principals = {
+            entry.name: Principal(entry.name, entry.role, entry.quota, listed=entry not in self.shared)
+            for entry in entries
+        }
         self.know_certificates = any(entry.certificate is not None for entry in entries)
 
     @property

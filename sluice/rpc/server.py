@@ -32,7 +32,7 @@ from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.errors import BindError
 from sluice.limits import LIMITS, MAX_MESSAGE_BYTES
 from sluice.rpc.access import ADMIN_SERVICE, INFO_SERVICE, Access, check_exposure, name_request, roles_for
-from sluice.rpc.call_log import LOGGED, CallLog
+from sluice.rpc.call_log import CallLog, is_logged, may_be_logged
 from sluice.rpc.channel import REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
 from sluice.rpc.quota import Usage
@@ -775,7 +775,7 @@ class _ObservedMethod:
         self._roles, self._is_watch = roles_for(service, name), is_watch
         waits = is_watch or self._rpc == _WAITS_TO_THE_END
         self._places = calls.open if self._roles is None else calls.waiting(self._rpc) if waits else calls.working
-        self._call_log = calls.call_log if self._rpc in LOGGED else None
+        self._call_log = calls.call_log if may_be_logged(self._rpc) else None
         self._metrics = MethodMetrics(service, name)
 
     async def handle(self, requests: Message, context: Context) -> Message:
@@ -827,8 +827,10 @@ class _ObservedMethod:
                 usage.end()
             self._places.taken -= 1
             # A call that was refused before anyone knew whose it was must not push others out of the log.
-            if self._call_log is not None and (known or code is grpc.StatusCode.PERMISSION_DENIED):
-                self._call_log.record(self._rpc, message, context.peer(), code.name)
+            known = known or code is grpc.StatusCode.PERMISSION_DENIED
+            if self._call_log is not None and known and is_logged(self._rpc):
+                request = message if self._takes_one else None
+                self._call_log.record(self._rpc, request, context.peer(), code.name)
             self._metrics.end(code, time.perf_counter() - started)
         return response
 

@@ -39,7 +39,7 @@ async def serving() -> AsyncIterator[tuple[int, list[str]]]:
         outcomes.append("echoed")
         return answer
 
-    guard = Middleware(RequestGuard, access=Access(SecurityConfig()), paths=(), most=64, host="127.0.0.1")
+    guard = Middleware(RequestGuard, access=Access(SecurityConfig()), port="http.echo", most=64, host="127.0.0.1")
     http = HttpServer(
         Starlette(routes=[Route("/echo", echo, methods=["POST"])], middleware=[guard]), "127.0.0.1", 0, SecurityConfig()
     )

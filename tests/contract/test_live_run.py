@@ -16,8 +16,11 @@ from test_orchestrator_run import Scene, make_scene
 from orchestrator_svc.journal.store import read_facts
 from sluice.cli import steer
 from sluice.cli.rl import JOURNAL_FILE, claim
-from sluice.config import ConfigError, load_run
+from sluice.client import OrchestratorClient
+from sluice.config import ConfigError, SecurityConfig, load_run
 from sluice.rpc import SluiceError
+from sluice.rpc.client_security import ClientSecurity
+from sluice.rpc.principals import add_token
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
@@ -203,6 +206,33 @@ async def test_the_commands_show_pause_resume_and_stop_a_run(scene: Scene, capsy
     assert said_at_the_end.startswith(
         f"sluice: run test has ended (stopped after {steps} steps); `sluice rl ... --resume` continues it"
     )
+
+
+async def test_a_viewer_watches_a_run_and_cannot_change_it(scene: Scene, capsys) -> None:
+    file, token = scene.directory / "principals.toml", scene.directory / "viewer.token"
+    token.write_text(add_token(file, "dashboard", "viewer"))
+    scene.trainer.automatic = False
+    running = scene.start(max_steps=2, common={"security": SecurityConfig(principals_file=file)})
+    await scene.until(lambda: scene.trainer.waiting)
+
+    async def call(command: str, *words: str) -> int:
+        where = ["--output-dir", str(scene.directory), "--security.token-file", str(token)]
+        return await asyncio.to_thread(
+            steer.run, command, ["test", *words, "--peers.orchestrator", scene.target, *where]
+        )
+
+    assert await call("status") == 0
+    assert re.search(r"^state +running$", capsys.readouterr().out, re.MULTILINE)
+    for words in (["pause"], ["resume"], ["stop"], ["set", "max_staleness=1"]):
+        assert await call(*words) == 1
+        assert "needs the role admin; principal 'dashboard' has the role viewer" in capsys.readouterr().err
+    async with OrchestratorClient(scene.target, ClientSecurity(token_file=token)) as client:
+        watching = client.watch("test")
+        assert (await anext(watching)).event.sequence_no
+        scene.trainer.run_freely()
+        await asyncio.wait_for(running, DEADLINE_S)
+        await watching.aclose()
+    assert scene.report()["steps"] == 2
 
 
 @pytest.mark.parametrize(

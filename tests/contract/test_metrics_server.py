@@ -49,7 +49,7 @@ def test_metrics_are_served_until_stopped(host):
 
 def test_any_principal_may_read_them_and_nobody_else(tmp_path: Path):
     file = tmp_path / "principals.toml"
-    token = add_token(file, "prometheus", "agent")
+    token = add_token(file, "prometheus", "viewer")
     with served(SecurityConfig(principals_file=file)) as server:
         url = f"http://127.0.0.1:{server.server_port}/metrics"
         assert b"sluice_test_things" in read(url, token)

@@ -200,7 +200,7 @@ async def test_an_old_https_connection_is_closed_after_a_response(folder: Path) 
 
 def test_the_port_of_the_metrics_knows_certificates_and_follows_their_files(folder: Path, tmp_path: Path) -> None:
     security = SecurityConfig(certs_dir=folder).of_service("trainer")
-    token = add_token(folder / "principals.toml", "prometheus", "agent")
+    token = add_token(folder / "principals.toml", "prometheus", "viewer")
     server = start_metrics_server(0, "127.0.0.1", security)
     url = f"https://127.0.0.1:{server.server_port}/metrics"
 

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
 from certificates import Authority
 from google.protobuf import descriptor_pool
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from trainer_double import start_double
 
+import gateway_svc.http
+import rollout_svc.http
+from gateway_svc.config import CaptureConfig
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
-from sluice.rpc.access import ACCESS, roles_for
+from sluice.rpc.access import ACCESS, GATEWAY_HTTP, METRICS_HTTP, ROLLOUT_HTTP, Access, roles_for
+from sluice.rpc.call_log import may_be_logged
 from sluice.rpc.metrics_server import start_metrics_server
 from sluice.rpc.principals import ROLES, add_token
-from sluice.v1 import (
-    common_pb2,
-    common_pb2_grpc,
-    environment_pb2,
-    episode_pb2,
-    orchestrator_pb2,
-    rollout_pb2,
-    session_pb2,
-    trainer_pb2,
-    trainer_pb2_grpc,
-    training_pb2,
-    weightsync_pb2,
-)
+from sluice.v1 import common_pb2, common_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+PROTOS = Path(__file__).parents[2] / "proto/sluice/v1"
 
 
 def token_file(folder: Path, name: str, text: str | None = None) -> Path:
@@ -97,37 +94,74 @@ async def test_of_two_tokens_that_of_the_agent_is_sent_only_for_what_an_agent_ma
     await server.stop(0)
 
 
-def test_every_method_of_every_contract_has_a_rule():
-    contracts = {
-        f"{service.full_name}"
-        for module in (
-            common_pb2,
-            environment_pb2,
-            episode_pb2,
-            orchestrator_pb2,
-            rollout_pb2,
-            session_pb2,
-            trainer_pb2,
-            training_pb2,
-            weightsync_pb2,
-        )
-        for service in module.DESCRIPTOR.services_by_name.values()
+def http_routes() -> set[str]:
+    """The routes of every HTTP port, as the table names them."""
+    access = Access(SecurityConfig())
+    unused = cast("Any", None)  # what answers the requests, of which there are none
+    servicer = cast("Any", SimpleNamespace(tokenizer=SimpleNamespace(token_text=None)))
+    gateway = gateway_svc.http.create_app(unused, CaptureConfig(), access, "127.0.0.1").app
+    rollout = rollout_svc.http.create_app(servicer, unused, "model", access, "127.0.0.1")
+    return {
+        *(f"{GATEWAY_HTTP}{route.path}" for route in gateway.routes),
+        *(f"{ROLLOUT_HTTP}{route.path}" for route in rollout.routes),
+        f"{METRICS_HTTP}/metrics",
     }
-    listed = {name.partition("/")[0] for name in ACCESS} - {reflection.SERVICE_NAME}
-    assert listed == contracts
+
+
+def rpcs() -> set[str]:
+    """Every RPC that a server of ours may serve."""
+    contracts = [
+        importlib.import_module(f"sluice.v1.{path.stem}_pb2").DESCRIPTOR for path in sorted(PROTOS.glob("*.proto"))
+    ]
+    ours = [service.full_name for file in contracts for service in file.services_by_name.values()]
     pool = descriptor_pool.Default()
-    for service, _, method in (name.partition("/") for name in ACCESS if "/" in name):
-        assert method in pool.FindServiceByName(service).methods_by_name
+    return {
+        f"{name}/{method}"
+        for name in (*ours, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        for method in pool.FindServiceByName(name).methods_by_name
+    }
+
+
+def test_the_table_has_every_rpc_and_every_http_route_and_nothing_else():
+    assert set(ACCESS) == rpcs() | http_routes()
+
+
+def test_a_viewer_can_change_nothing_and_sample_nothing():
+    may = {name for name in ACCESS if "viewer" in (roles_for(*name.split("/", 1)) or ())}
+    assert may == {
+        "sluice.v1.OrchestratorService/GetRun",
+        "sluice.v1.OrchestratorService/WatchRun",
+        "sluice.v1.OrchestratorService/ListTrajectories",
+        "sluice.v1.TrainerService/GetTrainerState",
+        "sluice.v1.TrainerService/WatchSteps",
+        "sluice.v1.TrainerService/ListCheckpoints",
+        "sluice.v1.RolloutService/GetModel",
+        "sluice.v1.RolloutAdminService/GetStatus",
+        "sluice.v1.WeightSyncService/ListVersions",
+        "sluice.v1.WeightSyncService/GetManifest",
+        "sluice.v1.ServerInfoService/GetServerInfo",
+        f"{reflection.SERVICE_NAME}/ServerReflectionInfo",
+        "http.gateway/metrics",
+        "http.rollout/metrics",
+        "http.rollout/v1/models",
+        "http.rollout/v1/models/{name:path}",
+        "http.metrics/metrics",
+    }
+    assert not [name for name in may if may_be_logged(name)], "what is logged changes something"
 
 
 def test_the_page_on_security_has_the_same_table():
     page = (Path(__file__).parents[2] / "docs/security.md").read_text()
-    rows = re.findall(r"^\| ((?:`[A-Za-z.]+(?:/[A-Za-z]+)?`(?:, )?)+) \| (.*?) ?\|$", page, re.MULTILINE)
-    shown = {name: roles for names, roles in rows for name in re.findall(r"`([^`]+)`", names)}
-    for name, roles in ACCESS.items():
-        short = "grpc.reflection" if name == reflection.SERVICE_NAME else name.removeprefix("sluice.v1.")
-        told = set(ROLES) if shown[short] == "every role" else set(re.findall(r"`([a-z]+)`", shown.pop(short)))
-        assert told - {"admin"} == roles - {"admin"}, short
+    shown = {}
+    for service, methods, roles in re.findall(
+        r"^\| `([A-Za-z0-9.]+)` \| ((?:`[^|`]+`(?:, )?)+) \| (.*?) ?\|$", page, re.MULTILINE
+    ):
+        said = None if roles == "needs no principal" else set(re.findall(r"`([a-z]+)`", roles))
+        said = set(ROLES) if roles == "every role" else said
+        for method in re.findall(r"`([^`]+)`", methods):
+            full = service if service.startswith(("http.", "grpc.")) else f"sluice.v1.{service}"
+            shown[f"{full}/{method.removeprefix('/')}"] = None if said is None else said - {"admin"}
+    assert shown == {name: None if roles is None else {*roles} - {"admin"} for name, roles in ACCESS.items()}
 
 
 @pytest.mark.parametrize(
@@ -138,14 +172,15 @@ def test_the_page_on_security_has_the_same_table():
         ("sluice.v1.RolloutAdminService/UpdateWeights", set()),
         ("sluice.v1.RolloutAdminService/Drain", set()),
         ("sluice.v1.WeightSyncService/PushWeights", {"trainer"}),
-        ("sluice.v1.WeightSyncService/GetManifest", {"trainer", "replica"}),
+        ("sluice.v1.WeightSyncService/GetManifest", {"trainer", "replica", "viewer"}),
         ("sluice.v1.WeightDeliveryService/PullWeights", {"replica", "trainer"}),
         ("sluice.v1.OrchestratorService/RegisterReplica", {"replica"}),
         ("sluice.v1.OrchestratorService/SetRun", set()),
+        ("sluice.v1.OrchestratorService/GetRun", {"viewer"}),
         ("sluice.v1.TrainerService/SubmitBatch", set()),
         (
             "sluice.v1.ServerInfoService/GetServerInfo",
-            {"agent", "dispatcher", "gateway", "replica", "tenant", "trainer"},
+            {"agent", "dispatcher", "gateway", "replica", "tenant", "trainer", "viewer"},
         ),
         ("sluice.v1.ServerAdminService/DrainServer", set()),
         ("unheard.of.Service/Method", set()),
@@ -188,11 +223,11 @@ async def test_each_principal_of_a_file_has_its_role(tmp_path):
     server, double = await start_double(principals.server())
     for role in ROLES:
         assert await info_outcome(server.target, principals.client(role)) == "OK"
-        code = "OK" if role == "admin" else "PERMISSION_DENIED"
+        code = "OK" if role in {"admin", "viewer"} else "PERMISSION_DENIED"
         assert await outcome(server.target, principals.client(role)) == code
-    assert double.callers == ["admin"]
+    assert double.callers == ["admin", "viewer"]
     error = await refusal(server.target, principals.client("replica"))
-    assert error.metadata == {"principal": "replica", "role": "replica", "needed": "admin"}
+    assert error.metadata == {"principal": "replica", "role": "replica", "needed": "viewer or admin"}
     assert "principal 'replica' has the role replica" in error.message
     assert principals.tokens["replica"].read_text().strip() not in error.message
     await server.stop(0)

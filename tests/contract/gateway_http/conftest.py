@@ -18,6 +18,7 @@ from gateway_svc.http import create_app
 from sluice.config import SecurityConfig
 from sluice.openai.server import HttpServer
 from sluice.rpc.access import Access
+from sluice.rpc.call_log import CallLog
 
 
 @dataclass
@@ -40,12 +41,12 @@ class Gateway:
 
 @asynccontextmanager
 async def running_gateway(
-    security: SecurityConfig | None = None, capture: CaptureConfig | None = None
+    security: SecurityConfig | None = None, capture: CaptureConfig | None = None, call_log: CallLog | None = None
 ) -> AsyncIterator[Gateway]:
     """Start a gateway. Requests are held for a time that passes when a test moves its clock."""
     security = security or SecurityConfig()
     sessions, clock = MemorySessions(), SimulatedClock()
-    app = create_app(sessions, capture or CaptureConfig(), Access(security), "127.0.0.1", clock)
+    app = create_app(sessions, capture or CaptureConfig(), Access(security), "127.0.0.1", clock, call_log=call_log)
     server = HttpServer(app, "127.0.0.1", 0, security)
     port = await server.start()
     try:

@@ -19,6 +19,8 @@ from simulated_clock import LIMIT_S
 from gateway_svc.config import CaptureConfig
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
+from sluice.rpc.access import SESSION_KEY
+from sluice.rpc.call_log import CallLog
 from sluice.rpc.principals import digest_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -100,6 +102,17 @@ class TestWhichSession:
         assert response.status_code == 410
         assert "open another one" in message_of(response)
 
+    @pytest.mark.parametrize(("method", "path"), [("POST", "/rl/sessions%0A"), ("GET", "/metrics%0A")])
+    async def test_an_invented_session_key_opens_nothing_that_belongs_to_no_session(
+        self, another_gateway, tmp_path, method, path
+    ):
+        """The router takes a path with a line feed at its end for the one without it; so must the check of the caller."""
+        async with (
+            another_gateway(SecurityConfig(principals_file=principals(tmp_path))) as gateway,
+            gateway.http(authorization=f"Bearer {SESSION_KEY}invented") as http,
+        ):
+            assert (await http.request(method, path, json={})).status_code == 401
+
     async def test_principals_need_their_token_and_sessions_only_their_key(self, another_gateway, tmp_path):
         security = SecurityConfig(principals_file=principals(tmp_path))
         async with another_gateway(security) as gateway:
@@ -115,12 +128,43 @@ class TestWhichSession:
                 assert (await http.post(CHAT, json=BODY, headers={"x-session-id": "e0"})).status_code == 403
         assert refused.status_code == 401
 
+    async def test_a_viewer_reads_the_metrics_and_samples_nothing(self, another_gateway, tmp_path):
+        async with (
+            another_gateway(SecurityConfig(principals_file=principals(tmp_path))) as gateway,
+            gateway.http(authorization="Bearer token-of-grafana") as http,
+        ):
+            assert (await http.get("/metrics")).status_code == 200
+            for route, body in ROUTES.items():
+                assert (await http.post(route, json=body, headers={"x-session-id": "e0"})).status_code == 403
+            assert (await http.post("/rl/sessions", json={})).status_code == 403
+        assert not gateway.session.requests
+
+    async def test_what_an_admin_does_to_a_session_is_logged_without_its_key(self, another_gateway, tmp_path):
+        path = tmp_path / "calls/gateway.jsonl"
+        call_log = CallLog(path, SecurityConfig())
+        async with another_gateway(SecurityConfig(principals_file=principals(tmp_path)), call_log=call_log) as gateway:
+            name = gateway.session.found.episode_id
+            async with gateway.http(authorization="Bearer token-of-root") as http:
+                opened = (await http.post("/rl/sessions", json={"request_id": "a"})).json()
+                assert (await http.post(f"/rl/sessions/{name}/reward", json={"reward": 0.5})).status_code == 200
+                assert (await http.post("/rl/sessions/none/end", json={})).status_code == 404
+            async with gateway.http() as http:  # with the key of the session
+                assert (await http.post(f"/rl/sessions/{name}/end", json={})).status_code == 200
+        await call_log.close()
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(line["principal"], line["method"], line["request"], line["code"]) for line in lines] == [
+            ("root", "EpisodeService/OpenEpisode", {"request_id": "a"}, "OK"),
+            ("root", "EpisodeService/RecordReward", {"episode_id": name, "reward": 0.5}, "OK"),
+            ("root", "EpisodeService/SubmitTrajectory", {"episode_id": "none"}, "NOT_FOUND"),
+        ]
+        assert opened["key"] not in path.read_text()
+
 
 def principals(directory: Path) -> Path:
     path = directory / "principals.toml"
     entries = [
         f'[[principal]]\nname = "{name}"\nrole = "{role}"\ntoken_sha256 = "{digest_of("token-of-" + name)}"\n'
-        for name, role in (("ann", "agent"), ("trainer", "trainer"))
+        for name, role in (("ann", "agent"), ("trainer", "trainer"), ("grafana", "viewer"), ("root", "admin"))
     ]
     path.write_text("\n".join(entries))
     path.chmod(0o600)

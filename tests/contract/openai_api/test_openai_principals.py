@@ -24,7 +24,7 @@ BODY = {"prompt": [5, 6], "max_tokens": 1}
 
 def principals_file(folder: Path, quota: str) -> tuple[SecurityConfig, dict[str, str]]:
     file = folder / "principals.toml"
-    tokens = {role: add_token(file, role, role) for role in ("admin", "agent", "gateway", "replica")}
+    tokens = {role: add_token(file, role, role) for role in ("admin", "agent", "gateway", "replica", "viewer")}
     file.write_text(file.read_text().replace('role = "agent"\n', f'role = "agent"\nquota = {quota}\n'))
     return SecurityConfig(principals_file=file), tokens
 
@@ -38,7 +38,7 @@ async def test_roles_and_quotas_hold_over_both_ports_together(model, engine, tmp
     security, tokens = principals_file(tmp_path, "{requests_per_s = 0.01, burst = 2}")
     async with Replica(model, engine, security) as served:
         codes = {role: (await post(served, "/v1/completions", tokens[role])).status_code for role in tokens}
-        assert codes == {"admin": 200, "agent": 200, "gateway": 200, "replica": 403}
+        assert codes == {"admin": 200, "agent": 200, "gateway": 200, "replica": 403, "viewer": 403}
         (tmp_path / "agent.token").write_text(tokens["agent"])
         async with RolloutClient(served.target, SecurityConfig(token_file=tmp_path / "agent.token")) as rollout:
             await rollout.model()  # the second call of its burst, by gRPC
@@ -48,6 +48,19 @@ async def test_roles_and_quotas_hold_over_both_ports_together(model, engine, tmp
         async with client_of(served, tokens["agent"]) as client:
             with pytest.raises(openai.RateLimitError):
                 await chat(client.with_options(max_retries=0))
+
+
+async def test_a_viewer_reads_the_metrics_and_the_model_and_nothing_more(model, engine, tmp_path):
+    security, tokens = principals_file(tmp_path, "{}")
+    async with Replica(model, engine, security) as served, http_client() as http:
+        headers = {"authorization": f"Bearer {tokens['viewer']}"}
+        for path in ("/metrics", "/v1/models", "/v1/models/small"):
+            assert (await http.get(served.url + path, headers=headers)).status_code == 200
+            assert (await http.get(served.url + path)).status_code == 401
+        for path in ("/v1/completions", "/v1/chat/completions", "/reload_weights", "/update_weights"):
+            assert (await post(served, path, tokens["viewer"])).status_code == 403
+            assert (await post(served, f"{path}%0A", tokens["viewer"])).status_code == 403
+        assert (await post(served, "/elsewhere", tokens["viewer"])).status_code == 404
 
 
 async def test_changes_of_the_weights_are_logged_with_their_principal(model, engine, tmp_path):
