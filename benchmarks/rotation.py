@@ -1,5 +1,7 @@
 """`sluice bench rotation`: certificates, the authority and a token are replaced while calls and streams run; how many are lost.
 
+Certificates, and the token, are replaced again and again until so many calls were made; the authority once, in its three steps.
+
 A server and clients with mutual TLS have a folder of certificates each, as two machines do, and get new files at different times. No call
 is repeated: one that does not end well is lost. Watches are meant to continue on another connection, so each may begin again.
 """
@@ -12,7 +14,7 @@ import contextlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from sluice import certificates
 from sluice.certificates import Leaf
 from sluice.config import Options, SecurityConfig, ServerConfig, seconds, whole_number
 from sluice.rpc import RpcServer, connect
-from sluice.rpc.principals import add_token, replace_private
+from sluice.rpc.principals import digest_of, new_token, replace_private
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 
 PARTS = 10
@@ -69,12 +71,14 @@ class Counts:
         calls: Calls made.
         streams: Streams made.
         watches: Watches begun.
+        rotations: How often something was replaced.
         lost: Why calls and streams did not end well.
     """
 
     calls: int = 0
     streams: int = 0
     watches: int = 0
+    rotations: int = 0
     lost: list[str] = field(default_factory=list)
 
 
@@ -156,18 +160,92 @@ class Machines:
 CERTIFICATES = tuple(f"{name}.{kind}" for name in ("rollout", "operator") for kind in ("pem", "key"))
 AUTHORITIES = (certificates.AUTHORITIES,)
 
+RENEWED, REPLACED = "certificates renewed", "token replaced"
+"""The steps that last for a number of calls."""
+
+
+@dataclass
+class Rotation:
+    """What is replaced while clients call, step by step.
+
+    Args:
+        machines: Their files.
+        load: The clients.
+        step_s: Seconds between two replacements, at least; every client also calls in between.
+        apart_s: Seconds between the new files of the server and those of the clients, at least; as before.
+
+    Attributes:
+        counted: What the clients did, by step.
+        token: The one that is valid.
+    """
+
+    machines: Machines
+    load: Clients
+    step_s: float
+    apart_s: float
+    counted: dict[str, Counts] = field(default_factory=dict)
+    token: str = field(default_factory=new_token)
+
+    def __post_init__(self) -> None:
+        """Let the server know the first token."""
+        self._known = self.machines.server / certificates.PRINCIPALS
+        self._file = self.machines.clients / "token"
+        self._others = self._known.read_bytes()
+        replace_private(self._known, self._others + _table(self.token))
+        replace_private(self._file, self.token.encode())
+
+    async def exchange(self, what: Callable[[], object], files: Sequence[str]) -> None:
+        """Make new files, and give them to the server, then to the clients."""
+        what()
+        self.machines.copy(self.machines.server, files)
+        await self._apart()
+        self.machines.copy(self.machines.clients, files)
+        self.load.counts.rotations += 1
+
+    async def exchange_token(self) -> None:
+        """Let two tokens of one principal be valid until all callers send the new one."""
+        old, self.token = self.token, new_token()
+        replace_private(self._known, self._others + _table(old) + _table(self.token))
+        replace_private(self._file, self.token.encode())
+        await self._apart()
+        replace_private(self._known, self._others + _table(self.token))
+        self.load.counts.rotations += 1
+
+    async def once(self, step: str, what: Callable[[], object], files: Sequence[str]) -> None:
+        """Take one step."""
+        await self.exchange(what, files)
+        await self.rest(step, self.step_s - self.apart_s)
+
+    async def until_called(self, step: str, calls: int, again: Callable[[], Awaitable[None]]) -> None:
+        """Replace something again and again until so many calls have ended."""
+        while self.load.counts.calls < calls or not self.load.counts.rotations:
+            await again()
+            await asyncio.sleep(self.step_s - self.apart_s)
+        await self.rest(step, 0)
+
+    async def rest(self, step: str, for_s: float) -> None:
+        """Let the clients call, and end the step."""
+        await asyncio.sleep(for_s)
+        await self.load.all_have_called()
+        self.counted[step], self.load.counts = self.load.counts, Counts()
+
+    async def _apart(self) -> None:
+        await asyncio.sleep(self.apart_s)
+        await self.load.all_have_called()
+
 
 async def measure(
-    directory: Path, *, step_s: float, apart_s: float, age_s: float, clients: int, call_s: float = 0.02
+    directory: Path, *, step_s: float, apart_s: float, age_s: float, clients: int, calls: int, call_s: float = 0.02
 ) -> tuple[dict[str, Counts], str]:
     """Replace everything, one after the other.
 
     Args:
         directory: An empty folder.
-        step_s: Seconds between two replacements, at least; every client also calls in between.
-        apart_s: Seconds between the new files of the server and those of the clients, at least; as before.
+        step_s: As for `Rotation`.
+        apart_s: As for `Rotation`; above the second after which changed files are read, or the old token goes too early.
         age_s: Age at which the server ends connections.
         clients: Callers known by certificate, and as many by token.
+        calls: Calls, besides streams, during which certificates are replaced, and then the token.
         call_s: Seconds of a call.
 
     Returns:
@@ -180,18 +258,16 @@ async def measure(
         each.mkdir()
         machines.copy(each, (*CERTIFICATES, *AUTHORITIES))
     machines.copy(machines.server, [certificates.PRINCIPALS])
-    tokens = machines.server / certificates.PRINCIPALS
-    token = machines.clients / "token"
-    replace_private(token, add_token(tokens, "agent", "agent").encode())
+    load = Clients()
+    rotation = Rotation(machines, load, step_s, apart_s)
     security = SecurityConfig(certs_dir=machines.server, connection_age_s=age_s).of_service("rollout")
     server = RpcServer("rollout", ServerConfig(), security)
     answers = Answers(call_s)  # type: ignore[abstract]  # the other methods are not called
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, answers, "sluice.v1.RolloutService")
     await server.start()
 
-    load, counted = Clients(), {}
     by_certificate = SecurityConfig(certs_dir=machines.clients)
-    by_token = SecurityConfig(certs_dir=machines.clients, token_file=token)
+    by_token = SecurityConfig(certs_dir=machines.clients, token_file=machines.clients / "token")
     async with contextlib.AsyncExitStack() as stack:
         channels = [
             await stack.enter_async_context(connect(server.target, each, role="agent"))
@@ -203,42 +279,31 @@ async def measure(
             for each in (load.call(channel, number), load.stream(channel, number), load.watch(channel))
         ]
 
-        async def replace(step: str, what: Callable[[], object], files: Sequence[str]) -> None:
-            what()
-            machines.copy(machines.server, files)
-            await asyncio.sleep(apart_s)
-            await load.all_have_called()
-            machines.copy(machines.clients, files)
-            await rest(step, step_s - apart_s)
-
-        async def rest(step: str, for_s: float) -> None:
-            await asyncio.sleep(for_s)
-            await load.all_have_called()
-            counted[step], load.counts = load.counts, Counts()
-
         def renew() -> list[Leaf]:
             return certificates.renew(machines.issuing, certificates.now_utc(), every=True)
 
-        await rest("nothing replaced", step_s)
-        await replace("certificates renewed", renew, CERTIFICATES)
+        await rotation.rest("nothing replaced", step_s)
+        await rotation.until_called(RENEWED, calls, lambda: rotation.exchange(renew, CERTIFICATES))
         add = lambda: certificates.add_authority(machines.issuing, certificates.now_utc())  # noqa: E731 - a name for one step
-        await replace("next authority trusted", add, AUTHORITIES)
+        await rotation.once("next authority trusted", add, AUTHORITIES)
         for name in CERTIFICATES:
             shutil.copy(machines.clients / name, directory / name)
         shutil.copy(machines.issuing / certificates.AUTHORITIES, directory / certificates.AUTHORITIES)
         use = lambda: certificates.use_authority(machines.issuing, certificates.now_utc())  # noqa: E731 - as above
-        await replace("certificates of the next authority", use, CERTIFICATES)
-        await replace("old authority dropped", lambda: certificates.drop_authority(machines.issuing), AUTHORITIES)
-        new = add_token(tokens, "agent-new", "agent")
-        replace_private(token, new.encode())
-        await rest("token replaced", step_s)
+        await rotation.once("certificates of the next authority", use, CERTIFICATES)
+        await rotation.once("old authority dropped", lambda: certificates.drop_authority(machines.issuing), AUTHORITIES)
+        await rotation.until_called(REPLACED, calls, rotation.exchange_token)
         load.ended.set()
         for task in running[2::3]:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    old = await _refusal(server.target, SecurityConfig(certs_dir=directory, token_file=token))
+    old = await _refusal(server.target, SecurityConfig(certs_dir=directory, token_file=by_token.token_file))
     await server.stop(0)
-    return counted, old
+    return rotation.counted, old
+
+
+def _table(token: str) -> bytes:
+    return f'\n[[principal]]\nname = "agent"\nrole = "agent"\ntoken_sha256 = "{digest_of(token)}"\n'.encode()
 
 
 async def _refusal(target: str, security: SecurityConfig) -> str:
@@ -263,6 +328,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
                 apart_s=min(2.0, arguments.step / 2),
                 age_s=arguments.age,
                 clients=arguments.clients,
+                calls=arguments.calls,
             )
         )
     print(f"{'while':<36}{'calls':>8}{'streams':>9}{'watches':>9}{'lost':>6}")
@@ -270,6 +336,11 @@ def run(argv: list[str]) -> Mapping[str, Any]:
         print(f"{step:<36}{counts.calls:>8}{counts.streams:>9}{counts.watches:>9}{len(counts.lost):>6}")
         for why in counts.lost[:3]:
             print(f"    {why}")
+    for step in (RENEWED, REPLACED):
+        done = counted[step]
+        print(
+            f"{step} {done.rotations} times during {done.calls} calls and {done.streams} streams: lost {len(done.lost)}"
+        )
     print(f"a call with a certificate of the old authority ends with {old}")
     lost = sum(len(counts.lost) for counts in counted.values())
     made = sum(counts.calls + counts.streams for counts in counted.values())
@@ -277,12 +348,23 @@ def run(argv: list[str]) -> Mapping[str, Any]:
         *(["calls were lost"] if lost else []),
         *(["a certificate of the old authority was accepted"] if old != "UNAVAILABLE" else []),
     ]
-    return {"made": made, "lost": lost, "failures": failures}
+    rotated = {
+        step: {"rotations": done.rotations, "calls": done.calls, "streams": done.streams, "lost": len(done.lost)}
+        for step, done in counted.items()
+        if step in {RENEWED, REPLACED}
+    }
+    return {"made": made, "lost": lost, "rotated": rotated, "failures": failures}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Options(prog="sluice bench rotation", description=__doc__)
     parser.add_argument("--step", type=seconds, default=8.0, help="seconds between two replacements (default: 8)")
+    parser.add_argument(
+        "--calls",
+        type=whole_number(1),
+        default=10_000,
+        help="calls during which certificates are replaced, and then the token (default: 10000)",
+    )
     parser.add_argument("--age", type=seconds, default=2.0, help="age at which connections are ended (default: 2)")
     parser.add_argument(
         "--clients",

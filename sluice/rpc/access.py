@@ -219,6 +219,20 @@ class Access:
                 raise
         return self._principals.current().identify(authorization, certificate, now_utc())
 
+    def state(self) -> object:
+        """Return what stands for the principals in force: another object after a change, and each time if some of them expire."""
+        if self._principals is None:
+            return None
+        principals = self._principals.current()
+        return object() if principals.expire else principals
+
+    def admits(self, authorization: str | bytes | None, certificate: Collection[str], roles: frozenset[Role]) -> bool:
+        """Return whether a call that was admitted would be admitted now, but for its quota."""
+        try:
+            return self.identify(authorization, certificate).role in roles
+        except SluiceError:
+            return False
+
     def admit(
         self, authorization: str | bytes | None, certificate: Collection[str], roles: frozenset[Role]
     ) -> Usage | None:

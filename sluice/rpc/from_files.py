@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from sluice.errors import ConfigError
 
@@ -20,12 +23,22 @@ Stamp: TypeAlias = tuple[tuple[int, int, int, int] | None, ...]
 
 log = logging.getLogger(__name__)
 
+_unusable: WeakSet[FromFiles[Any]] = WeakSet()
+_unusable_lock = threading.Lock()
+
+
+def unusable_files() -> Counter[str]:
+    """Return how many values of this process stay at what was read before because their files are broken, by name."""
+    with _unusable_lock:
+        return Counter(value.what for value in _unusable)
+
 
 class FromFiles(Generic[T]):
     """A value made from files. `current` returns what the files held `LOOK_S` ago at most.
 
     When a file changes, the value is made again. If that fails, the last good value stays; a warning says why as soon as the files
-    are still broken at the next look, because one file of several may be written a moment after the other.
+    are still broken at the next look, because one file of several may be written a moment after the other. From then on
+    `unusable_files` counts it.
 
     Looks and reads happen in the thread that asks, so the files belong on a disk that answers: a local one, or memory.
 
@@ -34,6 +47,9 @@ class FromFiles(Generic[T]):
         files: What it is made from.
         make: Makes it, from the value so far; None at first.
         clock: Monotonic seconds.
+
+    Attributes:
+        what: Its name.
 
     Raises:
         ConfigError: if the first value cannot be made.
@@ -46,7 +62,7 @@ class FromFiles(Generic[T]):
         make: Callable[[T | None], T],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._what, self._files, self._make, self._clock = what, tuple(files), make, clock
+        self.what, self._files, self._make, self._clock = what, tuple(files), make, clock
         self._stamp = _stamp(self._files)
         self._value = make(None)
         self._looked_s = clock()
@@ -64,24 +80,34 @@ class FromFiles(Generic[T]):
         self._looked_s = self._clock()
         stamp = _stamp(self._files)
         if stamp == self._stamp:
+            self._restored()
             return False
         try:
             value = self._make(self._value)
         except (ConfigError, OSError) as error:
             if self._broken == stamp != self._warned:
                 self._warned = stamp
+                with _unusable_lock:
+                    _unusable.add(self)
                 log.warning(
                     "the files of %s changed and cannot be used; what was read before stays in use: %s",
-                    self._what,
+                    self.what,
                     error,
                 )
             self._broken = stamp
             return False
         if _stamp(self._files) != stamp:  # written meanwhile: what was read may belong to two states
             return False
-        self._stamp, self._value, self._broken, self._warned = stamp, value, None, None
-        log.info("the files of %s changed and were read again: %s", self._what, ", ".join(map(str, self._files)))
+        self._stamp, self._value = stamp, value
+        self._restored()
+        log.info("the files of %s changed and were read again: %s", self.what, ", ".join(map(str, self._files)))
         return True
+
+    def _restored(self) -> None:
+        """Note that the files are good."""
+        self._broken = self._warned = None
+        with _unusable_lock:
+            _unusable.discard(self)
 
 
 def _stamp(files: Sequence[Path]) -> Stamp:

@@ -217,6 +217,10 @@ class Principals:
     Args:
         entries: The tables of a principals file.
         shared: Those whose tokens are in files that callers read as well.
+
+    Attributes:
+        expire: Whether any of them does.
+        know_certificates: Whether any of them is known by a certificate.
     """
 
     def __init__(self, entries: Sequence[Entry], shared: Sequence[Entry] = ()) -> None:
@@ -231,6 +235,7 @@ class Principals:
             entry.name: Principal(entry.name, entry.role, entry.quota, listed=entry not in self.shared)
             for entry in entries
         }
+        self.expire = any(entry.expires is not None for entry in entries)
         self.know_certificates = any(entry.certificate is not None for entry in entries)
 
     @property

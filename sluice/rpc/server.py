@@ -26,7 +26,9 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.errors import BindError
@@ -35,6 +37,7 @@ from sluice.rpc.access import ADMIN_SERVICE, INFO_SERVICE, Access, check_exposur
 from sluice.rpc.call_log import CallLog, is_logged, may_be_logged
 from sluice.rpc.channel import REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
+from sluice.rpc.from_files import unusable_files
 from sluice.rpc.quota import Usage
 from sluice.rpc.tls import server_credentials
 from sluice.v1 import common_pb2, common_pb2_grpc
@@ -72,6 +75,9 @@ FLUSH_S = 0.5
 
 LAST_CALLS_S = 3600.0
 """Seconds for the calls in progress on a connection that is ended for its age: as long as the longest call of ours may take."""
+
+RECHECK_S = 5.0
+"""Seconds between two looks whether the callers of watches and of calls that wait are still admitted."""
 
 REQUEST_S = 30.0
 """Seconds for the one message of a call to arrive, once the call has begun."""
@@ -588,6 +594,20 @@ class _Places:
             )
 
 
+class _UnusableFiles(Collector):
+    """Counts what stays as it was read before because its files are broken now."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        text = "Values made from files (principals, a token, a certificate) that are kept because the files are broken now."
+        gauge = GaugeMetricFamily("sluice_security_files_unusable", text, labels=["what"])
+        for what, count in unusable_files().items():
+            gauge.add_metric([what.removeprefix("the ")], count)
+        yield gauge
+
+
+REGISTRY.register(_UnusableFiles())
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of one server.
 
@@ -620,7 +640,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self.open = _Places(max_concurrent_rpcs, "calls without a principal", "server.max_concurrent_rpcs")
         self.drains = 0
         self._unimplemented = unimplemented
-        self._watches: set[asyncio.Task[Any]] = set()
+        self._watches: dict[asyncio.Task[Any], Callable[[], bool]] = {}
+        self._admitted_under = access.state()
+        self._recheck: asyncio.TimerHandle | None = None
         self._ended: dict[asyncio.Task[Any], SluiceError] = {}
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
@@ -650,15 +672,29 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             wrapped = self._wrapped[method] = self._wrap(method.lstrip("/"), handler)
         return wrapped
 
-    def begin_watch(self, task: asyncio.Task[Any]) -> None:
-        """Account for a call that waits for others, or until its client leaves. It is ended at its age."""
-        self._watches.add(task)
+    def begin_watch(self, task: asyncio.Task[Any], admitted: Callable[[], bool]) -> None:
+        """Account for a call that waits for others, or until its client leaves. It is ended at its age, or if it is admitted no longer."""
+        self._watches[task] = admitted
         task.add_done_callback(self._forget)
+        if self._recheck is None and not self.access.open:
+            self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self._end_revoked)
         if self._watch_s is not None:
             # Not all of a fleet at once: their watches began together.
             oldest_s = self._watch_s * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
             timer = asyncio.get_running_loop().call_later(oldest_s, self._end, task, _too_old())
             task.add_done_callback(lambda _: timer.cancel())
+
+    def _end_revoked(self) -> None:
+        """End the watches whose callers would not be admitted any more; look again later if any watch is left."""
+        self._recheck = None
+        state = self.access.state()
+        if state is not self._admitted_under:
+            self._admitted_under = state
+            for task, admitted in self._watches.items():
+                if not admitted():
+                    self._end(task, _revoked())
+        if self._watches:
+            self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self._end_revoked)
 
     def end_watches(self) -> None:
         """End the calls that wait for others or until their client leaves, so that a drain waits for work only."""
@@ -676,7 +712,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             task.cancel()
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._watches.discard(task)
+        self._watches.pop(task, None)
         self._ended.pop(task, None)
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
@@ -712,6 +748,13 @@ def _too_old() -> SluiceError:
         TOO_OLD,
         "this call is as old as a connection may become (security.connection_age_s): make it again from where it is, and show a"
         " certificate and token that are valid now",
+    )
+
+
+def _revoked() -> SluiceError:
+    return SluiceError.unavailable(
+        TOO_OLD,
+        "the token or certificate of this call is no longer valid: make it again from where it is, with one that is valid now",
     )
 
 
@@ -799,7 +842,7 @@ class _ObservedMethod:
             if self._takes_one:
                 message = await _only_message(context, self._rpc)
             if self._is_watch:
-                await self._begin_watch(context, task)
+                await self._begin_watch(context, task, authorization)
             response = await self._body(message, context)
             code = _code_of(context)
         except asyncio.CancelledError:
@@ -834,21 +877,26 @@ class _ObservedMethod:
             self._metrics.end(code, time.perf_counter() - started)
         return response
 
-    async def _begin_watch(self, context: Context, task: asyncio.Task[Any] | None) -> None:
+    async def _begin_watch(
+        self, context: Context, task: asyncio.Task[Any] | None, authorization: str | bytes | None
+    ) -> None:
         if self._streams:
             # gRPC sends these with the first message. A watch that was ended while that is on its way could not be told so: the
             # abort would send them a second time, which gRPC refuses, and the client waited for ever.
             await context.send_initial_metadata(())
         if task is not None:
-            self._calls.begin_watch(task)
+            access, roles = self._calls.access, self._roles
+            certificate = self._certificate(context)
+            self._calls.begin_watch(task, lambda: roles is None or access.admits(authorization, certificate, roles))
 
     def _admit(self, authorization: str | bytes | None, context: Context) -> Usage | None:
         self._places.check()
         if self._roles is None:
             return None
-        access = self._calls.access
-        certificate = _certificate_of(context) if access.knows_certificates else frozenset()
-        return access.admit(authorization, certificate, self._roles)
+        return self._calls.access.admit(authorization, self._certificate(context), self._roles)
+
+    def _certificate(self, context: Context) -> frozenset[str]:
+        return _certificate_of(context) if self._calls.access.knows_certificates else frozenset()
 
 
 def _identify(context: Context) -> tuple[str, str | bytes | None]:

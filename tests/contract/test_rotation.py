@@ -11,21 +11,24 @@ import httpx
 import pytest
 from simulated_clock import SimulatedClock
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from trainer_double import start_double
 from weightsync_stack import eventually
 
-from benchmarks.rotation import measure
+from benchmarks.rotation import RENEWED, REPLACED, measure
 from sluice import certificates
 from sluice.client import TrainerClient
 from sluice.config import SecurityConfig
 from sluice.doctor import peers
-from sluice.openai.server import CERTIFICATE, HttpServer
+from sluice.openai.server import CERTIFICATE, HttpServer, RequestGuard
 from sluice.rpc import SluiceError, connect, from_files
+from sluice.rpc import server as rpc_server
+from sluice.rpc.access import GATEWAY_HTTP, Access
 from sluice.rpc.metrics_server import start_metrics_server
-from sluice.rpc.principals import add_token, replace_private
+from sluice.rpc.principals import add_token, digest_of, new_token, replace_private
 from sluice.v1 import trainer_pb2, trainer_pb2_grpc
 
 DEADLINE_S = 60.0
@@ -49,10 +52,11 @@ def renew(folder: Path) -> None:
 
 @pytest.mark.slow
 async def test_no_call_is_lost_while_everything_is_replaced(tmp_path: Path) -> None:
-    counted, old = await measure(tmp_path, step_s=AGE_S, apart_s=0, age_s=AGE_S, clients=2)
+    counted, old = await measure(tmp_path, step_s=AGE_S, apart_s=0, age_s=AGE_S, clients=2, calls=100)
     assert len(counted) == 6
     assert [counts.lost for counts in counted.values()] == [[]] * 6
     assert all(counts.calls > 0 for counts in counted.values())
+    assert all(counted[step].calls >= 100 and counted[step].rotations for step in (RENEWED, REPLACED))
     assert old == "UNAVAILABLE"
 
 
@@ -91,6 +95,36 @@ async def test_a_watch_is_ended_at_its_age_and_the_client_library_resumes_it(fol
         assert not watching.done()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+    await server.stop(0)
+
+
+async def test_a_watch_ends_once_its_token_is_no_longer_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two tokens of a principal goes, then the principal: the client library goes on while it has one that is known."""
+    monkeypatch.setattr(rpc_server, "RECHECK_S", 0.02)
+    file, token = tmp_path / "principals.toml", tmp_path / "token"
+    token.write_text(add_token(file, "dashboard", "viewer"))
+    old = file.read_text()
+    new = new_token()
+    add_token(file, "operator", "admin")
+    both = f'{file.read_text()}[[principal]]\nname = "dashboard"\nrole = "viewer"\ntoken_sha256 = "{digest_of(new)}"\n'
+    server, double = await start_double(SecurityConfig(principals_file=file))
+
+    async def watch() -> None:
+        async with TrainerClient(server.target, SecurityConfig(token_file=token)) as client:
+            await anext(client.watch_steps("wait"))
+
+    replace_private(file, both.encode())  # two tokens of one principal
+    watching = asyncio.ensure_future(watch())
+    await asyncio.wait_for(double.entered.wait(), DEADLINE_S)
+    double.entered.clear()
+    replace_private(token, new.encode())
+    replace_private(file, both.replace(old, "").encode())  # the first one is gone
+    await asyncio.wait_for(double.entered.wait(), DEADLINE_S)
+    assert (double.callers, watching.done()) == (["dashboard"] * 2, False)
+    replace_private(file, file.read_bytes().rpartition(b"[[principal]]")[0])  # and so is the second
+    with pytest.raises(SluiceError) as refused:
+        await asyncio.wait_for(watching, DEADLINE_S)
+    assert refused.value.reason == "TOKEN_REQUIRED"
     await server.stop(0)
 
 
@@ -142,7 +176,7 @@ async def test_a_token_file_is_replaced_while_calls_run(tmp_path: Path) -> None:
 
 
 async def echo(request: Request) -> JSONResponse:
-    return JSONResponse(sorted(request.scope["state"][CERTIFICATE]))
+    return JSONResponse(sorted(request.scope["state"].get(CERTIFICATE, ())))
 
 
 def trusting(folder: Path, authorities: Path | None = None) -> ssl.SSLContext:
@@ -220,6 +254,47 @@ def test_the_port_of_the_metrics_knows_certificates_and_follows_their_files(fold
         status(trusting(old, folder / "ca.pem"))
     server.shutdown()
     server.server_close()
+
+
+async def test_every_port_follows_the_principals_file_and_keeps_the_last_good_one(tmp_path: Path) -> None:
+    file, token = tmp_path / "principals.toml", tmp_path / "token"
+    token.write_text(add_token(file, "gone", "admin"))
+    first = file.read_text()
+    add_token(file, "stays", "viewer")
+    security = SecurityConfig(principals_file=file)
+    rpc, _ = await start_double(security)
+    guard = Middleware(RequestGuard, access=Access(security), port=GATEWAY_HTTP, most=8, host="127.0.0.1")
+    http = HttpServer(Starlette(routes=[Route("/metrics", echo)], middleware=[guard]), "127.0.0.1", 0, security)
+    await http.start()
+    metrics = start_metrics_server(0, "127.0.0.1", security)
+
+    async def statuses() -> list[object]:
+        headers = {"authorization": f"Bearer {token.read_text()}"}
+        async with TrainerClient(rpc.target, SecurityConfig(token_file=token)) as client:
+            try:
+                found: list[object] = [bool(await client.state("r1"))]
+            except SluiceError as error:
+                found = [error.reason]
+        async with httpx.AsyncClient(headers=headers, timeout=DEADLINE_S) as client:
+            for port in (http.port, metrics.server_port):
+                found.append((await client.get(f"http://127.0.0.1:{port}/metrics")).status_code)
+        return found
+
+    assert await statuses() == [True, 200, 200]
+    for broken in (first[:-20], "", None):  # half of a table, nothing yet, and no file
+        file.unlink() if broken is None else file.write_text(broken)
+        assert await statuses() == [True, 200, 200]
+    replace_private(file, first.replace("gone", "another").encode())
+    assert await statuses() == [True, 200, 200]
+    new = add_token(file, "other", "admin")
+    replace_private(file, file.read_text().replace(first.replace("gone", "another"), "").encode())
+    assert await statuses() == ["TOKEN_REQUIRED", 401, 401]
+    token.write_text(new)
+    assert await statuses() == [True, 200, 200]
+    metrics.shutdown()
+    metrics.server_close()
+    await http.stop(0)
+    await rpc.stop(0)
 
 
 # What `sluice doctor` says.

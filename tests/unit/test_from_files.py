@@ -6,11 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc.access import Access
 from sluice.rpc.errors import SluiceError
-from sluice.rpc.from_files import LOOK_S, FromFiles
+from sluice.rpc.from_files import LOOK_S, FromFiles, unusable_files
 from sluice.rpc.principals import OVERLAP_S, Principals, add_token, now_utc, read_token
 
 # Contents differ in length: a file that is written twice within one tick of the kernel's clock shows it by its size alone.
@@ -74,8 +75,12 @@ def test_a_broken_file_keeps_the_last_good_value_and_warns_once(
     assert line.levelname == "WARNING"
     assert "the token" in line.getMessage()
     assert str(file) in line.getMessage()
+    assert unusable_files()["the token"] == 1
+    assert b'sluice_security_files_unusable{what="token"} 1.0' in generate_latest()
     file.write_text("second\n")
     assert later(clock, token) == "second"
+    assert not unusable_files()
+    assert b"sluice_security_files_unusable{" not in generate_latest()
 
 
 def test_what_is_written_while_it_is_read_is_read_again(file: Path, clock: Clock) -> None:
