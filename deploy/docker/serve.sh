@@ -1,9 +1,15 @@
 #!/bin/sh
 # Runs a service of compose, whose restart policies know no exit codes: what another start would not cure ends with 0 here.
 # Codes: 2 wrong settings, 3 it gave up, 5 too much was set aside (docs/run-books.md). The reason is in the lines before.
+service='' stopped=''
+stop() {
+  stopped=yes
+  [ -z "$service" ] || kill -TERM "$service"
+}
+trap stop TERM INT
 sluice "$@" &
 service=$!
-trap 'kill -TERM "$service"' TERM INT
+[ -z "$stopped" ] || stop
 code=0
 wait "$service" || code=$?
 while kill -0 "$service" 2>/dev/null; do # a signal ended the wait, not the service

@@ -124,7 +124,7 @@ def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build:
         "command": command,
         "depends_on": _waits(plan, part),
         "healthcheck": {
-            "test": ["CMD", "sluice", "health", f"127.0.0.1:{part.port()}", "@", OVERLAY],
+            "test": ["CMD", "sluice", "health", f"localhost:{part.port()}", "@", OVERLAY],
             "interval": "5s",
             "timeout": "30s",
             "retries": 12,

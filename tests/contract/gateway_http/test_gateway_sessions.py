@@ -148,7 +148,7 @@ class TestWhichSession:
                 opened = (await http.post("/rl/sessions", json={"request_id": "a"})).json()
                 assert (await http.post(f"/rl/sessions/{name}/reward", json={"reward": 0.5})).status_code == 200
                 assert (await http.post("/rl/sessions/none/end", json={})).status_code == 404
-            async with gateway.http() as http:  # with the key of the session
+            async with gateway.http(**settling(gateway.session)) as http:  # with the key of the session
                 assert (await http.post(f"/rl/sessions/{name}/end", json={})).status_code == 200
         await call_log.close()
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -157,7 +157,7 @@ class TestWhichSession:
             ("root", "EpisodeService/RecordReward", {"episode_id": name, "reward": 0.5}, "OK"),
             ("root", "EpisodeService/SubmitTrajectory", {"episode_id": "none"}, "NOT_FOUND"),
         ]
-        assert opened["key"] not in path.read_text()
+        assert all(opened[key] not in path.read_text() for key in ("key", "settling_key"))
 
 
 def principals(directory: Path) -> Path:
