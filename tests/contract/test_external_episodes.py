@@ -304,8 +304,10 @@ async def test_wrong_calls_get_codes_that_say_what_is_wrong(scene) -> None:
             "OK",
             "FAILED_PRECONDITION",
         ]
-        late = session_pb2.FindSessionRequest(session_key=opened.session_key, ended=True)
+        late = session_pb2.FindSessionRequest(session_key=opened.settling_key, ended=True)
         assert (await agent.call("FindSession", late)).principal == "ann"
+        late.session_key = opened.session_key  # a gateway of v0.1.0 asks so for whoever sends it
+        assert await code(agent, "FindSession", late) == "PERMISSION_DENIED"
         running.cancel()
         await asyncio.wait({running})
 
