@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,9 @@ from sluice.rpc.access import ACCESS
 from sluice.rpc.call_log import LOGGED, LOGGED_OF_ADMINS, CallLog
 from sluice.rpc.principals import add_token
 from sluice.v1 import orchestrator_pb2, rollout_pb2, trainer_pb2, trainer_pb2_grpc, weightsync_pb2
+
+for contract in (Path(__file__).parents[2] / "proto/sluice/v1").glob("*.proto"):
+    importlib.import_module(f"sluice.v1.{contract.stem}_pb2")  # the pool knows the contracts that were imported
 
 READ_OR_TOO_MANY = {
     "RolloutService": {"Generate", "GenerateStream", "GetModel", "Tokenize"},

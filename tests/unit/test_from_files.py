@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
+import sluice.rpc.server  # noqa: F401 - it serves the metric
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc.access import Access
 from sluice.rpc.errors import SluiceError
@@ -15,6 +16,9 @@ from sluice.rpc.from_files import LOOK_S, FromFiles, unusable_files
 from sluice.rpc.principals import OVERLAP_S, Principals, add_token, now_utc, read_token
 
 # Contents differ in length: a file that is written twice within one tick of the kernel's clock shows it by its size alone.
+
+
+WHAT = "the token of a test"
 
 
 class Clock:
@@ -38,7 +42,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def token(file: Path, clock: Clock) -> FromFiles[str]:
-    return FromFiles("the token", [file], lambda _: read_token(file), clock)
+    return FromFiles(WHAT, [file], lambda _: read_token(file), clock)
 
 
 def later(clock: Clock, token: FromFiles[str]) -> str:
@@ -73,14 +77,14 @@ def test_a_broken_file_keeps_the_last_good_value_and_warns_once(
     assert [later(clock, token) for _ in range(3)] == ["first"] * 3
     (line,) = caplog.records
     assert line.levelname == "WARNING"
-    assert "the token" in line.getMessage()
+    assert WHAT in line.getMessage()
     assert str(file) in line.getMessage()
-    assert unusable_files()["the token"] == 1
-    assert b'sluice_security_files_unusable{what="token"} 1.0' in generate_latest()
+    assert unusable_files()[WHAT] == 1
+    assert b'sluice_security_files_unusable{what="token of a test"} 1.0' in generate_latest()
     file.write_text("second\n")
     assert later(clock, token) == "second"
-    assert not unusable_files()
-    assert b"sluice_security_files_unusable{" not in generate_latest()
+    assert WHAT not in unusable_files()
+    assert b'what="token of a test"' not in generate_latest()
 
 
 def test_what_is_written_while_it_is_read_is_read_again(file: Path, clock: Clock) -> None:
