@@ -38,7 +38,7 @@ def load(  # noqa: D417 - those of `QuestionAnswer` too
         answer: Field of the answer.
         reward: ``exact``, ``math``, ``gsm8k``, ``code``, or ``module:function`` of (completion, answer). Empty: that of the format.
         sandbox: For ``code``: ``auto`` confines the programs, ``none`` runs them with all rights of this process.
-        limits: For ``code``: ``wall_s``, ``cases_s``, ``cpu_s``, ``memory_mib``, ``output_kib``, ``packages``.
+        limits: For ``code``: ``wall_s``, ``cases_s``, ``cpu_s``, ``memory_mib``, ``output_kib``, ``threads``, ``packages``.
         judge: In place of `reward`: ``url``, ``model``, ``prompt``, ``key_variable``, ``timeout_s``, ``at_a_time``.
         system: System message; none if empty.
         name: Configuration of a hub data set.

@@ -4,22 +4,30 @@ r"""Runs Python code that nobody has read, such as a model's answer, so that it 
     assert ran.ok and ran.stdout == "45\n"
 
 The code runs in a process of its own, without files but those of the interpreter, without a network, processes, signals to others or
-privileges, and with limits of time, memory and output: `sandbox_child.py` has what confines it (Landlock, seccomp, resource limits). Where
-bubblewrap works it is put around that.
+privileges, and with limits of time, memory, threads and output: `sandbox_child.py` has what confines it (Landlock, seccomp, resource
+limits). Where bubblewrap works it is put around that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
 import json
+import math
 import os
+import select
 import selectors
 import shutil
 import signal
+import site
+import socket
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +44,25 @@ START_S = 20.0
 """Seconds for the interpreter to start; the time of the code counts from then on."""
 
 _PROBE_S = 5.0
+
+_PYTHON = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+"""The interpreter itself: that of a virtual environment is a link to it, and reads files that the sandbox does not have."""
+
+_READABLE = (
+    *(str(Path(os.__file__).parent), f"{sys.base_exec_prefix}/lib"),
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"),
+)
+"""What every program may read, where it is there."""
+
+_VARIABLES = {
+    "PATH": "/usr/bin:/bin",
+    "LC_ALL": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    # numpy starts a thread for each core otherwise: slow to start, and on a large machine more than the sandbox allows.
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 
 _CPU_SIGNALS = {signal.SIGXCPU, signal.SIGKILL}
 """What ends a process whose time of the processor is over: at the limit, and a second later for good."""
@@ -58,6 +85,7 @@ class Limits:
         cpu_s: Seconds of a core.
         memory_mib: Address space of the process, interpreter included.
         output_kib: Of standard output and standard error together.
+        threads: That run at a time, the first included. It binds in the sandbox alone.
         packages: Whether it may import the packages that are installed beside Sluice.
     """
 
@@ -65,6 +93,7 @@ class Limits:
     cpu_s: float = 5.0
     memory_mib: int = 512
     output_kib: int = 256
+    threads: int = 64
     packages: bool = False
 
 
@@ -109,50 +138,57 @@ def run_python(code: str, *, stdin: str = "", limits: Limits = _DEFAULT, confine
     Raises:
         ConfigError: if this machine cannot confine it.
     """
-    if confined:
-        check_confines()
-    asked = {**asdict(limits), "code": code, "confined": confined}
-    given = json.dumps(asked).encode()
-    argv = [sys.executable, "-I", "-S", _CHILD]
-    if confined and _bubblewrap():
-        argv = [*_BUBBLEWRAP, *argv]
-    variables = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(  # noqa: S603 - our own program
-        argv,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=variables,
-        cwd="/",
-        start_new_session=True,
-    )
-    try:
-        return _Watched(process, b"%d\n" % len(given) + given + stdin.encode(), limits).run()
-    finally:
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+    if confined and landlock_abi() < 1 and not _bubblewrap():
+        raise ConfigError(
+            "this machine cannot confine code: it needs Linux 5.13 or newer with Landlock, or Linux 5.5 with bubblewrap (the package"
+            ' bubblewrap). Install it, use another machine, or set sandbox = "none" if you trust the code as much as your own'
+        )
+    packages = site.getsitepackages() if limits.packages else []
+    readable = [*_READABLE, *packages]
+    argv = [_PYTHON, "-I", "-S", _CHILD]
+    wrapped = confined and _bubblewrap()
+    if wrapped:
+        argv = [*_bubblewrapped(readable), *argv]
+    ours, its = socket.socketpair()
+    with ours, its:
+        asked = {**asdict(limits), "code": code, "confined": confined, "landlock": landlock_abi(), "link": its.fileno()}
+        given = json.dumps({**asked, "readable": readable, "packages": packages}).encode()
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_VARIABLES,
+            cwd="/",
+            start_new_session=True,
+            pass_fds=[its.fileno()] if confined else [],
+        )
+        its.close()
+        try:
+            threads = _Threads(limits.threads, ours) if confined else None
+            watched = _Watched(process, b"%d\n" % len(given) + given + stdin.encode(), limits, threads)
+            return watched.run(_BUBBLEWRAP_SIGNALS if wrapped else math.inf)
+        finally:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
 
 
 def check_confines() -> None:
-    """Check that this machine can confine code.
+    """Check that this machine can confine code, by an empty program.
 
     Raises:
         ConfigError: if it cannot.
     """
-    if landlock_abi() < 1 and not _bubblewrap():
-        raise ConfigError(
-            "this machine cannot confine code: it needs Linux 5.13 or newer with Landlock, or bubblewrap. Use another machine, or set"
-            ' sandbox = "none" if you trust the code as much as your own'
-        )
+    run_python("")
 
 
-_BUBBLEWRAP = (
-    *("bwrap", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),  # noqa: S108 - a new, empty one
-    *("--unshare-all", "--die-with-parent", "--new-session"),
-)
+def _bubblewrapped(readable: Sequence[str]) -> list[str]:
+    """Return a command that runs what follows it in namespaces of its own, where there is nothing but what it reads."""
+    binds = [word for each in (*readable, _PYTHON, _CHILD) for word in ("--ro-bind-try", each, each)]
+    return [shutil.which("bwrap") or "bwrap", *binds, "--unshare-all", "--die-with-parent", "--new-session"]
 
 
 @functools.cache
@@ -160,63 +196,121 @@ def _bubblewrap() -> bool:
     """Return whether bubblewrap is there and may make namespaces."""
     if shutil.which("bwrap") is None:
         return False
-    probe = [*_BUBBLEWRAP, "true"]
+    probe = [*_bubblewrapped(_READABLE), _PYTHON, "-I", "-S", "-c", ""]
     try:
         return subprocess.run(probe, capture_output=True, timeout=_PROBE_S, check=False).returncode == 0  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
         return False
 
 
+_BUBBLEWRAP_SIGNALS = 128
+"""bubblewrap ends with this and the number of the signal that ended the program, as shells do."""
+
+_NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
+_NOTIF, _NOTIF_RESP = struct.Struct("=QI68x"), struct.Struct("=QqiI")
+"""Of seccomp_unotify(2): id and thread that asks, with what is not read here; id, value, error and flags of the answer."""
+
+_CONTINUE = 1
+"""Flag of an answer: let the kernel make the call."""
+
+_MOST_REFUSALS = 1000
+"""Threads that are refused to a program before it is not answered any more, so that it cannot keep this process busy."""
+
+
+class _Threads:
+    """Says whether a program may start another thread.
+
+    The kernel asks at each start. RLIMIT_NPROC would not do: it counts all processes of a user, and none of root's.
+    """
+
+    def __init__(self, most: int, link: socket.socket) -> None:
+        self._most, self._link = most, link
+        self._started, self._refused = 1, 0
+
+    def listener(self) -> int:
+        """Return the descriptor on which the kernel asks, once the program has been confined."""
+        _, (descriptor, *_), _, _ = socket.recv_fds(self._link, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        return descriptor
+
+    def answer(self, descriptor: int) -> bool:
+        """Answer a question; return False if there will be no more."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not any(event & select.POLLIN for _, event in poll.poll(0)):
+            return False  # the program has ended, and a read would wait for ever
+        asked = bytearray(_NOTIF.size)
+        try:
+            fcntl.ioctl(descriptor, _NOTIF_RECV, asked)
+            number, thread = _NOTIF.unpack(asked)
+            allowed = self._running(thread) < self._most
+            answer = (number, 0, 0, _CONTINUE) if allowed else (number, 0, -errno.EAGAIN, 0)
+            fcntl.ioctl(descriptor, _NOTIF_SEND, _NOTIF_RESP.pack(*answer))
+        except OSError:  # the thread that asked has ended
+            return True
+        self._started += allowed
+        self._refused += not allowed
+        return self._refused < _MOST_REFUSALS
+
+    def _running(self, thread: int) -> int:
+        try:
+            return len(os.listdir(f"/proc/{thread}/task"))  # noqa: PTH208 - names alone
+        except OSError:  # /proc hides processes (hidepid): count those that have ended too
+            return self._started
+
+
 class _Watched:
     """A process: feeds it, reads what it prints, and stops it when it has had enough of something."""
 
-    def __init__(self, process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> None:
-        self._process, self._given, self._limits = process, given, limits
+    def __init__(
+        self, process: subprocess.Popen[bytes], given: bytes, limits: Limits, threads: _Threads | None
+    ) -> None:
+        self._process, self._given, self._limits, self._threads = process, given, limits, threads
         self._printed: dict[int, bytearray] = {}
+        self._reading = 2
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
         self._started = self._began
         self._until, self._running = self._began + START_S, False
         self._stopped: Stopped | None = None
+        self._opened = contextlib.ExitStack()
 
-    def run(self) -> Ran:
+    def run(self, signals_above: float) -> Ran:
         """Wait for its end.
+
+        Args:
+            signals_above: Exit codes above this one are signals, by their numbers above it.
 
         Raises:
             ConfigError: if the code could not be confined.
         """
-        with self._selector:
+        with self._selector, self._opened:
             for stream in (self._process.stdout, self._process.stderr):
-                self._open(stream, selectors.EVENT_READ)
-            self._open(self._process.stdin, selectors.EVENT_WRITE)
-            reading = set(self._printed)
-            while reading and self._stopped is None:
+                self._printed[self._open(stream, selectors.EVENT_READ, self._read)] = bytearray()
+            self._open(self._process.stdin, selectors.EVENT_WRITE, self._feed)
+            while self._reading and self._stopped is None:
                 left = self._until - time.monotonic()
                 for key, _ in self._selector.select(left) if left > 0 else ():
-                    if key.fd not in self._printed:
-                        self._feed(key.fd)
-                    elif not self._read(key.fd):
-                        reading.remove(key.fd)
+                    key.data(key.fd)
                 self._check()
         if self._stopped is None and not self._ends_in_time():  # it has closed its output, and goes on
             self._stopped = Stopped.TIME
         seconds = time.monotonic() - self._began
         if self._stopped is not None:
             self._process.kill()
-        return self._ended(self._process.wait(START_S), seconds)
+        code = self._process.wait(START_S)
+        return self._ended(int(signals_above) - code if code > signals_above else code, seconds)
 
     def _ends_in_time(self) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, self._until - time.monotonic()))
         return self._process.returncode is not None
 
-    def _open(self, stream: IO[bytes] | None, event: int) -> None:
+    def _open(self, stream: IO[bytes] | None, event: int, do: Callable[[int], None]) -> int:
         if stream is None:
             raise RuntimeError("the process has no pipe")
         os.set_blocking(stream.fileno(), False)
-        self._selector.register(stream.fileno(), event)
-        if event == selectors.EVENT_READ:
-            self._printed[stream.fileno()] = bytearray()
+        self._selector.register(stream.fileno(), event, do)
+        return stream.fileno()
 
     def _feed(self, descriptor: int) -> None:
         """Write what fits; close the pipe at the end, or if the process no longer reads."""
@@ -229,13 +323,19 @@ class _Watched:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
 
-    def _read(self, descriptor: int) -> bool:
-        """Read what is there; return False at the end."""
+    def _read(self, descriptor: int) -> None:
+        """Read what is there."""
         chunk = os.read(descriptor, _CHUNK_BYTES)
         if not chunk:
             self._selector.unregister(descriptor)
+            self._reading -= 1
         self._printed[descriptor] += chunk
-        return bool(chunk)
+
+    def _answer(self, descriptor: int) -> None:
+        """Say whether a thread may start. Once the descriptor is closed, the kernel refuses threads without asking."""
+        if self._threads is None or not self._threads.answer(descriptor):
+            self._selector.unregister(descriptor)
+            self._opened.close()
 
     def _check(self) -> None:
         """Find whether the code has begun, and whether it has to be stopped."""
@@ -244,6 +344,10 @@ class _Watched:
             del errors[: found + len(READY)]
             self._running, self._began = True, time.monotonic()
             self._until = self._began + self._limits.wall_s
+            if self._threads is not None:
+                listener = self._threads.listener()
+                self._opened.callback(os.close, listener)
+                self._selector.register(listener, selectors.EVENT_READ, self._answer)
         if sum(map(len, self._printed.values())) > self._limits.output_kib << 10:
             self._stopped = Stopped.OUTPUT
         elif time.monotonic() >= self._until:
