@@ -108,7 +108,7 @@ def _read_once(directory: Path) -> AuditResult:
     except LedgerError as error:
         more.append(Difference(JOURNAL, f"an orchestrator would not start from these facts: {error}"))
     else:
-        more += _count_differences(directory, ledger, result)
+        more += [*_lost_samples(directory, ledger), *_count_differences(directory, ledger, result)]
     return replace(result, differences=(*result.differences, *more))
 
 
@@ -191,14 +191,28 @@ def _payload_damage(
                     read_payload(segments, Place.from_proto(place))
                 except SegmentError as error:
                     yield Difference(PAYLOADS, str(error), trajectory=name)
-            elif name and fact.episodes_ended.group in result.groups_in_flight:
-                yield Difference(PAYLOADS, f"segment {place.segment}, which has it, is gone", trajectory=name)
+            elif fact.HasField("episodes_ended") and fact.episodes_ended.group in result.groups_in_flight:
+                yield Difference(PAYLOADS, _gone(place.segment), trajectory=name)
+
+
+def _gone(segment: int) -> str:
+    return f"segment {segment}, which has it, is gone"
+
+
+def _lost_samples(directory: Path, ledger: Ledger) -> Iterator[Difference]:
+    """Yield the groups that run whose samples are gone."""
+    existing = set(segment_numbers(directory / "journal"))
+    for group in ledger.groups.values():
+        for segment in sorted({place.segment for place in group.sampled} - existing):
+            yield Difference(PAYLOADS, _gone(segment), trajectory=group.name)
 
 
 def _places(fact: journal_pb2.Fact) -> Iterator[tuple[str, journal_pb2.PayloadPlace]]:
-    """Yield each payload that a fact names, with its trajectory, or its group if several have it; answers of replicas have none."""
-    if fact.HasField("generation_recorded"):
-        yield "", fact.generation_recorded.place
+    """Yield each payload that a fact names, with its trajectory, or its group if it is of no single one."""
+    for recorded in ("generation_recorded", "session_generation_recorded"):
+        if fact.HasField(recorded):
+            sampled = getattr(fact, recorded)
+            yield f"g{sampled.group}", sampled.place
     for part in fact.episodes_ended.beginnings:
         yield f"g{fact.episodes_ended.group}", part.place
     for episode in fact.episodes_ended.episodes:

@@ -6,16 +6,21 @@ import asyncio
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from run_facts import drawn
 from run_on_disk import RunOnDisk, a_life, lived
+from session_facts import generation, granted, opened, recorded
 from simulated_run import EPISODES
 
 from orchestrator_svc.audit import AuditResult
-from orchestrator_svc.audit_command import audit_run, run
+from orchestrator_svc.audit_command import _places, audit_run, run
 from orchestrator_svc.journal.segments import segment_path
 from orchestrator_svc.journal.store import DATABASE, Journal, JournalLimits
 from sluice.batch_record import frame, read_record_file, record_directory, record_paths
@@ -261,6 +266,65 @@ def test_a_segment_that_is_still_needed_may_not_be_gone_but_a_covered_one_may(
     found = differing(tmp_path, capsys)
     assert {each["side"] for each in found} == {"payloads"}
     assert found[0]["trajectory"] == needed.trajectory_id
+
+
+async def sampled_by_an_agent(directory: Path) -> Path:
+    """Let an external agent sample twice; return the segment that has it."""
+    journal = Journal(directory, {"run": "test"})
+    for fact in (drawn(1), granted(1, 1, [0]), opened(1, 0)):
+        journal.record(fact)
+    for request in ("a", "b"):
+        journal.record(recorded(journal, 1, 0, generation(request, [1, 2], [3])))
+    await journal.close()
+    _, fact = first(directory, "session_generation_recorded")
+    return segment_path(directory / "journal", fact.session_generation_recorded.place.segment)
+
+
+async def test_what_an_agent_sampled_is_compared_with_its_digest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment = await sampled_by_an_agent(tmp_path)
+    assert not audit_run(tmp_path).differences
+    _, fact = first(tmp_path, "session_generation_recorded", 1)
+    content = bytearray(segment.read_bytes())
+    content[fact.session_generation_recorded.place.offset + 10] ^= 1
+    segment.write_bytes(content)
+    assert [(each["side"], each["trajectory"]) for each in differing(tmp_path, capsys)] == [("payloads", "g1")]
+
+
+async def test_what_an_agent_sampled_may_not_be_gone_while_its_group_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment = await sampled_by_an_agent(tmp_path)
+    segment.unlink()
+    (found,) = differing(tmp_path, capsys)
+    assert (found["side"], found["trajectory"]) == ("payloads", "g1")
+    assert found["problem"].endswith("which has it, is gone")
+
+
+def test_every_payload_that_a_fact_can_name_is_compared() -> None:
+    """Also those of facts that are added later: they are found in the contract."""
+
+    def facts(kind: Descriptor) -> Iterator[Message]:
+        """Yield a message of a kind for each payload that it can name, in a segment of its own."""
+        for field in kind.fields:
+            if field.message_type is None or field.message_type.file.name != kind.file.name:
+                continue
+            inner = (
+                [journal_pb2.PayloadPlace(segment=1)]
+                if field.message_type.name == "PayloadPlace"
+                else facts(field.message_type)
+            )
+            for each in inner:
+                made = GetMessageClass(kind)()
+                part = getattr(made, field.name)
+                part.add().CopyFrom(each) if field.is_repeated else part.CopyFrom(each)
+                yield made
+
+    found = list(facts(journal_pb2.Fact.DESCRIPTOR))
+    assert len(found) == 5
+    for fact in found:
+        assert [place.segment for _, place in _places(fact)] == [1], fact
 
 
 def test_a_report_that_counts_otherwise_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
