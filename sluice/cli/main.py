@@ -7,13 +7,16 @@ program starts at once.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -41,6 +44,7 @@ from sluice.supervise.restart_policy import EXIT_BIND, EXIT_CONFIG, EXIT_FOR_GOO
 
 if TYPE_CHECKING:
     import asyncio
+    from types import FrameType
 
 BUILT_IN = {
     "rl": "run reinforcement learning: all services as child processes, one live view",
@@ -68,7 +72,7 @@ BUILT_IN = {
     "health": "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1",
     "config": "convert settings of TRL, verl, PRIME-RL or AReaL; write the reference of all settings",
 }
-"""Help line of each built-in command. `health` is here, those of `STEER` are in one module; each other one is the `run` of its module."""
+"""Help line of each built-in command; `_command` says where each is."""
 
 STEER = ("status", "pause", "resume", "stop", "set")
 """Commands for a run that lives."""
@@ -123,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 4 a port is taken, 130 interrupted; for a service also those of
-        `run_service`.
+        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 4 a port is taken, 130 interrupted, also by SIGTERM; for a service
+        those of `run_service` too.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -148,20 +152,57 @@ def _dispatch(words: list[str]) -> int:
         print(f"sluice {version('sluice')}")
         return 0
     name, *arguments = words
-    if name in STEER:
-        return int(importlib.import_module("sluice.cli.steer").run(name, arguments))
-    if name in BUILT_IN:
-        own: dict[str, Callable[[list[str]], int]] = {"health": _health}
-        run = own.get(name) or importlib.import_module(f"sluice.cli.{name.replace('-', '_')}").run
-        return int(run(arguments))
-    command = find_command(name)
+    command = _command(name)
     if command is not None:
-        return command.run(arguments)
+        with _signals_interrupt():
+            return command(arguments)
     if name in service_names():
         return run_service(name, arguments)
     near = difflib.get_close_matches(name, [*BUILT_IN, *command_names(), *service_names()], n=1)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"no command {name!r}{guess}; `sluice --help` lists them")
+
+
+def _command(name: str) -> Callable[[list[str]], int] | None:
+    """Return what runs a command; None if there is no such command."""
+    if name in STEER:
+        return partial(importlib.import_module("sluice.cli.steer").run, name)
+    if name == "health":
+        return _health
+    if name in BUILT_IN:
+        found: Callable[[list[str]], int] = importlib.import_module(f"sluice.cli.{name.replace('-', '_')}").run
+        return found
+    command = find_command(name)
+    return None if command is None else command.run
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP do what Ctrl-C does, so that a command removes its temporary directories and ends its children.
+
+    Commands that handle signals themselves, such as `sluice rl`, replace this.
+    """
+    owner = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a fork of a library, which the signal has to end as if nothing were here
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        # One that is ignored, as under nohup, stays ignored.
+        taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for each in taken:
+        signal.signal(each, interrupt)
+    try:
+        yield
+    finally:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _overview() -> str:
