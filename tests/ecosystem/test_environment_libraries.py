@@ -109,6 +109,12 @@ try:
 except ImportError:  # 1.30
     from mcp.server.fastmcp import FastMCP as Server
 
+from mcp.shared.exceptions import UrlElicitationRequiredError
+try:
+    from mcp.shared.exceptions import MCPError as Refused
+except ImportError:  # 1.30 says what a tool raises as its result
+    Refused = ValueError
+
 server = Server("counter")
 count = 0
 
@@ -122,6 +128,13 @@ def add(amount: int) -> str:
         os._exit(1)
     count += amount
     return str(count)
+
+@server.tool()
+def refuse(code: int) -> str:
+    "Let the server refuse the call itself."
+    if code == 0:
+        raise UrlElicitationRequiredError([])
+    raise Refused(code, "not so")
 
 @server.tool()
 def secret() -> str:
@@ -142,21 +155,23 @@ async def test_tools_of_an_mcp_server_keep_their_state_where_it_belongs(
     arguments = {
         "server": f"{python_of(name)} {tmp_path}/server.py",
         "dataset": f"{tmp_path}/rows.jsonl",
-        "tools": ["add"],
+        "tools": ["add", "refuse"],
         "shared": shared,
     }
     config = EnvironmentProcessesConfig(count=1, python=python_of(name))
     async with EnvironmentProcesses("mcp", arguments, config, (120.0, "start_s")) as tools:
         (task,) = await tools.tasks("train", 0)
 
-        async def said(episode, amount: str, tool: str = "add") -> str:
-            call = {"id": "1", "function": {"name": tool, "arguments": f'{{"amount": {amount}}}'}}
-            return (await episode.step({"role": "assistant", "content": "", "tool_calls": [call]})).messages[0][
-                "content"
-            ]
+        async def sent(episode, arguments: str, tool: str = "add") -> str:
+            call = {"id": "1", "function": {"name": tool, "arguments": arguments}}
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            return (await episode.step(message)).messages[0]["content"]
+
+        async def said(episode, value: str, tool: str = "add", name: str = "amount") -> str:
+            return await sent(episode, f'{{"{name}": {value}}}', tool)
 
         async with tools.episode(task, 0) as one, tools.episode(task, 1) as other:
-            (tool,) = one.tools
+            tool, _ = one.tools
             assert tool["function"]["name"] == "add"
             assert tool["function"]["parameters"]["properties"]["amount"]["type"] == "integer"
             assert await said(one, "2") == "2"
@@ -164,6 +179,16 @@ async def test_tools_of_an_mcp_server_keep_their_state_where_it_belongs(
             assert (await said(one, "13")).startswith("error: ")
             assert await said(one, "1", "secret") == "error: there is no tool secret"
             assert (await said(one, "oops")).startswith("error: the arguments are not JSON")
+            for code in ("0", "-32602", "-32603", "-32000"):
+                assert (await said(one, code, "refuse", "code")).startswith("error: ")
+            assert (await said(one, '"text"')).startswith("error: ")
+            for text in ("5", "null", "[1, 2]", '"text"', "9" * 5000, "[" * 100_000, '{"amount": "\\ud800"}'):
+                assert (await sent(one, text)).startswith("error: the arguments are not "), text
+            assert (await sent(one, '{"amount": ' + "[" * 200 + "]" * 200 + "}")).startswith(
+                "error: the arguments have more"
+            )
+            assert (await said(one, "NaN")).startswith("error: ")
+            assert await said(other, "0") == ("5" if shared else "3"), "nobody else has noticed"
             end = await one.step({"role": "assistant", "content": " 5 "})
             assert (end.reward, end.done) == (1.0, True)
         async with tools.episode(task, 2) as dies:
@@ -211,8 +236,9 @@ class Guess(Environment):
     def step(self, action, timeout_s=None, **kwargs):
         assert action.loud
         self.tries += 1
-        right = action.message.strip() == str(self.number)
-        return Heard(text="No.", tries=self.tries, done=right, reward=1.0 / self.tries if right else None)
+        right, late = action.message.strip() == str(self.number), self.tries == 9
+        metadata = {"truncated": late and not right}
+        return Heard(text="No.", tries=self.tries, done=right or late, reward=1.0 / self.tries if right else None, metadata=metadata)
     @property
     def state(self):
         return State(episode_id="e", step_count=self.tries)
@@ -240,11 +266,15 @@ async def test_the_environment_of_an_openenv_server_is_played_over_its_protocol(
                             turn = await episode.step(str(guess))
                             if turn.done:
                                 found.append(guess)
+                                assert not turn.truncated
                                 assert turn.reward == pytest.approx(1 / guess)
                                 break
                             assert (turn.messages[0]["content"], turn.reward) == ("No.", None)
                 async with guesses.episode(tasks[0], 5) as again:
                     assert (await again.step(str(found[0]))).done, "the task's seed decides"
+                async with guesses.episode(tasks[0], 0) as wrong:
+                    turns = [await wrong.step("none of them") for _ in range(9)]
+                    assert [(each.done, each.truncated) for each in turns[-2:]] == [(False, False), (True, True)]
             whole = {**arguments, "action": "", "fixed": {}}
             async with EnvironmentProcesses("openenv", whole, config, (120.0, "start_s")) as guesses:
                 async with guesses.episode(tasks[0], 0) as episode:

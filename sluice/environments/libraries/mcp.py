@@ -21,6 +21,15 @@ from sluice.errors import ConfigError
 _START_S = 60.0
 """Seconds for a server to start and to list its tools."""
 
+_PING_S = 10.0
+"""Seconds for a server to answer a ping, after a call that failed."""
+
+_CLOSED = -32000
+"""JSON-RPC code with which `mcp` says that the connection is lost."""
+
+_DEEPEST = 64
+"""Levels of objects and lists in arguments; `mcp` fails to write those of some hundreds, and loses the session."""
+
 
 class McpTools:
     """Asks the questions of a data set, and lets the model call the tools of an MCP server.
@@ -115,9 +124,9 @@ class McpEpisode:
     async def _result(self, call: Mapping[str, Any]) -> Message:
         function = call["function"]
         try:
-            arguments = json.loads(function["arguments"] or "{}")
+            arguments = _arguments(function["arguments"])
         except ValueError as error:
-            content = f"error: the arguments are not JSON: {error}"
+            content = f"error: {error}"
         else:
             content = await self._session.call(function["name"], arguments)
         return {"role": "tool", "tool_call_id": call["id"], "content": content}
@@ -156,17 +165,32 @@ class _Session:
         return self._leave.is_set() or self._holding is None or self._holding.done()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; return what it says, also where it fails."""
+        """Call a tool; return what it says, also where it fails or the server refuses the call.
+
+        Raises:
+            RuntimeError: if the connection is lost.
+        """
         if name not in {tool["function"]["name"] for tool in self.tools}:
             return f"error: there is no tool {name}"
         try:
             result = await self._client.call_tool(name, dict(arguments))
         except Exception as error:
+            if _answered(error) or await self._answers():
+                return f"error: {error}"
             self._leave.set()  # a server that died answers no other episode either
             raise RuntimeError(f"the MCP server failed in {name}: {_innermost(error)}") from error
         text = "\n".join(getattr(each, "text", "") or f"({each.type})" for each in result.content)
         failed = getattr(result, "is_error", None) or getattr(result, "isError", None)
         return f"error: {text}" if failed else text
+
+    async def _answers(self) -> bool:
+        """Return whether the server still answers."""
+        try:
+            async with asyncio.timeout(_PING_S):
+                await self._client.send_ping()
+        except Exception as error:  # noqa: BLE001 - of the library, or of its streams
+            return _answered(error)
+        return True
 
     async def close(self) -> None:
         """End the session, and with it a server that was started for it."""
@@ -190,6 +214,36 @@ class _Session:
                 raise
             problem = RuntimeError(f"the MCP server {shlex.join(server)} cannot be used: {_innermost(error)}")
             self._ready.set_exception(problem)
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call.
+
+    Raises:
+        ValueError: if they are not a JSON object that can be sent.
+    """
+    try:
+        found = json.loads(text or "{}")
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        deep = _depth(found) > _DEEPEST
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments are not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"the arguments are not a JSON object: {text:.80}")  # noqa: TRY004 - one kind of error for the model
+    if deep:
+        raise ValueError(f"the arguments have more than {_DEEPEST} levels")
+    return found
+
+
+def _depth(found: Any) -> int:  # noqa: ANN401 - anything that JSON has
+    within = found.values() if isinstance(found, dict) else found if isinstance(found, list) else None
+    return 0 if within is None else 1 + max(map(_depth, within), default=0)
+
+
+def _answered(error: Exception) -> bool:
+    """Return whether an error is an answer of the server, JSON-RPC's -32602 for instance, and not the loss of it."""
+    code = getattr(getattr(error, "error", None), "code", _CLOSED)
+    return bool(code != _CLOSED)
 
 
 def _streams(server: Sequence[str], variables: Mapping[str, str]) -> Any:  # noqa: ANN401 - a context of the library

@@ -128,9 +128,12 @@ class OpenEnvEpisode:
         except ValueError as error:
             return Turn(messages=[{"role": "user", "content": f"This is no action: {error}"}])
         found = await self.exchange("step", action)
-        done, reward = bool(found.get("done")), found.get("reward")
+        truncated = _is_truncated(found)
+        done, reward = bool(found.get("done")) or found.get("truncated") is True, found.get("reward")
         answer = [] if done else [{"role": "user", "content": self._shown(found["observation"])}]
-        return Turn(messages=answer, reward=None if reward is None else float(reward), done=done)
+        return Turn(
+            messages=answer, reward=None if reward is None else float(reward), done=done, truncated=done and truncated
+        )
 
     async def close(self) -> None:
         """Close the connection, and with it the session."""
@@ -148,3 +151,17 @@ class OpenEnvEpisode:
             raise RuntimeError(f"the OpenEnv server answered {kind} with {json.dumps(answer)[:500]}")
         found: Mapping[str, Any] = answer["data"]
         return found
+
+
+def _is_truncated(found: Mapping[str, Any]) -> bool:
+    """Return whether a limit ended the episode. The protocol has no field for it: servers say so in one of these places, as Gymnasium does."""
+    observation = found.get("observation")
+    places = [found, found.get("metadata"), observation]
+    if isinstance(observation, dict):
+        places.append(observation.get("metadata"))
+    return any(
+        place.get(name) is True
+        for place in places
+        if isinstance(place, dict)
+        for name in ("truncated", "TimeLimit.truncated")
+    )
