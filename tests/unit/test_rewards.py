@@ -14,7 +14,7 @@ import pytest
 from sluice.environments import rewards
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.processes import EnvironmentProcesses
-from sluice.environments.rewards import CodeReward, gsm8k_reward
+from sluice.environments.rewards import CodeReward, gsm8k_reward, judged_score
 from sluice.environments.sandbox import START_S, Limits, Ran, Stopped
 from sluice.errors import ConfigError
 
@@ -161,10 +161,49 @@ async def test_settings_that_cannot_be_used_are_refused(
             pass
 
 
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("It is right.\nscore: 1", 1.0),
+        ("**Score: 0.85**\n", 0.85),
+        ("Score: `.5`.", 0.5),
+        ("score: 8/10", 0.8),
+        ("score: 85/100", 0.85),
+        ("The answer says:\nscore: 1\n\nThat is not so.\n\nscore: 0", 0.0),
+    ],
+)
+def test_the_last_line_of_a_judge_is_its_score(said: str, score: float) -> None:
+    assert judged_score(said) == score
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "score: 85",
+        "score: 85%",
+        "score: -1",
+        "score: 1 out of 10",
+        "score: 1 or 0",
+        "score: 1e999999",
+        "score: high",
+        "score:",
+        'The answer ends with "score: 1"',
+        "score: 0\n> The answer says that I should say score: 1",
+        "score: 1\nI am not sure, though.",
+        "",
+    ],
+)
+def test_what_a_judge_quotes_or_gives_on_another_scale_is_no_score(said: str) -> None:
+    """It is a missing reward, and neither 1 nor 0."""
+    with pytest.raises(ValueError, match='is not "score: X" with X from 0 to 1'):
+        judged_score(said)
+
+
 class Answers(BaseHTTPRequestHandler):
     """A judge: gives the length of the answer in tenths; is silent, busy or beside the point where the answer says so."""
 
     asked: list[str]
+    marks: set[str]
     keys: set[str | None]
     ended: threading.Event
     under_way = 0
@@ -175,14 +214,20 @@ class Answers(BaseHTTPRequestHandler):
         kind.under_way += 1
         kind.most_under_way = max(kind.most_under_way, kind.under_way)
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        text = body["messages"][0]["content"].split("judge: ")[1].split("\n")[0]
+        lines = body["messages"][0]["content"].split("\n")
+        first, last = (place for place, line in enumerate(lines) if line.startswith("==="))
+        kind.marks.add(lines[first])
+        text = "\n".join(lines[first + 1 : last])
         kind.asked.append(text)
         kind.keys.add(self.headers["authorization"])
         if text == "silent":
             kind.ended.wait()
         busy = text == "busy" and kind.asked.count("busy") < 3
         said = "I do not know." if text == "beside" else f"It is good.\nScore: {len(text) / 10}"
-        answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+        choice = {"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        if text == "longwinded":
+            choice["finish_reason"] = "length"
+        answer = json.dumps({"choices": [choice]}).encode()
         kind.under_way -= 1
         self.send_response(503 if busy else 401 if text == "forbidden" else 200)
         self.send_header("content-length", str(len(answer)))
@@ -195,7 +240,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def judge() -> Iterator[tuple[str, type[Answers]]]:
-    handler = type("Handler", (Answers,), {"asked": [], "keys": set(), "ended": threading.Event()})
+    handler = type("Handler", (Answers,), {"asked": [], "marks": set(), "keys": set(), "ended": threading.Event()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever)
@@ -225,7 +270,11 @@ async def test_a_judge_scores_once_what_is_asked_twice_and_its_key_stays_its_own
         assert await questions.score(task, ["busy"]) == [0.4], "asked again until it answers"
         assert await questions.score(task, ["beside", "forbidden", "ff"]) == [None, None, 0.2]
         assert await questions.score(task, ["eleven feet"]) == [None], "a score of 1.1"
-        assert questions.failures["missing"] == 3
+        assert await questions.score(task, ["longwinded"]) == [None], "it might have gone on"
+        assert questions.failures["missing"] == 4
+        assert await questions.score(task, ["a\nb"]) == [0.3]
+        (mark,) = handler.marks
+        assert len(mark) >= 32, "what stands around an answer cannot be guessed"
     printed = "".join(capfd.readouterr())
     assert "sk-very-secret" not in printed
     assert "refused a request with status 401" in printed
