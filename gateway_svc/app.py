@@ -71,6 +71,7 @@ async def serve(
         config.server.host,
         config.server.http_port or 0,
         common.security,
+        most_connections=config.server.max_connections,
     )
     gc.collect()
     gc.freeze()  # what is loaded by now stays, and is not looked at again

@@ -27,6 +27,13 @@ Unsupported: TypeAlias = Literal["override", "reject", "not_trained", "allow"]
 """What happens to sampling that may not be trained. `allow` is for sessions of an evaluation: nothing of them is trained."""
 
 
+MAX_NOTICE_CHARACTERS = 64
+"""Characters of the name of a notice."""
+
+MAX_NOTICES = 64
+"""Notices of one request; further ones are left out."""
+
+
 class Notice(NamedTuple):
     """A part of a request that was not done as the client wrote it.
 
@@ -61,9 +68,9 @@ class CapturedRequest:
     not_trained: str = ""
 
     def note(self, kind: NoticeKind, what: str) -> None:
-        """Add a notice, once."""
-        notice = Notice(kind, what)
-        if notice not in self.notices:
+        """Add a notice, once; of a longer name only the beginning: it becomes a label of a metric, and clients choose it."""
+        notice = Notice(kind, what[:MAX_NOTICE_CHARACTERS])
+        if notice not in self.notices and len(self.notices) < MAX_NOTICES:
             self.notices.append(notice)
 
 
@@ -174,7 +181,7 @@ class Lenient(BaseModel):
         """Add a notice for each key that this server does not read, unless it is null."""
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in known:
-                request.note("ignored", name[:64])
+                request.note("ignored", name)
 
 
 class Inner(BaseModel):
@@ -204,6 +211,13 @@ def read_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
 def fault(parameter: str, message: str) -> SluiceError:
     """Return the error for a field that cannot be served."""
     return SluiceError.invalid_argument(parameter, message)
+
+
+def set_priority(request: CapturedRequest, priority: int | None) -> None:
+    """Set the priority that a client wants. Below 0, where it would go before other sessions and the run's own episodes, it is 0."""
+    if priority is not None and priority < 0:
+        request.note("overridden", "priority")
+    request.generate.priority = max(0, priority or 0)
 
 
 NEUTRAL: Mapping[str, Any] = {

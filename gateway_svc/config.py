@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from sluice.config import Section, ServerConfig
+from sluice.limits import MAX_BODIES_BYTES
 from sluice.rpc import MAX_MESSAGE_BYTES
 from sluice.sampling.config import ConcurrencyConfig, ReplicasConfig
 
@@ -49,6 +50,11 @@ class CaptureLimits(Section):
         ge=1024,
         le=MAX_MESSAGE_BYTES,
         description="Maximum size of the body of a request; a larger one gets 413. At most the size of a message of the contract.",
+    )
+    max_bodies_mb: int = Field(
+        MAX_BODIES_BYTES >> 20,
+        ge=16,
+        description="MiB of the bodies of all HTTP requests in progress; a request for which there is no room gets 429. The last quarter is for sessions that hold little.",
     )
 
 

@@ -34,7 +34,7 @@ from gateway_svc.dialects import chat, completions, messages, responses, tokens
 from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
 from gateway_svc.shared import deadline, too_late
 from sluice.clock import CLOCK, Clock
-from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status
+from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
 from sluice.openai.server import (
     HEALTH_PATH,
     DisconnectedError,
@@ -73,6 +73,9 @@ OPEN_PATH = "/rl/sessions"
 
 PRINCIPAL_ROUTES = frozenset({OPEN_PATH, "/metrics"})
 """Routes that belong to no session, so that no session key opens them."""
+
+SMALL_BODY_BYTES = 16 << 10
+"""Most bytes of a body of our own routes; a server holds more than that of a body which nobody reads."""
 
 NOTICES = Counter(
     "sluice_capture_notices_total",
@@ -228,6 +231,7 @@ def create_app(
         most=capture.limits.max_requests,
         host=host,
         most_bytes=capture.limits.max_body_bytes,
+        most_bodies_bytes=capture.limits.max_bodies_mb << 20,
         waiting=(OPEN_PATH,),
         admit=door.admit,
         respond=error_answer,
@@ -302,8 +306,8 @@ class Capture:
         Raises:
             SluiceError: UNAUTHENTICATED, NOT_FOUND, FAILED_PRECONDITION (the session ended), INVALID_ARGUMENT.
         """
+        session = await self._door.session(http)  # first: no body is read for a key that opens nothing
         raw = await http.body()
-        session = await self._door.session(http)
         unsupported: Unsupported = "allow" if session.evaluation else self._settings.on_unsupported
         return Call(http, session, read_body(kind, raw), unsupported)
 
@@ -474,9 +478,23 @@ def _dialects(capture: Capture) -> list[Route]:
     ]
 
 
+async def small_body(http: Request) -> bytes:
+    """Return the body of one of our own routes, `{}` if it is empty: these are read before anybody knows whether the key opens a session.
+
+    Raises:
+        HTTPException: 413.
+    """
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > SMALL_BODY_BYTES:
+            raise too_large(SMALL_BODY_BYTES)
+    return bytes(body) or b"{}"
+
+
 def _sessions(sessions: Sessions, door: Door, call_log: CallLog | None) -> list[Route]:
     async def open_session(http: Request) -> JSONResponse:
-        body = read_body(OpenBody, await http.body() or b"{}")
+        body = read_body(OpenBody, await small_body(http))
         request = episode_pb2.OpenEpisodeRequest(request_id=body.request_id)
         with recorded(call_log, http, "sluice.v1.EpisodeService/OpenEpisode", request):
             opened = await sessions.open(body.request_id, body.wait_s)
@@ -500,12 +518,12 @@ def _sessions(sessions: Sessions, door: Door, call_log: CallLog | None) -> list[
 
     async def renew(http: Request) -> JSONResponse:
         name = _name(http)
-        read_body(RenewBody, await http.body() or b"{}")
+        read_body(RenewBody, await small_body(http))
         return JSONResponse({"id": name, "lease_s": await sessions.renew(_named(http, name))})
 
     async def reward(http: Request) -> JSONResponse:
         name = _name(http)
-        body = read_body(RewardBody, await http.body())
+        body = read_body(RewardBody, await small_body(http))
         if body.generation_id is not None and body.branch is not None:
             raise SluiceError.invalid_argument("branch", "is set beside generation_id: a reward belongs to one of them")
         request = episode_pb2.RecordRewardRequest(episode_id=name, reward=body.reward)
@@ -519,7 +537,7 @@ def _sessions(sessions: Sessions, door: Door, call_log: CallLog | None) -> list[
 
     async def end(http: Request) -> JSONResponse:
         name = _name(http)
-        body = read_body(EndBody, await http.body() or b"{}")
+        body = read_body(EndBody, await small_body(http))
         ref = _named(http, name)
         if body.abandon is not None:
             given_up = episode_pb2.AbandonEpisodeRequest(episode_id=name, reason=body.abandon, requeue=body.requeue)

@@ -24,7 +24,7 @@ from gateway_svc.canonical import conversation_keys, extended_key
 from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, TextDeltas, visible_message
 from gateway_svc.config import CaptureConfig
 from gateway_svc.exchange import Exchange
-from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
+from gateway_svc.sessions import UNKNOWN_EPISODE, Opened, RequestIdentity, ServedModel, SessionRef, Strangers
 from gateway_svc.shared import SharedSampling
 from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
@@ -33,6 +33,7 @@ from sluice.rpc.access import caller
 from sluice.rpc.principals import ANYONE
 from sluice.sampling.generation import bounded_id
 from sluice.sampling.policy import PolicyEngine, TokenStream
+from sluice.tasks import discard_outcome
 from sluice.template_arguments import set_template_arguments, template_arguments
 from sluice.v1 import common_pb2, episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
 from sluice.versions import BASE
@@ -123,11 +124,13 @@ class RecordedSessions:
         self._engine, self._config, self._run = engine, config, run
         self._base_url, self._name = base_url, name
         self._running: dict[tuple[str, bytes], SharedSampling] = {}
+        self._strangers = Strangers()
+        self._asking: dict[tuple[str, str, bool], asyncio.Task[session_pb2.FindSessionResponse]] = {}
         self._found: OrderedDict[tuple[str, str, str], tuple[float, session_pb2.FindSessionResponse]] = OrderedDict()
 
     async def close(self) -> None:
         """End all sampling; its claims are given back."""
-        tasks = [each.task for each in self._running.values()]
+        tasks = [*(each.task for each in self._running.values()), *self._asking.values()]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -156,15 +159,10 @@ class RecordedSessions:
         if kept is not None and kept[0] > self._clock():
             self._found.move_to_end(place)
             return kept[1]
-        request = session_pb2.FindSessionRequest()
-        if ref.key:
-            request.session_key = ref.key
-        else:
-            request.episode_id = ref.episode_id
-        found = await self._call(self._sessions.FindSession, request, who)
+        found = await self._ask(ref, who, ended=False)
         if ref.episode_id and found.episode_id != ref.episode_id:
             raise SluiceError.not_found(
-                "UNKNOWN_EPISODE",
+                UNKNOWN_EPISODE,
                 f"the session key does not open {ref.episode_id!r}: send the key of that session, or leave its name out",
             )
         now = self._clock()
@@ -207,6 +205,7 @@ class RecordedSessions:
     async def open_episode(self, request: episode_pb2.OpenEpisodeRequest) -> episode_pb2.OpenEpisodeResponse:
         """Open an episode for the caller; the answer names this gateway's URLs."""
         opened = await self._call(self._episodes.OpenEpisode, request, caller().name)
+        self._strangers.forget(opened.session_key)
         opened.anthropic_base_url = f"{self._base_url().rstrip('/')}/sessions/{opened.episode_id}"
         opened.openai_base_url = f"{opened.anthropic_base_url}/v1"
         return opened
@@ -263,17 +262,36 @@ class RecordedSessions:
         Raises:
             SluiceError: NOT_FOUND, PERMISSION_DENIED.
         """
-        request = session_pb2.FindSessionRequest(ended=True)
-        if ref.key:
-            request.session_key = ref.key
-        else:
-            request.episode_id = ref.episode_id
-        found = await self._call(self._sessions.FindSession, request, caller().name, _own_credential())
+        found = await self._ask(ref, caller().name, ended=True)
         if ref.episode_id and found.episode_id != ref.episode_id:
             raise SluiceError.not_found(
-                "UNKNOWN_EPISODE", f"the session key does not open {ref.episode_id!r}: send the key of that session"
+                UNKNOWN_EPISODE, f"the session key does not open {ref.episode_id!r}: send the key of that session"
             )
         return found
+
+    async def _ask(self, ref: SessionRef, who: str, *, ended: bool) -> session_pb2.FindSessionResponse:
+        """Ask the orchestrator for a session: once for all who ask for it meanwhile, and not again soon for a key that opens none."""
+        place = (ref.key, "", ended) if ref.key else (ref.episode_id, who, ended)
+        if ref.key:
+            self._strangers.check(ref.key, self._clock())
+        asking = self._asking.get(place)
+        if asking is None:
+            request = session_pb2.FindSessionRequest(ended=ended)
+            if ref.key:
+                request.session_key = ref.key
+            else:
+                request.episode_id = ref.episode_id
+            by = _own_credential() if ended else common_pb2.CREDENTIAL_UNSPECIFIED
+            asking = asyncio.create_task(self._call(self._sessions.FindSession, request, who, by))
+            self._asking[place] = asking
+            asking.add_done_callback(lambda _: self._asking.pop(place))
+            discard_outcome(asking)
+        try:
+            return await asyncio.shield(asking)
+        except SluiceError as error:
+            if ref.key and error.reason == UNKNOWN_EPISODE:
+                self._strangers.note(ref.key, error.message, self._clock())
+            raise
 
     def _forget(self, episode_id: str) -> None:
         for place in [place for place, (_, each) in self._found.items() if each.episode_id == episode_id]:
@@ -300,7 +318,9 @@ class RecordedSessions:
         self, session: session_pb2.FindSessionResponse, conversation: tokens_pb2.Conversation
     ) -> int:
         """Return how many tokens a conversation has as a prompt."""
-        request = rollout_pb2.TokenizeRequest(conversation=conversation, add_generation_prompt=True)
+        request = rollout_pb2.TokenizeRequest(
+            conversation=conversation, add_generation_prompt=True, tenant=session.episode_id
+        )
         _add_arguments(request.conversation, session)
         return len(await self._engine.tokenize(request))
 

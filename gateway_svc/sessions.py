@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
 from gateway_svc.capture import Begun, CapturedRequest, Delta, Result
+from sluice.rpc import SluiceError
 from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
 
 
@@ -50,6 +54,51 @@ class Opened(NamedTuple):
 
     task: episode_pb2.LeasedTask
     episode: episode_pb2.OpenEpisodeResponse
+
+
+UNKNOWN_EPISODE = "UNKNOWN_EPISODE"
+"""Reason of the error for a session that the caller cannot see."""
+
+STRANGER_S = 10.0
+"""Seconds for which a session key that opened nothing is refused without asking again. One that another gateway has made meanwhile
+works after that."""
+
+MOST_STRANGERS = 16_384
+"""Such keys that are remembered; beyond them the oldest is forgotten."""
+
+
+class Strangers:
+    """Session keys that open nothing. Pure: the caller passes the time, in seconds."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+
+    def check(self, key: str, now: float) -> None:
+        """Refuse a key that opened nothing a moment ago.
+
+        Raises:
+            SluiceError: NOT_FOUND with the message that it got then.
+        """
+        until, message = self._known.get(_digest(key), (-math.inf, ""))
+        if now < until:
+            raise SluiceError.not_found(UNKNOWN_EPISODE, message)
+
+    def note(self, key: str, message: str, now: float) -> None:
+        """Remember a key that opens nothing, and what its caller was told; the first time counts."""
+        until, _ = self._known.get(_digest(key), (-math.inf, ""))
+        if until <= now:
+            self.forget(key)
+            self._known[_digest(key)] = (now + STRANGER_S, message)
+        while len(self._known) > MOST_STRANGERS:
+            self._known.popitem(last=False)
+
+    def forget(self, key: str) -> None:
+        """Forget a key that opens a session from now on."""
+        self._known.pop(_digest(key), None)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
 class Sessions(Protocol):

@@ -159,13 +159,14 @@ def _freeze_what_is_loaded() -> None:
 def _http_server(
     common: CommonConfig, config: RolloutConfig, requests: RolloutServicer, admin: RolloutAdminServicer, rpc: RpcServer
 ) -> HttpServer | None:
-    if config.server.http_port is None:
+    server = config.server
+    if server.http_port is None:
         return None
     from rollout_svc.http import create_app  # noqa: PLC0415 - only where HTTP is served
     from sluice.openai.server import HttpServer  # noqa: PLC0415
 
-    app = create_app(requests, admin, common.model, rpc.access, config.server.host, call_log=rpc.call_log)
-    return HttpServer(app, config.server.host, config.server.http_port, common.security)
+    app = create_app(requests, admin, common.model, rpc.access, server.host, call_log=rpc.call_log)
+    return HttpServer(app, server.host, server.http_port, common.security, most_connections=server.max_connections)
 
 
 def _announcer(common: CommonConfig, config: RolloutConfig, server: RpcServer) -> Announcer:

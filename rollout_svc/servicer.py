@@ -35,6 +35,7 @@ from rollout_svc.tokenizer import ModelTokenizer, Prompt, TextStream
 from sluice.clock import CLOCK, Clock
 from sluice.limits import MAX_TEMPERATURE
 from sluice.rpc import MAX_SAMPLES, SluiceError
+from sluice.rpc.access import caller
 from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc, tokens_pb2
 from sluice.versions import Version
@@ -318,7 +319,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._idle.clear()
         try:
             check_continuation(request, engine.info)
-            prompt = await self._tokenizer.prompt_of(request)
+            prompt = await self._tokenizer.prompt_of(request, engine.info.max_model_len - 1)
             wanted = generation_request(request, prompt.ids, engine.info)
             if request.HasField("min_policy_version"):
                 least, held = Version.from_proto(request.min_policy_version), engine.held()
@@ -423,7 +424,7 @@ def generation_request(request: pb.GenerateRequest, prompt_ids: list[int], info:
         prompt_ids=prompt_ids,
         sampling=sampling_of(request.sampling),
         n=request.n if request.HasField("n") else 1,
-        priority=request.priority,
+        priority=max(0, request.priority) if caller().role == "agent" else request.priority,
         prompt_logprobs=request.return_prompt_logprobs,
         adapter=request.adapter,
         continued=prompt_ids[len(prompt_ids) - request.continued_tokens :],
@@ -491,7 +492,7 @@ def sampling_of(wire: tokens_pb2.SamplingParams) -> Sampling:
 
 def violations_of(request: pb.GenerateRequest, prompt_ids: list[int], info: ModelInfo) -> Iterator[tuple[str, str]]:
     """Yield each invalid field of a request, and what is wrong with it."""
-    for field in ("request_id", "run", "adapter"):
+    for field in ("request_id", "run", "adapter", "tenant"):
         if len(getattr(request, field)) > MAX_NAME:
             yield field, f"at most {MAX_NAME} characters"
     if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:

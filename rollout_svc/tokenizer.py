@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 import xxhash
 
+from rollout_svc.least_tokens import LeastTokens
 from rollout_svc.replies import CALLS, MAX_BEFORE_REPLY, THINK_START, ReplyFormat, Said, reply_format
+from rollout_svc.turns import Turns
 from sluice.chat_template import set_chat_template, template_text
 from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig
 from sluice.render import ChatRenderer, TemplateArgumentError, TemplateError, tokenizer_digest
 from sluice.rpc import SluiceError
+from sluice.rpc.access import caller
+from sluice.rpc.bounds import Room
 from sluice.template_arguments import arguments_text, template_arguments
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.tool_schemas import tool_dict
@@ -34,6 +38,17 @@ TOKEN_TEXTS = 1 << 16
 
 RENDER_THREADS = 4
 """Threads that render and tokenize, so that a long prompt does not block the event loop."""
+
+LARGE_BYTES = 64 << 10
+"""A larger prompt may take a tenth of a second: it is large."""
+
+LARGE_THREADS = RENDER_THREADS // 2
+"""Threads for large prompts at most, so that small ones find one soon."""
+
+MAX_WAITING_BYTES = 256 << 20
+"""Bytes of the requests that wait for a thread or have one."""
+
+RETRY_AFTER_S = 1.0
 
 RENDER_DEADLINE_S = 30.0
 """Seconds to render and tokenize one prompt, and as many to wait for a thread. 4 MiB of text take about 2 s."""
@@ -131,13 +146,19 @@ class ModelTokenizer:
         kept = self.replies.kept or frozenset()
         self._unread_ids = frozenset(id_ for id_ in self._special_ids if self.token_text(id_) not in kept)
         self._threads = DeadlineThreads("rendering", RENDER_THREADS, RENDER_DEADLINE_S, MAX_HUNG_RENDERINGS, clock)
+        self._turns = Turns(RENDER_THREADS, LARGE_THREADS, LARGE_BYTES)
+        self._waiting = Room(MAX_WAITING_BYTES)
 
-    async def prompt_of(self, request: rollout_pb2.GenerateRequest) -> Prompt:
+    async def prompt_of(self, request: rollout_pb2.GenerateRequest, most: int | None = None) -> Prompt:
         """Return the token ids of a request's prompt.
 
+        Args:
+            request: The request.
+            most: How many tokens fit; a prompt that certainly has more is refused before it is tokenized. None: any number.
+
         Raises:
-            SluiceError: INVALID_ARGUMENT if there is no prompt, there are two, or the template refuses it; FAILED_PRECONDITION if the
-                caller expects another tokenizer.
+            SluiceError: INVALID_ARGUMENT if there is no prompt, there are two, it is too long, or the template refuses it;
+                FAILED_PRECONDITION if the caller expects another tokenizer.
         """
         self.check_digest(request.tokenizer_digest)
         prompt = request.WhichOneof("prompt")
@@ -152,13 +173,15 @@ class ModelTokenizer:
             case "token_ids":
                 return Prompt(list(request.token_ids.ids))
             case "text":
-                return Prompt(await self._in_thread("text", lambda: self._encode(request.text)))
+                return Prompt(await self._in_thread("text", request, lambda: self._encode(request.text, most)))
             case "conversation" if request.HasField("continues"):
                 return await self._in_thread(
-                    "conversation", lambda: self._continue(request.conversation, request.continues)
+                    "conversation", request, lambda: self._continue(request.conversation, request.continues, most)
                 )
             case "conversation":
-                return Prompt(await self._in_thread("conversation", lambda: self.render(request.conversation)))
+                return Prompt(
+                    await self._in_thread("conversation", request, lambda: self.render(request.conversation, most=most))
+                )
             case _:
                 raise SluiceError.invalid_argument("prompt", "set token_ids, text or conversation")
 
@@ -171,25 +194,32 @@ class ModelTokenizer:
         continued = list(request.continues.ids)
         match request.WhichOneof("input"):
             case "text":
-                return continued + await self._in_thread("text", lambda: self._encode(request.text))
+                return continued + await self._in_thread("text", request, lambda: self._encode(request.text))
             case "conversation":
                 prompt = request.add_generation_prompt
                 return await self._in_thread(
-                    "conversation", lambda: self.render(request.conversation, continued, generation_prompt=prompt)
+                    "conversation",
+                    request,
+                    lambda: self.render(request.conversation, continued, generation_prompt=prompt),
                 )
             case _:
                 raise SluiceError.invalid_argument("input", "set text or conversation")
 
     def render(
-        self, conversation: tokens_pb2.Conversation, continued: Sequence[int] = (), *, generation_prompt: bool = True
+        self,
+        conversation: tokens_pb2.Conversation,
+        continued: Sequence[int] = (),
+        *,
+        generation_prompt: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, appended to those that it continues.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT if it is too large, sets a template variable that it may not set, or the template
-                refuses it.
+            SluiceError: INVALID_ARGUMENT if it is too large or certainly has more tokens than `most`, sets a template variable that it
+                may not set, or the template refuses it.
         """
-        renderer, messages, tools = self._read(conversation)
+        renderer, messages, tools = self._read(conversation, most)
         with _template_errors():
             if continued:
                 return renderer.render_continuation(
@@ -197,13 +227,15 @@ class ModelTokenizer:
                 )
             return renderer.render(messages, add_generation_prompt=generation_prompt, tools=tools)
 
-    def _continue(self, conversation: tokens_pb2.Conversation, continues: rollout_pb2.Continuation) -> Prompt:
+    def _continue(
+        self, conversation: tokens_pb2.Conversation, continues: rollout_pb2.Continuation, most: int | None
+    ) -> Prompt:
         """Return the ids of a continuation with the rest of the conversation. Where that is not possible, render it whole.
 
         Raises:
             SluiceError: as `render`.
         """
-        renderer, messages, tools = self._read(conversation)
+        renderer, messages, tools = self._read(conversation, most)
         earlier, rest = messages[: continues.messages], messages[continues.messages :]
         with contextlib.suppress(TemplateError):
             ids = renderer.render_continuation(list(continues.token_ids), rest, earlier=earlier, tools=tools)
@@ -213,7 +245,7 @@ class ModelTokenizer:
             return Prompt(renderer.render(messages, tools=tools))
 
     def _read(
-        self, conversation: tokens_pb2.Conversation
+        self, conversation: tokens_pb2.Conversation, most: int | None
     ) -> tuple[ChatRenderer, list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Return the renderer of a conversation, its messages and its tools.
 
@@ -232,7 +264,7 @@ class ModelTokenizer:
         except ValueError as error:
             raise SluiceError.invalid_argument("conversation.template_arguments", str(error)) from error
         with _template_errors():
-            renderer = self._renderer(arguments)
+            renderer = self._renderer(arguments, most)
         return renderer, messages, tools
 
     def text_stream(self, continued: Sequence[int]) -> TextStream:
@@ -325,14 +357,23 @@ class ModelTokenizer:
                 "serve and train from the same model directory, with the same chat_template and chat_template_kwargs",
             )
 
-    async def _in_thread(self, field: str, work: Callable[[], Result]) -> Result:
-        """Turn a field of a request into token ids outside the event loop, since it may take long.
+    async def _in_thread(
+        self, field: str, request: rollout_pb2.GenerateRequest | rollout_pb2.TokenizeRequest, work: Callable[[], Result]
+    ) -> Result:
+        """Turn a field of a request into token ids outside the event loop, since it may take long. Tenants take turns.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT if it takes too long, UNAVAILABLE if no thread is free.
+            SluiceError: INVALID_ARGUMENT if it takes too long, UNAVAILABLE if no thread is free or too much waits.
         """
+        tenant, size = tenant_of(request), request.ByteSize()
         try:
-            async with self._clock.timeout(2 * RENDER_DEADLINE_S):
+            if not self._waiting.take(tenant, size):
+                raise SluiceError.unavailable(
+                    "RENDERING_BUSY",
+                    f"prompts of {self._waiting.held} bytes wait to be tokenized; retry",
+                    RETRY_AFTER_S,
+                )
+            async with self._clock.timeout(2 * RENDER_DEADLINE_S), self._turns.turn(tenant, size):
                 return await self._threads.run(work)
         except CallHungError as error:  # the prompt is at fault: another replica would take as long
             raise SluiceError.invalid_argument(
@@ -340,16 +381,31 @@ class ModelTokenizer:
             ) from error
         except TimeoutError as error:
             raise SluiceError.unavailable(
-                "RENDERING_BUSY", "other prompts take all threads that render; retry", RENDER_DEADLINE_S
+                "RENDERING_BUSY", "other prompts take all threads that render; retry", RETRY_AFTER_S
             ) from error
         except TooManyHungError as error:
             raise SluiceError.unavailable(
                 "RENDERINGS_HANG", f"{MAX_HUNG_RENDERINGS} prompts hang in the chat template: restart this replica"
             ) from error
+        finally:
+            self._waiting.give_back(tenant, size)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, most: int | None = None) -> list[int]:
         self._require_tokenizer("text")
-        return self._renderer("{}").encode(text)
+        if most is not None and (least := self._least_tokens(text)) > most:
+            raise SluiceError.invalid_argument("text", _too_long(least, most))
+        return self._renderer("{}", None).encode(text)
+
+    @functools.cached_property
+    def _least_tokens(self) -> LeastTokens:
+        if self._tokenizer is None:
+            raise SluiceError.invalid_argument("prompt", "the served model has no tokenizer: send token_ids")
+        return LeastTokens(self._tokenizer)
+
+    def _check_length(self, most: int, text: str) -> None:
+        least = self._least_tokens(text)
+        if least > most:
+            raise TemplateError(_too_long(least, most))
 
     def _require_tokenizer(self, field: str) -> None:
         if self._tokenizer is None:
@@ -360,11 +416,25 @@ class ModelTokenizer:
             return ""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def _build_renderer(self, arguments: str) -> ChatRenderer:
-        """Return the renderer for the template arguments of a request, as JSON text, which take precedence over the replica's."""
+    def _build_renderer(self, arguments: str, most: int | None) -> ChatRenderer:
+        """Return the renderer for the template arguments of a request, as JSON text, which take precedence over the replica's.
+
+        It refuses what certainly has more than `most` tokens.
+        """
         if self._tokenizer is None:
             raise SluiceError.invalid_argument("prompt", "the served model has no tokenizer: send token_ids")
-        return ChatRenderer(self._tokenizer, self._arguments | json.loads(arguments))
+        check = None if most is None else functools.partial(self._check_length, most)
+        return ChatRenderer(self._tokenizer, self._arguments | json.loads(arguments), check=check)
+
+
+def tenant_of(request: rollout_pb2.GenerateRequest | rollout_pb2.TokenizeRequest) -> str:
+    """Return with whom a request takes turns: an agent by its name, and whom those name that call for others."""
+    principal = caller()
+    return principal.name if principal.role == "agent" or not request.tenant else request.tenant
+
+
+def _too_long(least: int, most: int) -> str:
+    return f"has {least} tokens at least; at most {most} fit this model, so shorten it"
 
 
 @contextlib.contextmanager

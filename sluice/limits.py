@@ -42,6 +42,39 @@ MAX_BRANCHES = 1024
 MAX_REWARD = 1e6
 """Largest absolute value of a reward, unless `orchestrator.max_reward` says otherwise."""
 
+HEAD_S = 15.0
+"""Seconds for the head of a request over HTTP, or the handshake of gRPC, once its connection is open or its first byte is there."""
+
+MAX_HEAD_BYTES = 64 << 10
+"""Most bytes of the head of a request over HTTP."""
+
+MAX_METADATA_BYTES = 64 << 10
+"""Most bytes of the metadata of a call."""
+
+BODY_S = 60.0
+"""Seconds for the body of a request over HTTP, once it is read."""
+
+REQUEST_S = 30.0
+"""Seconds for the one message of a call, once the call has begun."""
+
+SEND_DEADLINE_S = 60.0
+"""Seconds for a client to read an event of a stream, or any bytes, before it is disconnected."""
+
+IDLE_S = 600.0
+"""Seconds without a call after which a connection of gRPC is ended; the next call of its client makes another one."""
+
+MAX_CONNECTIONS = 8192
+"""Connections of a port at once, unless `server.max_connections` says otherwise."""
+
+MAX_METRICS_CONNECTIONS = 64
+"""Connections of a port of metrics at once, each of which has a thread."""
+
+MAX_PROBE_CONNECTIONS = 256
+"""Connections of a port of probes at once."""
+
+MAX_BODIES_BYTES = 1 << 30
+"""Bytes of the bodies of all requests over HTTP in progress, unless `capture.limits.max_bodies_mb` says otherwise."""
+
 RESULT_BYTES = 66
 """Upper bound on the bytes of the trainer's answer about one trajectory, without its id."""
 
@@ -103,6 +136,31 @@ LIMITS = (
     Limit("batch_bytes", MAX_BATCH_BYTES, "bytes", "One batch, likewise."),
     Limit("report_bytes", MAX_REPORT_BYTES, "bytes", "The trainer's answers about one batch, likewise."),
     Limit("name_characters", MAX_NAME, "characters", "Ids of trajectories, groups, episodes and batches."),
+    Limit(
+        "head_bytes",
+        MAX_HEAD_BYTES,
+        "bytes",
+        "The head of a request over HTTP. A larger one is answered 431, and its connection closed.",
+    ),
+    Limit(
+        "head_s",
+        HEAD_S,
+        "seconds",
+        "The arrival of a head over HTTP, or a handshake of gRPC. Then the connection is closed.",
+    ),
+    Limit("body_s", BODY_S, "seconds", "The arrival of a body over HTTP. Then it is answered 408."),
+    Limit(
+        "connections",
+        MAX_CONNECTIONS,
+        "connections",
+        "One port at a time, unless `server.max_connections` sets another bound; see [security.md](security.md#before-anybody-is-known).",
+    ),
+    Limit(
+        "bodies_bytes",
+        MAX_BODIES_BYTES,
+        "bytes",
+        "The bodies of all requests over HTTP in progress, unless `capture.limits.max_bodies_mb` sets another bound. One more is answered 429.",
+    ),
     Limit(
         "reward",
         MAX_REWARD,

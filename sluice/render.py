@@ -94,6 +94,7 @@ class ChatRenderer:
         tokenizer: A transformers tokenizer.
         template_arguments: Further variables of the template, such as ``enable_thinking``, for every call.
         ends: The tokens that end a turn, which training teaches; None: those of the tokenizer and its template.
+        check: Called with each text before it becomes tokens; raises TemplateError for one that must not.
 
     Raises:
         TemplateArgumentError: if an argument is not one of `template_variables`.
@@ -104,8 +105,10 @@ class ChatRenderer:
         tokenizer: PreTrainedTokenizerBase,
         template_arguments: Mapping[str, Any] | None = None,
         ends: EndTokens | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._check = check
         self._given_ends = ends
         _check_arguments(tokenizer, template_arguments or {})
         self._arguments = dict(template_arguments or {})
@@ -167,6 +170,8 @@ class ChatRenderer:
         text = self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         if SURROGATE.search(text):
             raise TemplateError("these messages have half of a surrogate pair, which is not a character: remove it")
+        if self._check is not None:
+            self._check(text)
         control = self._control
         given = [messages, _with_arguments(messages, _as_object), tools or [], self._arguments]
         if not any(map(control.may_be_in, texts_of(given))):
@@ -187,6 +192,8 @@ class ChatRenderer:
         Raises:
             TemplateError: if the tokenizer cannot encode a control token as text.
         """
+        if self._check is not None:
+            self._check(self._control.plain(marked))
         try:
             return self._control.encode(marked, self.encode)
         except ValueError as error:

@@ -21,6 +21,7 @@ from gateway_svc.capture import (
     Unshown,
     Unsupported,
     fault,
+    set_priority,
     settle_sampling,
 )
 from gateway_svc.dialects import openai_fields as fields
@@ -105,6 +106,7 @@ def parse(body: ChatBody, unsupported: Unsupported) -> CapturedRequest:
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
     request = CapturedRequest(NAME, body.model, body.generate_request(max_tokens, top_logprobs), bool(body.stream))
+    set_priority(request, body.priority)
     body.note_unknown(request)
     if body.functions:
         raise fault("functions", "are not supported: send them as tools")
@@ -116,7 +118,7 @@ def parse(body: ChatBody, unsupported: Unsupported) -> CapturedRequest:
     else:
         _add_tools(conversation, body, request)
     if body.response_format is not None and body.response_format.type != "text":
-        request.note("not_enforced", f"response_format.{body.response_format.type[:32]}")
+        request.note("not_enforced", f"response_format.{body.response_format.type}")
     set_template_arguments(conversation, body.chat_template_kwargs)
     settle_sampling(request, unsupported)
     return request
@@ -137,7 +139,7 @@ def _add_message(conversation: tokens_pb2.Conversation, message: Message, where:
 def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: CapturedRequest) -> None:
     for tool in body.tools or []:
         if tool.function is None or tool.type != "function":
-            request.note("left_out", f"tool.{tool.type[:32]}")
+            request.note("left_out", f"tool.{tool.type}")
             continue
         function = tool.function
         conversation.tools.append(tool_message(function.name, function.description, function.parameters))
@@ -145,7 +147,7 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: C
             request.note("not_enforced", "strict")
     choice = (body.tool_choice or "auto") if isinstance(body.tool_choice, str | None) else "named"
     if choice != "auto":
-        request.note("not_enforced", f"tool_choice.{choice[:32]}")
+        request.note("not_enforced", f"tool_choice.{choice}")
     if body.parallel_tool_calls is False:
         request.note("not_enforced", "parallel_tool_calls")
 

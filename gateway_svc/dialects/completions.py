@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, Unshown, Unsupported, fault, settle_sampling
+from gateway_svc.capture import (
+    Begun,
+    CapturedRequest,
+    Delta,
+    Result,
+    Unshown,
+    Unsupported,
+    fault,
+    set_priority,
+    settle_sampling,
+)
 from gateway_svc.dialects import openai_fields as fields
 from sluice.openai.dialect import COMPLETION_TOKENS, LEAST, TokenId
 from sluice.v1 import episode_pb2, rollout_pb2
@@ -39,6 +49,7 @@ def parse(body: CompletionBody, unsupported: Unsupported) -> CapturedRequest:
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     generate = body.generate_request(max_tokens, body.logprobs or 0)
     request = CapturedRequest(NAME, body.model, generate, bool(body.stream))
+    set_priority(request, body.priority)
     body.note_unknown(request)
     if body.echo:
         raise fault("echo", "is not supported: the prompt is not returned; leave it out")

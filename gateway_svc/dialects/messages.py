@@ -167,7 +167,7 @@ def _read(body: CountBody, request: CapturedRequest) -> None:
         return
     _add_tools(conversation, body.tools or [], request)
     if choice.type != "auto":
-        request.note("not_enforced", f"tool_choice.{choice.type[:32]}")
+        request.note("not_enforced", f"tool_choice.{choice.type}")
     if choice.disable_parallel_tool_use:
         request.note("not_enforced", "disable_parallel_tool_use")
 
@@ -175,7 +175,7 @@ def _read(body: CountBody, request: CapturedRequest) -> None:
 def _add_tools(conversation: tokens_pb2.Conversation, tools: Sequence[Tool], request: CapturedRequest) -> None:
     for tool in tools:
         if tool.type not in {None, "custom"}:
-            request.note("left_out", f"tool.{(tool.type or '')[:32]}")
+            request.note("left_out", f"tool.{tool.type or ''}")
             continue
         conversation.tools.append(tool_message(tool.name, tool.description, tool.input_schema))
         if tool.strict:
@@ -221,7 +221,7 @@ class _Reader:
             elif block.type == "tool_use":
                 message.tool_calls.add(id=block.id or "", name=block.name or "", arguments=_arguments(block.input))
             elif block.type != "redacted_thinking":
-                self._request.note("left_out", f"block.{block.type[:32]}")
+                self._request.note("left_out", f"block.{block.type}")
 
     def _add_result(self, block: Block, index: int) -> None:
         blocks = block.content if isinstance(block.content, list) else []
@@ -245,7 +245,7 @@ class _Reader:
             return tokens_pb2.ContentPart(image=self._image(block, index))
         if block.type == "document" and (text := _document_text(block.source)):
             return tokens_pb2.ContentPart(text=text)
-        self._request.note("left_out", f"block.{block.type[:32]}")
+        self._request.note("left_out", f"block.{block.type}")
         return None
 
     def _image(self, block: Block, index: int) -> bytes:

@@ -92,7 +92,7 @@ class SamplingBody(RequestBody):
             seed=None if self.seed is None else self.seed % 2**64,
             top_logprobs=top_logprobs,
         )
-        return rollout_pb2.GenerateRequest(sampling=sampling, n=self.n or 1, priority=self.priority or 0)
+        return rollout_pb2.GenerateRequest(sampling=sampling, n=self.n or 1)
 
     @property
     def include_usage(self) -> bool:

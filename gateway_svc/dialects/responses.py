@@ -131,7 +131,7 @@ def parse(
     if body.background:
         raise fault("background", "is not supported: a response is answered by its own request")
     for name in sorted(included - SERVED_INCLUDES):
-        request.note("ignored", f"include.{name[:48]}")
+        request.note("ignored", f"include.{name}")
     conversation = request.generate.conversation
     earlier = list(previous.messages) if previous is not None else []
     if body.instructions is not None:
@@ -145,7 +145,7 @@ def parse(
         raise fault("input", "is empty: send a text or at least one item")
     _add_tools(conversation, body, request)
     if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        request.note("not_enforced", f"text.format.{body.text.format.type[:32]}")
+        request.note("not_enforced", f"text.format.{body.text.format.type}")
     settle_sampling(request, unsupported)
     return request
 
@@ -156,14 +156,14 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ResponsesBody, reque
         return
     for tool in body.tools or []:
         if tool.type != "function" or tool.name is None:
-            request.note("left_out", f"tool.{tool.type[:32]}")
+            request.note("left_out", f"tool.{tool.type}")
             continue
         conversation.tools.append(tool_message(tool.name, tool.description, tool.parameters))
         if tool.strict:
             request.note("not_enforced", "strict")
     choice = (body.tool_choice or "auto") if isinstance(body.tool_choice, str | None) else "named"
     if choice != "auto":
-        request.note("not_enforced", f"tool_choice.{choice[:32]}")
+        request.note("not_enforced", f"tool_choice.{choice}")
     if body.parallel_tool_calls is False:
         request.note("not_enforced", "parallel_tool_calls")
 
@@ -202,7 +202,7 @@ class _Reader:
             elif item.type == "item_reference":
                 raise fault(where, "refers to an item by its id: send the item itself, or previous_response_id")
             else:
-                self._request.note("left_out", f"item.{item.type[:32]}")
+                self._request.note("left_out", f"item.{item.type}")
 
     def _add_to_turn(self, item: Item, where: str) -> None:
         place = PLACES[item.type]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.capture import CapturedRequest, Result, Unsupported, fault, settle_sampling
+from gateway_svc.capture import CapturedRequest, Result, Unsupported, fault, set_priority, settle_sampling
 from gateway_svc.dialects.openai_fields import Alternatives, RequestBody, SamplingBody, ending, logprob_content
 from sluice.openai.dialect import TokenId
 
@@ -38,9 +38,9 @@ def parse(body: TokensBody, unsupported: Unsupported) -> CapturedRequest:
     """
     sampling = body.sampling_params
     generate = sampling.generate_request(sampling.max_tokens, sampling.logprobs or 0)
-    generate.priority = body.priority or 0
     generate.token_ids.ids.extend(body.token_ids)
     request = CapturedRequest(NAME, body.model, generate)
+    set_priority(request, body.priority)
     body.note_unknown(request)
     sampling.note_unknown(request)
     if body.stream:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from sluice.config.allocation import Allocation
 from sluice.errors import ConfigError
+from sluice.limits import MAX_CONNECTIONS
 
 Value: TypeAlias = Any
 """What a TOML document, a flag or a field may hold: known only to the field that validates it."""
@@ -448,6 +449,11 @@ class ServerConfig(Section):
         8192,
         ge=1,
         description="Calls of one method in progress at once that wait for others: of each kind of watch, of LeaseTasks, with which agents wait for a task, of the streams of gateways. More are answered RESOURCE_EXHAUSTED with a delay to retry after.",
+    )
+    max_connections: int = Field(
+        MAX_CONNECTIONS,
+        ge=16,
+        description="Connections of each port at once, at most three quarters of the files that the process may open. One more is refused by gRPC; HTTP closes the one for it that has sent no request for longest.",
     )
     drain_s: float = Field(
         5.0,

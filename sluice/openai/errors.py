@@ -36,6 +36,7 @@ HTTP_REASONS: Mapping[int, str] = {
     405: "METHOD_NOT_ALLOWED",
     408: "REQUEST_DEADLINE",
     413: "BODY_TOO_LARGE",
+    429: "TOO_MANY_REQUESTS",
 }
 """Reasons of errors that are HTTP's own, by status; any other is INVALID_REQUEST."""
 
@@ -86,6 +87,12 @@ def error_response(
 def too_large(most: int) -> HTTPException:
     """Return the error for a body of more than `most` bytes."""
     return HTTPException(413, f"the body is larger than {most} bytes: send fewer prompts at a time")
+
+
+def too_many_bytes(retry_after_s: float) -> HTTPException:
+    """Return the error for a body for which there is no room beside those of the requests in progress."""
+    message = "the requests in progress are as large as this server holds at a time; retry after the delay"
+    return HTTPException(429, message, {"retry-after": str(math.ceil(retry_after_s))})
 
 
 def too_slow(seconds: float) -> HTTPException:

@@ -34,14 +34,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.errors import BindError
-from sluice.openai.errors import error_response, too_large, too_slow
+from sluice.limits import BODY_S, HEAD_S, MAX_BODIES_BYTES, MAX_CONNECTIONS, MAX_HEAD_BYTES, SEND_DEADLINE_S
+from sluice.openai.errors import error_response, too_large, too_many_bytes, too_slow
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
 from sluice.rpc.access import EVERY_ROLE, Access, check_exposure, is_local, name_request, roles_for
+from sluice.rpc.bounds import Connections, Room
 from sluice.rpc.call_log import CallLog, is_logged
 from sluice.rpc.channel import UNIX
 from sluice.rpc.principals import Role
 from sluice.rpc.quota import Usage
-from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
+from sluice.rpc.rows import ROWS
+from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL, most_open
 from sluice.rpc.tls import certificate_names, server_context
 
 STEP_S = 0.05
@@ -51,17 +54,6 @@ START_DEADLINE_S = 10.0
 
 MARGIN_S = 2.0
 """Seconds that uvicorn may take after the drain to close its connections."""
-
-SEND_DEADLINE_S = 60.0
-"""Seconds for a client to read an event of a stream before it is disconnected."""
-
-HEAD_S = 15.0
-"""Seconds for the head of a request to arrive, once its connection is open or its first byte is there."""
-
-BODY_S = 60.0
-"""Seconds for the body to arrive, once it is read."""
-
-MAX_HEAD_BYTES = 64 << 10
 
 MAX_UNREAD_BYTES = 16 << 20
 """Bytes of a body that a client may send after its request was answered."""
@@ -116,27 +108,47 @@ def _do_nothing(*_arguments: object) -> None:
 
 
 class _BoundedProtocol(asyncio.Protocol):
-    """Closes connections of clients that do not send the head of a request in time, or send a large one: uvicorn bounds neither."""
+    """Closes connections of clients that do not send the head of a request in time, or send a large one: uvicorn bounds neither.
+
+    Nor does it bound how many connections there are.
+    """
 
     transport: asyncio.Transport
     cycle: Any  # the last request whose head is complete; None at first
+    client: tuple[str, int] | None
     _timer: asyncio.TimerHandle | None = None
-    _received = 0
+    _received = _ahead = 0
+    _is_whole = False
+
+    def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:  # noqa: ANN401 - as uvicorn's own
+        super().__init__(*args, **options)
+        self._open = connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(_OpenTransport(transport))
+        closed: Any = self._open.open(self, self.client[0] if self.client else "")
+        if closed is not None:
+            closed.transport.abort()
         self._await_head()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._head_is_complete()
+        self._open.close(self)
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
+        before = self.cycle
         super().data_received(data)
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             self._head_is_complete()
+            # What follows a whole request is the head of the next one, which waits: its bytes are held.
+            self._ahead = self._ahead + len(data) if cycle is before and self._is_whole else 0
+            self._is_whole = not cycle.more_body
+            if self._ahead > MAX_HEAD_BYTES:
+                self.transport.close()
             return
+        self._is_whole = False
         self._await_head()
         self._received += len(data)
         # A client that sends a body while it is refused reads the answer only if the body is read, too.
@@ -148,10 +160,12 @@ class _BoundedProtocol(asyncio.Protocol):
             self.transport.close()
 
     def _await_head(self) -> None:
+        self._open.wait(self)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(HEAD_S, self.transport.close)
 
     def _head_is_complete(self) -> None:
+        self._open.serve(self)
         self._received = 0
         if self._timer is not None:
             self._timer.cancel()
@@ -192,6 +206,7 @@ class HttpServer:
         port: TCP port; 0 picks a free one.
         security: TLS, and whether an unprotected address is allowed.
         clock: Tells the age of connections.
+        most_connections: How many may be open at once.
 
     Attributes:
         port: The bound port, once it has started.
@@ -200,11 +215,21 @@ class HttpServer:
         ConfigError: if the address is reachable from the network and nothing protects it, or the certificate cannot be used.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, security: SecurityConfig, *, clock: Clock = CLOCK) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        security: SecurityConfig,
+        *,
+        clock: Clock = CLOCK,
+        most_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self._host = LOOPBACK if host.startswith(UNIX) else host.strip("[]")
         check_exposure(ServerConfig(host=self._host, port=port), security)
         self.port, self._security = port, security
         context = server_context(security, ssl.CERT_REQUIRED)
+        self._connections = connections = Connections(most_open(most_connections))
         self._uvicorn = _Server(
             uvicorn.Config(
                 _ending_old_connections(app, security.connection_age_s, clock) if security.require_client_cert else app,
@@ -215,9 +240,9 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # nothing here asks for the address of a client
-                http=partial(_CertificateProtocol, clock=clock)  # type: ignore[arg-type]  # makes one
+                http=partial(_CertificateProtocol, connections=connections, clock=clock)  # type: ignore[arg-type]  # makes one
                 if security.require_client_cert
-                else _HttpProtocol,
+                else partial(_HttpProtocol, connections=connections),
                 ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
         )
@@ -311,6 +336,7 @@ class RequestGuard:
         most: Maximum number of requests in progress; as many again to the routes that wait.
         host: Address that the server is bound to.
         most_bytes: Maximum size of a body.
+        most_bodies_bytes: Maximum of the bodies of all requests in progress.
         waiting: Routes whose requests wait for work: they must not keep those out that have some.
         admit: Admits a request to a route for some roles; returns what must be told of its end. By default every request needs a
             principal.
@@ -326,6 +352,7 @@ class RequestGuard:
         host: str,
         *,
         most_bytes: int = MAX_MESSAGE_BYTES,
+        most_bodies_bytes: int = MAX_BODIES_BYTES,
         waiting: Collection[str] = (),
         admit: Callable[[Scope, str, frozenset[Role]], Usage | None] | None = None,
         respond: Callable[[SluiceError, str], Response] | None = None,
@@ -334,6 +361,7 @@ class RequestGuard:
         self._loopback = is_local(self._bound)
         self._app, self._port, self._most = app, port, most
         self._access, self._most_bytes = access, most_bytes
+        self._bodies = Room(most_bodies_bytes)
         self._admit_caller = admit or self._admit_principal
         self._respond = respond or (lambda error, _path: error_response(error))
         self._waiting = frozenset(waiting)
@@ -344,7 +372,7 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _Call(scope, receive, send, self._most_bytes)
+        call = _Call(scope, receive, send, self._most_bytes, self._bodies)
         usage = None
         route = _route_of(scope)
         path = route or "other"
@@ -373,7 +401,7 @@ class RequestGuard:
                 usage.end()
             self._in_progress[waits] -= 1
             RPC_IN_FLIGHT.labels(SERVICE, path).dec()
-            call.account(path)
+            call.end(path)
 
     def _admit(self, scope: Scope, route: str, headers: Headers) -> Usage | None:
         """Accept or refuse a request by its head, before its body is read; return what counts it."""
@@ -474,16 +502,18 @@ def _route_of(scope: Scope) -> str:
 class _Call:
     """One request and its outcome."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int, bodies: Room) -> None:
         self.headers = Headers(scope=scope)
-        self._most_bytes = most_bytes
+        self._most_bytes, self._bodies = most_bytes, bodies
+        names = [self.headers.get(name) for name in ("authorization", "x-api-key", "x-session-id")]
+        self._tenant = hash((*names, scope.get("state", {}).get("session")))
         self.request_id = _request_id(self.headers)
         self.status = 0
         self._receive, self._send = receive, send
         self._begun = time.perf_counter()
-        self._bytes = 0
+        self._bytes = self._counted = 0
         self._whole = False
-        self._body_due = asyncio.get_running_loop().time() + BODY_S
+        self._body_due: float | None = None
 
     async def receive(self) -> Message:
         """Receive a part of the body, or what follows it. Raise if the body is too large, or takes too long."""
@@ -491,15 +521,21 @@ class _Call:
             raise too_large(self._most_bytes)
         if self._whole:
             return await self._receive()
+        if self._body_due is None:
+            self._body_due = asyncio.get_running_loop().time() + BODY_S
         try:
             async with asyncio.timeout_at(self._body_due):
                 message = await self._receive()
         except TimeoutError as error:
             raise too_slow(BODY_S) from error
         self._whole = not message.get("more_body", False)
-        self._bytes += len(message.get("body", b""))
+        size = len(message.get("body", b""))
+        self._bytes += size
         if self._bytes > self._most_bytes:
             raise too_large(self._most_bytes)
+        self._counted += size
+        if not self._bodies.take(self._tenant, size):
+            raise too_many_bytes(RETRY_AFTER_S)
         return message
 
     async def send(self, message: Message) -> None:
@@ -509,13 +545,15 @@ class _Call:
             MutableHeaders(scope=message)[REQUEST_ID] = self.request_id
         await self._send(message)
 
-    def account(self, path: str) -> None:
+    def end(self, path: str) -> None:
         """Count and log the request. Status 0 means that the client disconnected before the response."""
+        self._bodies.give_back(self._tenant, self._counted)
         seconds = time.perf_counter() - self._begun
         RPC_TOTAL.labels(SERVICE, path, str(self.status)).inc()
         RPC_SECONDS.labels(SERVICE, path).observe(seconds)
-        write = log.debug if 200 <= self.status < 400 else log.info
-        write("http", path=path, status=self.status, seconds=round(seconds, 6))
+        ROWS.end_quiet()
+        is_told = not 200 <= self.status < 400 and (self.status == 500 or ROWS.begins(path, str(self.status)))
+        (log.info if is_told else log.debug)("http", path=path, status=self.status, seconds=round(seconds, 6))
 
     def _declared_length(self) -> str:
         length = self.headers.get("content-length", "")

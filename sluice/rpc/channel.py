@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from sluice.errors import ConfigError
-from sluice.limits import MAX_MESSAGE_BYTES
+from sluice.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 from sluice.rpc.client_security import read_token
 from sluice.rpc.from_files import FromFiles
 from sluice.rpc.tls import Pem, pem_files
@@ -49,14 +49,12 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 _FRAMING_BYTES = 64 << 10
 """Room for field headers around a payload of the full size."""
 
-_METADATA_BYTES = 64 << 10
-"""gRPC's own 8 KiB drops the details of an error with a long list of field violations."""
-
 TRANSPORT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
-    ("grpc.max_metadata_size", _METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
+    # gRPC's own 8 KiB drops the details of an error with a long list of field violations.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     # A peer that disappears is noticed within 30 + 10 s, also on an idle watch stream.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

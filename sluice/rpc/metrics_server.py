@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import socket
 import ssl
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -15,6 +18,7 @@ from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from sluice.config import SecurityConfig, ServerConfig
+from sluice.limits import HEAD_S, MAX_HEAD_BYTES, MAX_METRICS_CONNECTIONS
 from sluice.rpc.access import Access, check_exposure
 from sluice.rpc.errors import SluiceError
 from sluice.rpc.tls import certificate_names, server_context
@@ -27,7 +31,27 @@ CERTIFICATE = "sluice.certificate"
 
 
 class _Server(ThreadingWSGIServer):
-    """One thread a request: a client that reads slowly stops nobody else."""
+    """One thread a connection: a client that reads slowly stops nobody else, as long as there are few."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - as in the base class
+        super().__init__(*args, **options)
+        self._places = threading.BoundedSemaphore(MAX_METRICS_CONNECTIONS)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401 - as in the base class
+        """Take a place for a connection; return whether there is one."""
+        return super().verify_request(request, client_address) and self._places.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
+        """Serve a connection, and give its place back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
+        """Write nothing of clients that leave, send no HTTP or no handshake, or are slow."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Server6(_Server):
@@ -35,9 +59,29 @@ class _Server6(_Server):
 
 
 class _Quiet(WSGIRequestHandler):
-    """Ends a connection that says nothing, and writes no line for each request."""
+    """Reads one head, of a bounded size and within a bounded time, and writes no line for each request."""
 
-    timeout = 10.0
+    timeout = HEAD_S
+
+    def setup(self) -> None:
+        """Read the head of the request.
+
+        Raises:
+            OSError: if it is too late or too large.
+        """
+        super().setup()
+        self.rfile = io.BufferedReader(io.BytesIO(self._head()))
+
+    def _head(self) -> bytes:
+        head, end = bytearray(), time.monotonic() + HEAD_S
+        while b"\r\n\r\n" not in head and b"\n\n" not in head:
+            self.connection.settimeout(max(1e-3, end - time.monotonic()))
+            part = self.connection.recv(4096)
+            if not part or len(head) > MAX_HEAD_BYTES:
+                raise ConnectionError(f"no head of a request within {MAX_HEAD_BYTES} bytes")
+            head += part
+        self.connection.settimeout(HEAD_S)
+        return bytes(head)
 
     def get_environ(self) -> dict[str, Any]:
         """Return what an application gets, with the names of the client's certificate."""

@@ -11,6 +11,7 @@ import errno
 import inspect
 import math
 import random
+import resource
 import signal
 import socket
 import time
@@ -32,13 +33,14 @@ from prometheus_client.registry import Collector
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.errors import BindError
-from sluice.limits import LIMITS, MAX_MESSAGE_BYTES
+from sluice.limits import HEAD_S, IDLE_S, LIMITS, MAX_MESSAGE_BYTES, MAX_PROBE_CONNECTIONS, REQUEST_S
 from sluice.rpc.access import ADMIN_SERVICE, INFO_SERVICE, Access, check_exposure, name_request, roles_for
 from sluice.rpc.call_log import CallLog, is_logged, may_be_logged
 from sluice.rpc.channel import REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
 from sluice.rpc.from_files import unusable_files
 from sluice.rpc.quota import Usage
+from sluice.rpc.rows import ROWS
 from sluice.rpc.tls import server_credentials
 from sluice.v1 import common_pb2, common_pb2_grpc
 
@@ -58,6 +60,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.server_handshake_timeout_ms", int(HEAD_S * 1000)),
+    ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 )
 """What a server of ours tells gRPC. One without them ends the connections of our clients for their keepalive pings."""
 
@@ -78,9 +82,6 @@ LAST_CALLS_S = 3600.0
 
 RECHECK_S = 5.0
 """Seconds between two looks whether the callers of watches and of calls that wait are still admitted."""
-
-REQUEST_S = 30.0
-"""Seconds for the one message of a call to arrive, once the call has begun."""
 
 WAITING_CALLS = frozenset(
     {
@@ -144,6 +145,12 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+def most_open(connections: int) -> int:
+    """Return how many connections a port may have: so many, but a quarter of the process's files stay for what else it opens."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return connections if files < 0 else min(connections, max(1, files * 3 // 4))
 
 
 def is_free(port: int, host: str) -> bool:
@@ -309,7 +316,11 @@ class RpcServer:
             self.call_log,
             watch_s=oldest_s,
         )
-        options = [*SERVER_OPTIONS, *(() if oldest_s is None else _age_options(oldest_s))]
+        options = [
+            *SERVER_OPTIONS,
+            _connections_option(self._config.max_connections),
+            *(() if oldest_s is None else _age_options(oldest_s)),
+        ]
         self._server = grpc.aio.server(interceptors=[self._calls], options=options)
         for add_fn, servicer in self._registrations:
             add_fn(servicer, self._server)
@@ -472,6 +483,11 @@ def _age_options(oldest_s: float) -> Iterator[tuple[str, int]]:
     yield "grpc.max_connection_age_grace_ms", round(LAST_CALLS_S * 1000)
 
 
+def _connections_option(most: int) -> tuple[str, int]:
+    """Return what makes gRPC refuse further connections."""
+    return "grpc.max_allowed_incoming_connections", most_open(most)
+
+
 async def serve_probes(
     server: ServerConfig, servicer: health_pb2_grpc.HealthServicer | None = None
 ) -> grpc.aio.Server | None:
@@ -493,7 +509,8 @@ async def serve_probes(
         servicer = alive
     host = LOOPBACK if server.host.startswith(UNIX) else server.host
     address = f"{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{server.probe_port}"
-    probes = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MOST_PROBES)
+    options = [*SERVER_OPTIONS, _connections_option(MAX_PROBE_CONNECTIONS)]
+    probes = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MOST_PROBES)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, probes)
     try:
         port = probes.add_insecure_port(address)
@@ -779,8 +796,13 @@ class MethodMetrics:
             total = self._totals[code] = RPC_TOTAL.labels(self._service, self._name, code.name)
         total.inc()
         self._seconds.observe(seconds)
-        write = log.debug if code is grpc.StatusCode.OK else log.warning if code in _FAULTS else log.info
-        write("rpc", rpc=f"{self._service}/{self._name}", code=code.name, seconds=round(seconds, 6))
+        rpc, write = f"{self._service}/{self._name}", log.debug
+        ROWS.end_quiet()
+        if code in _FAULTS:
+            write = log.warning
+        elif code is not grpc.StatusCode.OK and ROWS.begins(rpc, code.name):
+            write = log.info  # of those that follow, such as to agents that poll, only the number
+        write("rpc", rpc=rpc, code=code.name, seconds=round(seconds, 6))
 
 
 def unexpected_failure(error: Exception, request_id: str) -> SluiceError:

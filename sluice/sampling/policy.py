@@ -46,7 +46,9 @@ _ELSEWHERE = {
 }
 """Failures that another replica, or the same one later, may not repeat."""
 
-_AWAY = {"DRAINING", "ENGINE_RECOVERING", "RENDERING_BUSY", REPLICA_LOST, REPLICA_STALLED, REPLICA_WAITS}
+_RENDERING_BUSY = "RENDERING_BUSY"
+
+_AWAY = {"DRAINING", "ENGINE_RECOVERING", _RENDERING_BUSY, REPLICA_LOST, REPLICA_STALLED, REPLICA_WAITS}
 """Reasons of UNAVAILABLE that say nothing about the request: it waits for a replica."""
 
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
@@ -252,7 +254,7 @@ class PolicyEngine:
         Raises:
             SluiceError: if the request itself is at fault, replicas failed at it again and again, or a sample was interrupted so.
         """
-        generation = self._generation(request)
+        generation = self._generation(request, prefix_keys)
         generation.replicas = replicas if replicas is not None else []
         await self._sample(_Asked(generation, prefix_keys, None, set()))
         return generation.response
@@ -277,7 +279,7 @@ class PolicyEngine:
         Raises:
             SluiceError: as `agenerate`, from the iteration.
         """
-        generation = self._generation(request)
+        generation = self._generation(request, prefix_keys)
         stream = TokenStream(generation, coalesce_s, alive_s, self.pool.clock)
         sampling = asyncio.create_task(
             self._sample(_Asked(generation, prefix_keys, stream, set())), name="stream tokens"
@@ -290,7 +292,7 @@ class PolicyEngine:
             sampling.cancel()
             await asyncio.wait({sampling})
 
-    def _generation(self, request: rollout_pb2.GenerateRequest) -> Generation:
+    def _generation(self, request: rollout_pb2.GenerateRequest, prefix_keys: Sequence[str]) -> Generation:
         """Return the samples of a new request, after it was made ready to be sent.
 
         Raises:
@@ -302,6 +304,7 @@ class PolicyEngine:
             )
         request.run = f"runs/{self._run}" if self._run else ""
         request.request_id = bounded_id(request.request_id)
+        request.tenant = prefix_keys[0] if prefix_keys else ""
         return Generation(request)
 
     async def _sample(self, asked: _Asked) -> None:
@@ -514,9 +517,15 @@ class PolicyEngine:
             self.pool.evict(replica, Loss.DEAD)
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             self.pool.refused(replica)
+        elif error.reason == _RENDERING_BUSY:
+            pass  # the prompts of its tenant wait for each other: the replica is well
         elif replica.loss is None and (is_first or not _is_fault(error)):
             replica.work_failed(error)
-        if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
+        if (
+            error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            or error.reason == _RENDERING_BUSY
+            or self._only is not None
+        ):
             await self.pool.clock.sleep(error.retry_after_s or _BUSY_RETRY_S)
 
 

@@ -175,6 +175,7 @@ class GenerateRequest(_message.Message):
     CONTINUES_FIELD_NUMBER: _builtins.int
     RETURN_MESSAGE_FIELD_NUMBER: _builtins.int
     RENDERED_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run that the caller belongs to, as `runs/{run}`. Empty: not checked."""
     request_id: _builtins.str
@@ -190,7 +191,9 @@ class GenerateRequest(_message.Message):
     tokenizer_digest: _builtins.str
     """Digest of tokenizer and template that the caller expects. Empty: not checked."""
     priority: _builtins.int
-    """Requests with a lower value go first. Unset: 0."""
+    """Requests with a lower value go first, if the engine schedules by priority. Unset: 0, as for a run's own episodes. Below 0 from a
+    principal of the role `agent`: 0.
+    """
     return_text: _builtins.bool
     """Return the decoded text of each sample."""
     return_prompt_logprobs: _builtins.bool
@@ -202,6 +205,10 @@ class GenerateRequest(_message.Message):
     """
     return_message: _builtins.bool
     """Return what each sample says as a message: text, tool calls and reasoning apart. With `continued_tokens` it begins with theirs."""
+    tenant: _builtins.str
+    """Whose request it is, such as the name of an episode: tenants take turns by the size of what is tokenized for them. Empty, or
+    from a principal of the role `agent`: the principal.
+    """
     @_builtins.property
     def token_ids(self) -> _tokens_pb2.TokenIds:
         """Token ids, taken as they are."""
@@ -250,10 +257,11 @@ class GenerateRequest(_message.Message):
         continues: Global___Continuation | None = ...,
         return_message: _builtins.bool = ...,
         rendered: _tokens_pb2.TokenIds | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "prompt", b"prompt", "rendered", b"rendered", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "continued_tokens", b"continued_tokens", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "priority", b"priority", "prompt", b"prompt", "rendered", b"rendered", "request_id", b"request_id", "return_message", b"return_message", "return_prompt_logprobs", b"return_prompt_logprobs", "return_text", b"return_text", "run", b"run", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "continued_tokens", b"continued_tokens", "continues", b"continues", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "priority", b"priority", "prompt", b"prompt", "rendered", b"rendered", "request_id", b"request_id", "return_message", b"return_message", "return_prompt_logprobs", b"return_prompt_logprobs", "return_text", b"return_text", "run", b"run", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -748,10 +756,13 @@ class TokenizeRequest(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, tokenised without special tokens."""
     add_generation_prompt: _builtins.bool
     """End with the generation prompt of the assistant."""
+    tenant: _builtins.str
+    """As in GenerateRequest."""
     @_builtins.property
     def conversation(self) -> _tokens_pb2.Conversation:
         """Messages, rendered by the model's template."""
@@ -767,10 +778,11 @@ class TokenizeRequest(_message.Message):
         conversation: _tokens_pb2.Conversation | None = ...,
         continues: _tokens_pb2.TokenIds | None = ...,
         add_generation_prompt: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "continues", b"continues", "conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "continues", b"continues", "conversation", b"conversation", "input", b"input", "tenant", b"tenant", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "conversation"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015

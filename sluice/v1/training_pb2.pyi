@@ -392,7 +392,9 @@ class SampleRequest(_message.Message):
 
     @_builtins.property
     def request(self) -> _rollout_pb2.GenerateRequest:
-        """Prompt, sampling and n, as at RolloutService.Generate. The service sets run, request_id, adapter, min_policy_version and priority."""
+        """Prompt, sampling and n, as at RolloutService.Generate. The service sets run, request_id, adapter, min_policy_version, priority
+        and tenant.
+        """
 
     def __init__(
         self,

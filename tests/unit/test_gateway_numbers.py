@@ -9,7 +9,7 @@ import grpc
 import pytest
 from pydantic import BaseModel
 
-from gateway_svc.capture import read_body
+from gateway_svc.capture import MAX_NOTICE_CHARACTERS, read_body
 from gateway_svc.dialects import chat, responses
 from gateway_svc.dialects.chat import ChatBody
 from gateway_svc.dialects.completions import CompletionBody
@@ -75,4 +75,6 @@ def test_a_body_that_is_no_object_or_not_json_is_refused_as_before() -> None:
 @pytest.mark.parametrize(("dialect", "kind"), [(chat, ChatBody), (responses, ResponsesBody)])
 def test_a_choice_of_a_tool_is_named_in_a_notice_by_its_first_characters(dialect: Any, kind: type[BaseModel]) -> None:
     body = read_body(kind, json.dumps(BODIES[kind] | {"tool_choice": "x" * 100_000}).encode())
-    assert [what for _, what in dialect.parse(body, "override").notices] == ["tool_choice." + "x" * 32]
+    assert [what for _, what in dialect.parse(body, "override").notices] == [
+        ("tool_choice." + "x" * 64)[:MAX_NOTICE_CHARACTERS]
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from typing import Any
 
@@ -13,9 +14,10 @@ from tiny_policy import TINY
 
 from rollout_svc.engines.base import ModelInfo, Sampling
 from rollout_svc.servicer import generation_request, sampling_of
-from rollout_svc.tokenizer import RENDER_DEADLINE_S, RENDER_THREADS, ModelTokenizer
+from rollout_svc.tokenizer import LARGE_BYTES, RENDER_DEADLINE_S, RENDER_THREADS, ModelTokenizer, tenant_of
 from sluice.cli.init_model import character_tokenizer
-from sluice.rpc import MAX_SAMPLES, SluiceError
+from sluice.rpc import MAX_SAMPLES, SluiceError, access
+from sluice.rpc.principals import Principal, Quota
 from sluice.tool_schemas import tool_dict
 from sluice.v1 import rollout_pb2, tokens_pb2
 
@@ -132,7 +134,7 @@ def test_a_json_schema_reaches_the_template_the_same_way_every_time():
 async def test_a_prompt_is_rendered_outside_of_the_event_loop(monkeypatch):
     prompts = ModelTokenizer(character_tokenizer(TINY))
     released = threading.Event()
-    monkeypatch.setattr(prompts, "render", lambda _conversation: [int(released.wait(LIMIT_S))])
+    monkeypatch.setattr(prompts, "render", lambda _conversation, **_: [int(released.wait(LIMIT_S))])
     wire = rollout_pb2.GenerateRequest(conversation={"messages": [{"role": "user", "content": "x"}]})
     rendering = asyncio.create_task(prompts.prompt_of(wire))
     await asyncio.sleep(0)
@@ -157,7 +159,7 @@ async def test_prompts_that_hang_are_at_fault_and_do_not_hold_up_others(monkeypa
     prompts = ModelTokenizer(character_tokenizer(TINY), clock=clock)
     released = threading.Event()
 
-    def render(conversation: tokens_pb2.Conversation) -> list[int]:
+    def render(conversation: tokens_pb2.Conversation, **_: object) -> list[int]:
         return [int(conversation.messages[0].content == "good" or released.wait(LIMIT_S))]
 
     monkeypatch.setattr(prompts, "render", render)
@@ -174,3 +176,65 @@ async def test_prompts_that_hang_are_at_fault_and_do_not_hold_up_others(monkeypa
         assert (await prompts.prompt_of(good)).ids == [1]
     finally:
         released.set()
+
+
+async def test_large_prompts_of_one_tenant_do_not_delay_another_one_s_small_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = ModelTokenizer(character_tokenizer(TINY), clock=SimulatedClock())
+    released = threading.Event()
+
+    def render(conversation: tokens_pb2.Conversation, **_: object) -> list[int]:
+        return [int(len(conversation.messages[0].content) < LARGE_BYTES or released.wait(LIMIT_S))]
+
+    def asking(text: str, tenant: str) -> asyncio.Task[Any]:
+        conversation = tokens_pb2.Conversation(messages=[{"role": "user", "content": text}])
+        return asyncio.create_task(
+            prompts.prompt_of(rollout_pb2.GenerateRequest(conversation=conversation, tenant=tenant))
+        )
+
+    monkeypatch.setattr(prompts, "render", render)
+    try:
+        large = [asking("x" * (LARGE_BYTES + 1), "flood") for _ in range(4 * RENDER_THREADS)]
+        await asyncio.sleep(0)
+        assert (await asking("x", "agent")).ids == [1]
+        assert not any(each.done() for each in large)
+        released.set()
+        assert [each.ids for each in await asyncio.gather(*large)] == [[1]] * len(large)
+    finally:
+        released.set()
+
+
+async def test_what_waits_to_be_tokenized_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_svc.tokenizer.MAX_WAITING_BYTES", 4 * LARGE_BYTES)
+    prompts = ModelTokenizer(character_tokenizer(TINY), clock=SimulatedClock())
+    released = threading.Event()
+    monkeypatch.setattr(prompts, "_encode", lambda _text, _most: [int(released.wait(LIMIT_S))])
+    wire = rollout_pb2.GenerateRequest(text="x" * LARGE_BYTES, tenant="flood")
+    waiting = [asyncio.create_task(prompts.prompt_of(wire)) for _ in range(2)]
+    await asyncio.sleep(0)
+    try:
+        with pytest.raises(SluiceError, match="wait to be tokenized") as refused:
+            await prompts.prompt_of(wire)
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNAVAILABLE, "RENDERING_BUSY")
+    finally:
+        released.set()
+    await asyncio.gather(*waiting)
+    assert (await prompts.prompt_of(wire)).ids == [1]
+
+
+@pytest.mark.parametrize(
+    ("role", "tenant", "priority"), [("agent", "ann", 0), ("gateway", "g1-0-0", -3), ("dispatcher", "g1-0-0", -3)]
+)
+def test_agents_neither_choose_their_tenant_nor_go_before_others(role: Any, tenant: str, priority: int) -> None:
+    wire = rollout_pb2.GenerateRequest(tenant="g1-0-0", priority=-3)
+
+    def served() -> tuple[str, int]:
+        access._caller.set(Principal("ann", role, Quota()))
+        return tenant_of(wire), generation_request(wire, PROMPT, INFO).priority
+
+    assert contextvars.copy_context().run(served) == (tenant, priority)
+
+
+def test_a_request_that_names_no_tenant_is_its_principal_s() -> None:
+    assert tenant_of(rollout_pb2.TokenizeRequest()) == "anyone"

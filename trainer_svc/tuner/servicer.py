@@ -42,7 +42,7 @@ MOST_SAMPLES = 256
 MOST_TRAJECTORIES = 4096
 """Most trajectories of one operation."""
 
-_SET_BY_SERVICE = frozenset({"run", "request_id", "adapter", "min_policy_version", "priority"})
+_SET_BY_SERVICE = frozenset({"run", "request_id", "adapter", "min_policy_version", "priority", "tenant"})
 """Fields of a request to a replica that belong to the service."""
 
 

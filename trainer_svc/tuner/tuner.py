@@ -361,6 +361,7 @@ class Tuner:
         async def sample() -> training_pb2.Operation:
             published = await prepared()
             version = BASE if published is None else published.version
+            work.request.request.tenant = held.principal
             try:
                 response = await self.sampler.sample(version, work.request.request)
             except SluiceError as error:

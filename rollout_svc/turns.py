@@ -1,0 +1,108 @@
+"""Who is next where prompts of several tenants wait for threads: they take turns by the size of their prompts, not by arrival."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Rounds(Generic[Item]):
+    """A queue with a line for each tenant: deficit round robin (Shreedhar and Varghese, 1996). Pure.
+
+    In each round a tenant may have `quantum` bytes more served, and what it may have and has no item for is lost with its line. So of two
+    tenants that both wait, neither gets more than a quantum and its largest item ahead of the other.
+
+    Args:
+        quantum: Bytes of a tenant in one round.
+    """
+
+    def __init__(self, quantum: int) -> None:
+        self._quantum = quantum
+        self._lines: OrderedDict[str, deque[tuple[int, Item]]] = OrderedDict()
+        """In the order of the round; the first line is being served."""
+        self._left: dict[str, int] = {}
+        """Bytes that each tenant may still have; it gets more of them when its turn comes."""
+        self._begun = False
+        """Whether the first line has had its quantum of this turn."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def push(self, tenant: str, size: int, item: Item) -> None:
+        """Append an item to its tenant's line."""
+        self._lines.setdefault(tenant, deque()).append((size, item))
+
+    def pop(self) -> Item | None:
+        """Return the next item; None if there is none."""
+        while self._lines:
+            tenant, line = next(iter(self._lines.items()))
+            if not self._begun:
+                self._begun = True
+                self._left[tenant] = self._left.get(tenant, 0) + self._quantum
+            size, item = line[0]
+            if size <= self._left[tenant]:
+                line.popleft()
+                self._left[tenant] -= size
+                if not line:
+                    del self._lines[tenant], self._left[tenant]
+                    self._begun = False
+                return item
+            self._lines.move_to_end(tenant)
+            self._begun = False
+        return None
+
+
+class Turns:
+    """Places for work of several tenants. Large pieces of work may take some of the places, small ones all: they never wait for large ones.
+
+    Args:
+        places: Pieces of work at a time.
+        large_places: Of these, how many may be large.
+        large: Size in bytes above which a piece is large.
+    """
+
+    def __init__(self, places: int, large_places: int, large: int) -> None:
+        self._places, self._large_places, self._large = places, large_places, large
+        self._small_waiting, self._large_waiting = (
+            Rounds[asyncio.Future[None]](large),
+            Rounds[asyncio.Future[None]](large),
+        )
+        self._small_taken = self._large_taken = 0
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str, size: int) -> AsyncIterator[None]:
+        """Wait for a place, and keep it while the block runs."""
+        is_large = size > self._large
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        (self._large_waiting if is_large else self._small_waiting).push(tenant, size, place)
+        self._give_places()
+        try:
+            await place
+            yield
+        finally:
+            if not place.cancelled():  # also if it was given just before its waiter was cancelled
+                self._large_taken -= is_large
+                self._small_taken -= not is_large
+                self._give_places()
+
+    def _give_places(self) -> None:
+        while self._small_taken + self._large_taken < self._places:
+            if self._large_taken < self._large_places and (place := self._next(self._large_waiting)) is not None:
+                self._large_taken += 1
+            elif (place := self._next(self._small_waiting)) is not None:
+                self._small_taken += 1
+            else:
+                return
+            place.set_result(None)
+
+    @staticmethod
+    def _next(waiting: Rounds[asyncio.Future[None]]) -> asyncio.Future[None] | None:
+        """Return the next place that somebody still waits for."""
+        while (place := waiting.pop()) is not None and place.cancelled():
+            pass
+        return place
