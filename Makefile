@@ -35,7 +35,7 @@ endef
 # The pip that comes with older Pythons takes twice as long, most of it to read the lists of releases.
 PIP := 26.3
 
-.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-soak test-docker test-examples ecosystem-latest client-table chaos fuzz audit lint format references proto proto-check wheels npm-package clean
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-soak test-docker test-examples ecosystem-latest client-table chaos adversary fuzz audit lint format references proto proto-check wheels npm-package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -153,6 +153,11 @@ FIRST_SEED ?= 0
 chaos: install ## kill, stop and starve the services of a run at random moments (SEEDS=10, FIRST_SEED=3)
 	$(BIN)/sluice bench chaos --seeds $(SEEDS) --first-seed $(FIRST_SEED)
 	$(BIN)/sluice bench capture --episodes 12 --updated 12 --kills 1 --seed $(FIRST_SEED)
+
+SECONDS ?= 300
+
+adversary: install ## honest agents beside an adversary at a gateway: what they notice, and the memory of each process (SECONDS=30)
+	$(BIN)/sluice bench adversary --seconds $(SECONDS)
 
 audit: requirements/cpu.lock requirements/dev.lock ## ask the advisory databases about every pinned package; needs the network
 	test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install --quiet pip-audit==$(PIP_AUDIT); }

@@ -11,6 +11,10 @@ from sluice.config import Command, ConfigError
 from sluice.telemetry import configure_logging
 
 BENCHMARKS = {
+    "adversary": (
+        "benchmarks.adversary",
+        "honest agents beside one that sends large prompts, half requests and made-up keys: their latency, memory",
+    ),
     "rollout": ("benchmarks.rollout", "tokens/s through Generate over gRPC against the engine used in process"),
     "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1, 2 and 4, with log-normal lengths"),
     "chaos": (

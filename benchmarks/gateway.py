@@ -415,8 +415,15 @@ def flag(name: str, value: object) -> str:
 
 
 @contextlib.asynccontextmanager
-async def real_gateway(directory: Path, model: Path, sessions: int) -> AsyncIterator[Doors]:
-    """Start a gateway whose replica runs vLLM. The trainer is simulated; its version was pushed to a weight service."""
+async def real_gateway(directory: Path, model: Path, sessions: int, engine: Sequence[str] = ()) -> AsyncIterator[Doors]:
+    """Start a gateway whose replica runs vLLM, or another engine. The trainer is simulated; its version was pushed to a weight service.
+
+    Args:
+        directory: For journals and logs.
+        model: What the replica serves.
+        sessions: Episodes that are on offer at least.
+        engine: Settings of the replica's engine; none: vLLM.
+    """
     from safetensors.torch import load_file  # noqa: PLC0415 - brings torch
 
     from benchmarks.weight_stack import weight_service  # noqa: PLC0415 - brings torch
@@ -436,7 +443,7 @@ async def real_gateway(directory: Path, model: Path, sessions: int) -> AsyncIter
             f"--peers.weightsync={weights.target}",
             f"--server.port={port}",
             f"--server.http-port={free_port()}",
-            f"--engine-args={json.dumps(engine_settings(model, sessions))}",
+            *(engine or [f"--engine-args={json.dumps(engine_settings(model, sessions))}"]),
         ]
         child = await stack.enter_async_context(
             service("rollout", *words, health=replica, log=directory / "rollout.log", start_s=START_S)
