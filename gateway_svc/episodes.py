@@ -64,9 +64,12 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context
     ) -> episode_pb2.EpisodeServiceGenerateResponse:
         """Sample and record."""
+        result = None
         async for part in self._sample(request, context, stream=False):
             if isinstance(part, Result):
-                return _one_message(part, request)
+                result = _one_message(part, request)  # and by asking for more, the client has it
+        if result is not None:
+            return result
         raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
 
     async def GenerateStream(
@@ -117,7 +120,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         settle_sampling(captured, "allow" if session.evaluation else self._capture.on_unsupported)
         # A request without a name is another sample each time; one with a name is its own repetition.
         content = request.SerializeToString(deterministic=True) + (b"" if request.request_id else uuid.uuid4().bytes)
-        identity = RequestIdentity(xxhash.xxh3_128_digest(content), is_retry=False)
+        identity = RequestIdentity(xxhash.xxh3_128_digest(content), is_retry=bool(request.request_id))
         remaining_s = context.time_remaining()
         deadline_s = min(self._capture.deadlines.request_s, remaining_s or self._capture.deadlines.request_s)
         source = self._sessions.generate(session, captured, identity, request.request_id)

@@ -34,6 +34,7 @@ from gateway_svc.dialects import chat, completions, messages, responses, tokens
 from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
 from gateway_svc.shared import deadline, too_late
 from sluice.clock import CLOCK, Clock
+from sluice.limits import SEND_DEADLINE_S
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
 from sluice.openai.server import (
     HEALTH_PATH,
@@ -54,6 +55,12 @@ from sluice.v1 import episode_pb2, session_pb2
 SESSION_HEADER = "x-session-id"
 SESSION_PATH = "/sessions/"
 RETRY_HEADER = "x-stainless-retry-count"
+"""How often a client has sent a request before. The clients of OpenAI and Anthropic send it, and all that is built on them."""
+
+IDEMPOTENCY_HEADER = "idempotency-key"
+"""A name of a request: all requests of a session with the same name and body are one."""
+
+MOST_RETRIES = 2**32 - 1
 
 MAX_SESSION_ID = 256
 
@@ -325,14 +332,20 @@ class Capture:
         self, call: Call[Any], request: CapturedRequest, write: Callable[[Result], dict[str, Any]]
     ) -> Response:
         """Sample for a request, and answer with one JSON object, unless its client disconnects."""
-        async with deadline(self._settings.deadlines.request_s, self._clock):
-            result = await _while_there(call.http, _result(await self._sample(call, request)))
-        return result if isinstance(result, Response) else JSONResponse(write(result))
+        parts = await self._sample(call, request)
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(parts.aclose)
+            async with deadline(self._settings.deadlines.request_s, self._clock):
+                result = await _while_there(call.http, _result(parts))
+            if isinstance(result, Response):
+                return result
+            answer = _Given(write(result), parts)
+            closing.pop_all()
+            return answer
 
     async def _sample(self, call: Call[Any], request: CapturedRequest) -> AsyncGenerator[Begun | Delta | Result, None]:
         self._count(request)
-        digest = xxhash.xxh3_128_digest(request.dialect.encode() + b"\0" + await call.http.body())
-        identity = RequestIdentity(digest, call.http.headers.get(RETRY_HEADER, "0") != "0")
+        identity = _identity(request.dialect, call.http.headers, await call.http.body())
         return self.sessions.generate(call.session, request, identity)
 
     def _count(self, request: CapturedRequest) -> None:
@@ -342,6 +355,45 @@ class Capture:
             NOTICES.labels(request.dialect, kind, what if what in self._names else "other").inc()
         if request.notices:
             log.debug("captured request was changed", dialect=request.dialect, notices=[*map(list, request.notices)])
+
+
+def _identity(dialect: str, headers: Headers, body: bytes) -> RequestIdentity:
+    """Return what makes a request the same as another one of its session."""
+    name, sent_before = headers.get(IDEMPOTENCY_HEADER, ""), headers.get(RETRY_HEADER, "0")
+    named = [name.encode()] if name else []
+    digest = xxhash.xxh3_128_digest(b"\0".join([dialect.encode(), *named, body]))
+    if name:
+        return RequestIdentity(digest, is_retry=True)
+    retry = min(int(sent_before), MOST_RETRIES) if sent_before.isdecimal() and len(sent_before) < 16 else 0
+    return RequestIdentity(digest, is_retry=sent_before != "0", retry=retry)
+
+
+class _Given(JSONResponse):
+    """A reply. When it was sent, its source is asked for more, and knows by that that the client has it.
+
+    Args:
+        content: The reply.
+        parts: The source.
+    """
+
+    def __init__(self, content: dict[str, Any], parts: AsyncGenerator[Begun | Delta | Result, None]) -> None:
+        super().__init__(content)
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the response."""
+        del scope
+        with contextlib.suppress(DisconnectedError, TimeoutError):
+            async with contextlib.aclosing(self._parts):
+                await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with asyncio.timeout(SEND_DEADLINE_S):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        await asyncio.sleep(0)  # a client that has left shows here
+        await anext(self._parts, None)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _while_there(http: Request, work: Coroutine[Any, Any, Outcome]) -> Outcome | Response:
@@ -367,12 +419,15 @@ async def paced(
         SluiceError: DEADLINE_EXCEEDED; whatever the source raises.
     """
     queue: asyncio.Queue[Begun | Delta | Result | Exception] = asyncio.Queue(BACKLOG)
+    given = asyncio.Event()
 
     async def pump() -> None:
         try:
             async with contextlib.aclosing(source):
                 async for part in source:
                     await queue.put(part)
+                    if isinstance(part, Result):
+                        await given.wait()  # the source knows by the question for more that the client has it
         except Exception as error:  # noqa: BLE001 - whatever it is, the reader raises it
             await queue.put(error)
 
@@ -393,6 +448,8 @@ async def paced(
                 raise part
             yield part
             if isinstance(part, Result):
+                given.set()
+                await asyncio.wait({pumping})
                 return
     finally:
         pumping.cancel()
@@ -400,10 +457,10 @@ async def paced(
 
 
 async def _result(parts: AsyncGenerator[Begun | Delta | Result, None]) -> Result:
-    async with contextlib.aclosing(parts):
-        async for part in parts:
-            if isinstance(part, Result):
-                return part
+    """Return the result. The source stays there."""
+    async for part in parts:
+        if isinstance(part, Result):
+            return part
     raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
 
 
@@ -423,6 +480,7 @@ async def _events(first: Begun | Delta | Result | None, rest: Parts, reply: Repl
                     yield b"".join(reply.text(part))
                 else:
                     yield b"".join(_ending(part, reply, opened=opened))
+                    await anext(rest, None)  # it was sent
                     return
                 part = await anext(rest)
         except SluiceError as error:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -20,12 +22,12 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gateway_svc.canonical import conversation_keys, extended_key
+from gateway_svc.canonical import ConversationKeys, conversation_keys, extended_key
 from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, TextDeltas, visible_message
 from gateway_svc.config import CaptureConfig
 from gateway_svc.exchange import Exchange
 from gateway_svc.sessions import UNKNOWN_EPISODE, Opened, RequestIdentity, ServedModel, SessionRef, Strangers
-from gateway_svc.shared import SharedSampling
+from gateway_svc.shared import Joined, SharedSampling
 from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
@@ -33,7 +35,7 @@ from sluice.rpc.access import caller
 from sluice.rpc.principals import ANYONE
 from sluice.sampling.generation import bounded_id
 from sluice.sampling.policy import PolicyEngine, TokenStream
-from sluice.tasks import discard_outcome
+from sluice.tasks import discard_outcome, settle
 from sluice.template_arguments import set_template_arguments, template_arguments
 from sluice.v1 import common_pb2, episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
 from sluice.versions import BASE
@@ -71,6 +73,9 @@ _AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDE
 _TOO_MANY_CALLS = frozenset({"TOO_MANY_RPCS", "QUOTA_RATE", "QUOTA_IN_FLIGHT"})
 """Reasons of a server that has not looked at a call. Others, such as NOTHING_ON_OFFER, are answers to it, and for the agent."""
 
+RECORDED_OTHERWISE = "RECORDED_OTHERWISE"
+"""Reason of the orchestrator for a second recording under one name: another gateway was faster."""
+
 MOST_SESSIONS = 65_536
 """Sessions that are remembered; beyond them the least recently used one is looked up again."""
 
@@ -91,6 +96,25 @@ def _has_too_many_calls(error: SluiceError) -> bool:
 def _has_no_room(error: SluiceError) -> bool:
     """Return whether the orchestrator has no room at the moment for a request, or for its recording."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@dataclass
+class _Run:
+    """A request that is sampled here, or whose reply is.
+
+    Attributes:
+        begin: What the orchestrator is asked for it.
+        sampling: Its parts, and who reads them.
+        known: Whether the orchestrator knows that this gateway has it.
+        said: Whether the orchestrator believes that nobody reads it here.
+        saying: Held while the orchestrator is told.
+    """
+
+    begin: session_pb2.BeginGenerationRequest
+    sampling: SharedSampling = field(init=False)
+    known: bool = False
+    said: bool = False
+    saying: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class RecordedSessions:
@@ -123,18 +147,21 @@ class RecordedSessions:
         self._exchange = Exchange(self._sessions, clock)
         self._engine, self._config, self._run = engine, config, run
         self._base_url, self._name = base_url, name
-        self._running: dict[tuple[str, bytes], SharedSampling] = {}
+        self._running: dict[tuple[str, bytes], dict[str, _Run]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._strangers = Strangers()
         self._asking: dict[tuple[str, str, bool], asyncio.Task[session_pb2.FindSessionResponse]] = {}
         self._found: OrderedDict[tuple[str, str, str], tuple[float, session_pb2.FindSessionResponse]] = OrderedDict()
 
     async def close(self) -> None:
         """End all sampling; its claims are given back."""
-        tasks = [*(each.task for each in self._running.values()), *self._asking.values()]
+        self._closed = True
+        sampling = [each.sampling.task for runs in self._running.values() for each in runs.values()]
+        tasks = [*sampling, *self._asking.values(), *self._telling]
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await settle(*tasks)
         await self._exchange.close()
 
     # The run.
@@ -331,7 +358,7 @@ class RecordedSessions:
         identity: RequestIdentity,
         request_id: str = "",
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
-        """Sample and record, or join the request with the same body that is sampled. The last part is the result.
+        """Sample and record, or give the reply to the request that this one repeats. The last part is the result.
 
         Args:
             session: Whose request it is.
@@ -342,40 +369,38 @@ class RecordedSessions:
         Raises:
             SluiceError: as EpisodeService.Generate.
         """
-        place = (session.episode_id, identity.digest)
-        shared = self._running.get(place)
-        if shared is None:
-            deadlines = self._config.deadlines
-            source = self._sample(session, request, identity, request_id)
-            shared = self._running[place] = SharedSampling(source, deadlines.request_s, deadlines.linger_s, self._clock)
-            shared.task.add_done_callback(lambda _: self._running.pop(place, None))
-        async with contextlib.aclosing(shared.read()) as parts:
-            async for part in parts:
-                if isinstance(part, Result) and (begun := shared.undelivered) is not None:
-                    # It was recorded while nobody was there: the journal must know that somebody has come since.
-                    await self._begin(session.principal, begun, self._clock() + self._config.deadlines.request_s)
-                    shared.undelivered = None
-                yield part
+        # Agents choose names that are unique within their episode; replicas and the run need more.
+        name = bounded_id(f"{session.episode_id}/{request_id or uuid.uuid4().hex}")
+        alike = self._running.get((session.episode_id, identity.digest), {})
+        run = alike.get(name)
+        if run is None:
+            # What it may repeat, an orchestrator that was restarted learns first.
+            repeatable = [each for each in alike.values() if each.known and (identity.is_retry or each.sampling.unread)]
+            await asyncio.gather(*(self._say(each, session.principal, again=True) for each in repeatable))
+            run = self._run_of(session, request, identity, name)
+        sampling: SharedSampling | None = run.sampling
+        while sampling is not None:
+            async with contextlib.aclosing(sampling.read()) as parts:
+                sampling = None
+                async for part in parts:
+                    if isinstance(part, Joined):
+                        sampling = part.other
+                        break
+                    yield part
 
-    async def _sample(
-        self,
-        session: session_pb2.FindSessionResponse,
-        request: CapturedRequest,
-        identity: RequestIdentity,
-        request_id: str,
-    ) -> AsyncGenerator[Begun | Delta | Result, None]:
-        """Claim, sample and record."""
-        until = self._clock() + self._config.deadlines.request_s
-        begin_time = Timestamp()
-        begin_time.GetCurrentTime()
+    def _run_of(
+        self, session: session_pb2.FindSessionResponse, request: CapturedRequest, identity: RequestIdentity, name: str
+    ) -> _Run:
+        """Begin to sample a request, unless the orchestrator says that it repeats another one."""
+        place, deadlines = (session.episode_id, identity.digest), self._config.deadlines
         keys = conversation_keys(request.generate.conversation)
         begin = session_pb2.BeginGenerationRequest(
             episode_id=session.episode_id,
-            # Agents choose names that are unique within their episode; replicas and the run need more.
-            request_id=bounded_id(f"{session.episode_id}/{request_id or uuid.uuid4().hex}"),
+            request_id=name,
             gateway=self._name,
             body_digest=identity.digest,
             is_retry=identity.is_retry,
+            retry=identity.retry,
             prefix_keys=[each.key for each in keys.prefixes],
             claim=_duration(CLAIM_S),
             samples=request.generate.n,
@@ -383,7 +408,35 @@ class RecordedSessions:
         )
         if request.generate.WhichOneof("prompt") == "token_ids":
             begin.token_ids.CopyFrom(request.generate.token_ids)
-        begun = await self._begin(session.principal, begin, until)
+
+        def forget(_: asyncio.Task[None]) -> None:
+            runs = self._running[place]
+            del runs[name]
+            if not runs:
+                del self._running[place]
+
+        run = self._running.setdefault(place, {})[name] = _Run(begin)
+        run.sampling = SharedSampling(
+            self._sample(session, request, keys, run),
+            deadlines.request_s,
+            deadlines.linger_s,
+            self._clock,
+            functools.partial(self._say_soon, run, session.principal),
+        )
+        run.sampling.task.add_done_callback(forget)
+        return run
+
+    async def _sample(
+        self, session: session_pb2.FindSessionResponse, request: CapturedRequest, keys: ConversationKeys, run: _Run
+    ) -> AsyncGenerator[Begun | Delta | Result | Joined, None]:
+        """Claim, sample and record."""
+        until, begin = self._clock() + self._config.deadlines.request_s, run.begin
+        begin_time = Timestamp()
+        begin_time.GetCurrentTime()
+        begun = await self._begin(session.principal, run, until)
+        if isinstance(begun, SharedSampling):
+            yield Joined(begun)
+            return
         if begun.HasField("recorded"):
             yield _result(begun.recorded)
             return
@@ -395,7 +448,7 @@ class RecordedSessions:
             wanted.continues.only_as_rendered = self._config.history == "template"
         recorded = False
         try:
-            with self._claimed(session.principal, begin):
+            with self._claimed(session.principal, run):
                 places, replicas = [session.episode_id, session.group_id], list[str]()
                 if request.stream:
                     # Of a conversation no text is shown, so that its tokens may come in few messages.
@@ -416,7 +469,7 @@ class RecordedSessions:
                         else b""
                         for index, each in enumerate(response.samples)
                     ],
-                    body_digest=identity.digest,
+                    body_digest=begin.body_digest,
                     temperature=wanted.sampling.temperature,
                     not_trained=request.not_trained or (EVALUATION if session.evaluation else ""),
                     conversation=request.generate.conversation,
@@ -425,30 +478,94 @@ class RecordedSessions:
                     replicas=replicas,
                     begin_time=begin_time,
                 )
-                shared = self._running[session.episode_id, identity.digest]
-                shared.undelivered = None if shared.readers else begin
-                unread = shared.undelivered is not None
-                generation.parent = await self._record(session, generation, until, undelivered=unread)
+                generation = await self._recorded(session, generation, run, until)
             recorded = True
         finally:
             if not recorded:
                 await self._release(session, begin.request_id)
         yield _result(generation)
 
-    async def _begin(
-        self, who: str, request: session_pb2.BeginGenerationRequest, until: float
-    ) -> session_pb2.BeginGenerationResponse:
-        """Claim a request, or get what was recorded for it; wait while it is sampled elsewhere."""
+    async def _begin(self, who: str, run: _Run, until: float) -> session_pb2.BeginGenerationResponse | SharedSampling:
+        """Claim a request, or get the reply that was recorded for it or for what it repeats; wait while that is sampled elsewhere.
+
+        Returns:
+            The orchestrator's answer, or the sampling here that the request repeats.
+        """
+        request = run.begin
+
+        async def attempt(timeout_s: float) -> session_pb2.BeginGenerationResponse:
+            request.unread = run.sampling.unread
+            return await self._exchange.begin(request, who, timeout_s)
+
         while True:
-            begun = await self._patiently(
-                lambda timeout_s: self._exchange.begin(request, who, timeout_s),
-                until - self._clock(),
-                full=_has_no_room,
-            )
+            begun = await self._patiently(attempt, until - self._clock(), full=_has_no_room)
             if not begun.running:
                 request.ClearField("joins")
+                run.known, run.said = True, request.unread
+                self._say_soon(run, who)
                 return begun
+            other = self._running.get((request.episode_id, request.body_digest), {}).get(begun.running)
+            if other is not None and other is not run:
+                return other.sampling
             request.joins = begun.running
+
+    def _say_soon(self, run: _Run, who: str) -> None:
+        """Tell the orchestrator whether a client waits for a reply, if it believes otherwise."""
+        if run.known and run.said != run.sampling.unread and not self._closed:
+            self._telling.add(telling := asyncio.create_task(self._say(run, who), name="say who reads"))
+            telling.add_done_callback(self._telling.discard)
+
+    async def _say(self, run: _Run, who: str, *, again: bool = False) -> None:
+        """Tell the orchestrator that this gateway has a request, and whether a client waits for the reply.
+
+        Args:
+            run: The request.
+            who: Whose session it is.
+            again: Also if it is known.
+        """
+        held = session_pb2.BeginGenerationRequest()
+        held.CopyFrom(run.begin)
+        held.held = True
+
+        async def attempt(timeout_s: float) -> None:
+            held.unread = run.sampling.unread
+            await self._exchange.begin(held, who, timeout_s)
+
+        async with run.saying:
+            if not again and run.said == run.sampling.unread:
+                return
+            try:
+                await self._patiently(attempt, CLAIM_S, full=_has_no_room)
+            except SluiceError as error:
+                # What was sampled may still be recorded: the claim only keeps others from doing the same work. A session that has
+                # ended asks for nothing any more.
+                log.debug("the orchestrator could not be told of a request", request=held.request_id, error=str(error))
+                return
+            run.said = held.unread
+        self._say_soon(run, who)
+
+    async def _recorded(
+        self,
+        session: session_pb2.FindSessionResponse,
+        generation: session_pb2.RecordedGeneration,
+        run: _Run,
+        until: float,
+    ) -> session_pb2.RecordedGeneration:
+        """Record what was sampled; return what is recorded under its name, which another gateway may have done before."""
+        async with run.saying:
+            unread = run.sampling.unread
+            try:
+                generation.parent = await self._record(session, generation, until, undelivered=unread)
+            except SluiceError as error:
+                if error.reason != RECORDED_OTHERWISE:
+                    raise
+                begun = await self._begin(session.principal, run, until)
+                if isinstance(begun, SharedSampling) or not begun.HasField("recorded"):
+                    raise
+                return begun.recorded
+            run.said = unread
+        self._say_soon(run, session.principal)
+        return generation
 
     async def _record(
         self,
@@ -478,22 +595,18 @@ class RecordedSessions:
             await self._sessions.ReleaseGeneration(request, metadata=_for(session.principal), timeout=RELEASE_S)
 
     @contextlib.contextmanager
-    def _claimed(self, who: str, request: session_pb2.BeginGenerationRequest) -> Iterator[None]:
+    def _claimed(self, who: str, run: _Run) -> Iterator[None]:
         """Keep a claim while the block runs."""
         renewing: asyncio.Task[None] | None = None
 
         async def renew() -> None:
             while True:
-                try:
-                    await self._exchange.begin(request, who, CLAIM_S / 3)
-                except SluiceError as error:
-                    # What was sampled may still be recorded: the claim only keeps others from doing the same work.
-                    log.debug("a claim could not be renewed", request=request.request_id, error=str(error))
+                await self._say(run, who, again=True)
                 await self._clock.sleep(CLAIM_S / 3)
 
         def begin() -> None:
             nonlocal renewing
-            renewing = asyncio.create_task(renew(), name=f"claim {request.request_id}")
+            renewing = asyncio.create_task(renew(), name=f"claim {run.begin.request_id}")
 
         timer = self._clock.call_later(CLAIM_S / 3, begin)  # most requests need no task for it
         try:

@@ -29,12 +29,14 @@ class RequestIdentity(NamedTuple):
     """What makes two requests of a session the same.
 
     Attributes:
-        digest: Digest of dialect and body; xxh3-128, 16 bytes.
-        is_retry: Whether the client says that it repeats an earlier request.
+        digest: Digest of dialect, body, and the name that the client gives the request, if it does; xxh3-128, 16 bytes.
+        is_retry: Whether the client says that it repeats an earlier request. It does not say so of one with a name, which is itself.
+        retry: Which retry it is, from 1; 0 for a request with a name.
     """
 
     digest: bytes
     is_retry: bool
+    retry: int = 0
 
 
 class ServedModel(NamedTuple):
@@ -121,7 +123,8 @@ class Sessions(Protocol):
         """Sample and record.
 
         Waits while no replica may serve the request. Yields `Begun` when a replica has accepted the prompt, text as it comes if it is
-        known to be part of the message, and the result at last, when it is in the journal.
+        known to be part of the message, and the result at last, when it is in the journal. The client has the result when the next
+        part is asked for; if the generator is closed before, the client left without it.
         """
         ...
 

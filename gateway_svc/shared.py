@@ -1,4 +1,4 @@
-"""One sampling for all requests with the same body, which outlives its clients for a while.
+"""One sampling for a request and its repetitions, which outlives its clients for a while.
 
 A client with a short timeout disconnects and retries. Without this, each retry would sample from the start, and none would finish.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -16,7 +17,6 @@ from gateway_svc.capture import Begun, Delta, Result
 from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
-from sluice.v1 import session_pb2
 
 Part: TypeAlias = Begun | Delta | Result
 
@@ -40,27 +40,43 @@ def too_late(seconds: float) -> SluiceError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The rest of a reply is that of another sampling, which this one repeats.
+
+    Attributes:
+        other: The other one.
+    """
+
+    other: SharedSampling
+
+
 class SharedSampling:
-    """The parts of one reply so far, which any number of requests with the same body read from the beginning.
+    """The parts of one reply so far, which any number of requests read from the beginning.
 
     Args:
         source: Samples. It is read to its end, unless nobody has read it for a time.
         deadline_s: Seconds that it may take.
         linger_s: Seconds that it continues without a reader.
         clock: The time of both.
+        changed: Called when `unread` may have changed.
 
     Attributes:
         task: Reads the source.
-        undelivered: What it was claimed with, if nobody read along when it was recorded.
     """
 
     def __init__(
-        self, source: AsyncGenerator[Part, None], deadline_s: float, linger_s: float, clock: Clock = CLOCK
+        self,
+        source: AsyncGenerator[Part | Joined, None],
+        deadline_s: float,
+        linger_s: float,
+        clock: Clock = CLOCK,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._parts: list[Part] = []
-        self._linger_s, self._clock = linger_s, clock
+        self._parts: list[Part | Joined] = []
+        self._linger_s, self._clock, self._unread_changed = linger_s, clock, changed
         self._readers = 0
-        self.undelivered: session_pb2.BeginGenerationRequest | None = None
+        self._taken = False
         self._changed = asyncio.Event()
         self._leaving: asyncio.Handle | None = None
         self.task = asyncio.create_task(self._read(source, deadline_s), name="sample for a session")
@@ -71,10 +87,16 @@ class SharedSampling:
         """Return how many read along."""
         return self._readers
 
-    async def read(self) -> AsyncGenerator[Part, None]:
-        """Yield all parts. Raise what ended the sampling."""
+    @property
+    def unread(self) -> bool:
+        """Return whether nobody reads along, and nobody has read it to its end."""
+        return not self._readers and not self._taken
+
+    async def read(self) -> AsyncGenerator[Part | Joined, None]:
+        """Yield all parts. Raise what ended the sampling. Who asks for more after the result has read it; who closes this has not."""
         self._readers += 1
         self._stay()
+        self._unread_changed()
         given = 0
         try:
             while True:
@@ -82,6 +104,7 @@ class SharedSampling:
                 while given < len(self._parts):
                     given += 1
                     yield self._parts[given - 1]
+                    self._taken = self._taken or isinstance(self._parts[given - 1], Result)
                 if self.task.done():
                     break
                 await changed.wait()
@@ -92,10 +115,11 @@ class SharedSampling:
             self.task.result()
         finally:
             self._readers -= 1
+            self._unread_changed()
             if not self._readers and not self.task.done():
                 self._leaving = self._clock.call_later(self._linger_s, self.task.cancel)
 
-    async def _read(self, source: AsyncGenerator[Part, None], deadline_s: float) -> None:
+    async def _read(self, source: AsyncGenerator[Part | Joined, None], deadline_s: float) -> None:
         try:
             async with deadline(deadline_s, self._clock), contextlib.aclosing(source):
                 async for part in source:

@@ -148,7 +148,12 @@ class Trace:
     def _generation_delivered(self, time: datetime, fact: pb.SessionGenerationDelivered) -> None:
         traced = self._groups[fact.group].open[fact.episode]
         number = list(traced.session.requests).index(fact.request_id) + 1
-        traced.events.append(Event(time, None, f"a client asked again, and got #{number}"))
+        said = (
+            f"the client of #{number} left before it had read it"
+            if fact.unread
+            else f"a client asked again, and got #{number}"
+        )
+        traced.events.append(Event(time, None, said))
 
     def _reward_recorded(self, time: datetime, fact: pb.RewardRecorded) -> None:
         traced = self._groups[fact.group].open[fact.episode]

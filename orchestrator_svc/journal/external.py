@@ -98,6 +98,8 @@ class Session:
         two_keys: Whether its caller was given a settling key, so that the session key does not settle it.
         requests: What was sampled, by request, in order.
         undelivered: Those of which no client has the reply.
+        given: The request whose reply a later one got, by the later one.
+        left: Requests, of both kinds, whose client left before it had read the reply.
         samples: The samples of all requests by name, in order.
         rewards: The last reward for each target.
         continued: The samples that a request continues: they end no branch.
@@ -115,6 +117,8 @@ class Session:
     two_keys: bool = False
     requests: dict[str, RecordedRequest] = field(default_factory=dict)
     undelivered: set[str] = field(default_factory=set)
+    given: dict[str, str] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     samples: dict[str, Sample] = field(default_factory=dict)
     continued: set[str] = field(default_factory=set)
     branch_tokens: int = 0
@@ -375,11 +379,17 @@ class ExternalEpisodes:
         session.continued |= {fact.parent} - {""}
         if fact.undelivered:
             session.undelivered.add(fact.request_id)
+            session.left.add(fact.request_id)
         session.payload_bytes += fact.payload_bytes
 
     def session_generation_delivered(self, fact: pb.SessionGenerationDelivered) -> None:
-        """Note that a client has a reply."""
-        self._open(fact.episode, fact.attempt).undelivered.discard(fact.request_id)
+        """Note that a client has a reply, or left before it had read it."""
+        session, name = self._open(fact.episode, fact.attempt), fact.request_id
+        if fact.to:
+            session.given[fact.to] = name
+        (session.left.add if fact.unread else session.left.discard)(fact.to or name)
+        had_it = {name, *(each for each, reply in session.given.items() if reply == name)}
+        (session.undelivered.add if had_it <= session.left else session.undelivered.discard)(name)
 
     def reward_recorded(self, fact: pb.RewardRecorded) -> None:
         """Take a reward."""

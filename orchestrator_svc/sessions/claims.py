@@ -1,13 +1,13 @@
 """Who samples which request of a session, and what was sampled: claims, retries, and the tree of generations.
 
 A state machine over the ledger, as `lending`. Claims are kept in memory alone: they save work, and nothing is lost with them. A
-request that is recorded twice is recorded once, with or without a claim.
+request that is recorded twice is recorded once, with or without a claim. `draws` says which of two equal requests repeats the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import TOKEN_BYTES, RecordedRequest, Sample, Session
 from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.sessions.draws import Earlier, State, repeated
 from orchestrator_svc.sessions.lending import MAX_NAME, Lending, check_name
 from sluice.limits import MAX_TEMPERATURE, MIN_TEMPERATURE, may_train_at
 from sluice.rpc import SluiceError
@@ -25,6 +26,9 @@ from sluice.v1 import session_pb2
 
 MAX_CLAIM_S = 600.0
 """Seconds that a claim lasts at most, as the contract says."""
+
+LOST_S = 600.0
+"""Seconds for which a request that ended without a reply is remembered, so that its retry is not taken for that of another one."""
 
 _DIGEST_BYTES = 16
 
@@ -51,18 +55,27 @@ class Recorded(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Another caller samples the same request.
+    """The request repeats one that is being sampled.
 
     Attributes:
         request_id: The request to wait for.
         until: Seconds until which it is claimed.
+        gateway: Which gateway samples it.
     """
 
     request_id: str
     until: float
+    gateway: str
 
 
-@dataclass(frozen=True, slots=True)
+class _Waiter(NamedTuple):
+    """A request of another gateway that waits for the reply to a claimed one."""
+
+    gateway: str
+    until: float
+
+
+@dataclass(slots=True)
 class _Claim:
     gateway: str
     body_digest: bytes
@@ -70,6 +83,47 @@ class _Claim:
     samples: int
     least_bytes: int
     tokens: int
+    retry: int
+    unread: bool
+    waiters: dict[str, _Waiter] = field(default_factory=dict)
+
+    def is_read(self, now: float) -> bool:
+        """Return whether a client waits for the reply, here or there."""
+        return not self.unread or any(each.until > now for each in self.waiters.values())
+
+
+class _Lost(NamedTuple):
+    """A request that ended without a reply, or whose reply an unmarked one was given: its client may yet retry it."""
+
+    body_digest: bytes
+    retry: int
+    until: float
+
+
+@dataclass(slots=True)
+class _Requests:
+    """What is known of the requests of an open session beside its ledger.
+
+    Attributes:
+        claims: Those that are being sampled, by name.
+        lost: Those that ended without a reply, by name.
+        retries: The largest number of the retries that a recorded one answers; without those that answer none.
+    """
+
+    claims: dict[str, _Claim] = field(default_factory=dict)
+    lost: dict[str, _Lost] = field(default_factory=dict)
+    retries: dict[str, int] = field(default_factory=dict)
+
+    def expire(self, now: float) -> None:
+        """End the claims whose time is over, and forget what was lost long ago."""
+        for name in [name for name, each in self.claims.items() if each.until <= now]:
+            self.lose(name, now)
+        self.lost = {name: each for name, each in self.lost.items() if each.until > now}
+
+    def lose(self, name: str, now: float) -> None:
+        """End a claim without a recording."""
+        if (claim := self.claims.pop(name, None)) is not None:
+            self.lost[name] = _Lost(claim.body_digest, claim.retry, now + LOST_S)
 
 
 class Claims:
@@ -79,11 +133,15 @@ class Claims:
         journal: The run's journal.
         lending: Knows the sessions.
         limits: Bounds.
+
+    Attributes:
+        away: Gateways whose connection is broken, and whose claims hold yet.
     """
 
     def __init__(self, journal: Journal, lending: Lending, limits: ExternalConfig) -> None:
+        self.away = set[str]()
         self._journal, self._lending, self._limits = journal, lending, limits
-        self._claims: dict[str, dict[str, _Claim]] = {}
+        self._requests: dict[str, _Requests] = {}
 
     def begin(
         self, principal: str, request: session_pb2.BeginGenerationRequest, now: float, *, joined: str = ""
@@ -103,50 +161,129 @@ class Claims:
         seconds = _check_begin(request)
         session = self._lending.open_session(principal, request.episode_id)
         self._lending.touch(session, now)
-        own = session.requests.get(request.request_id)
+        own = session.requests.get(session.given.get(request.request_id, request.request_id))
         if own is not None:
             if own.body_digest != request.body_digest:
                 raise _other_body(request.request_id)
-            return self._given(session, own)
+            return self._given(session, own, request)
         if (found := session.requests.get(joined)) is not None:
-            return self._given(session, found)
-        claims = self._live(session, now)
-        claim = claims.get(request.request_id)
+            return self._given(session, found, request)
+        known = self._known(session, now)
+        claim = known.claims.get(request.request_id)
         if claim is not None and claim.body_digest != request.body_digest:
             raise _other_body(request.request_id)
         if claim is not None and claim.gateway != request.gateway:
-            return Running(request.request_id, claim.until)
-        if claim is None:
-            if other := next((each for each in claims.items() if each[1].body_digest == request.body_digest), None):
-                return Running(other[0], other[1].until)
-            same = (each for each in reversed(session.requests.values()) if each.body_digest == request.body_digest)
-            found = next(same, None)
-            if found is not None and (request.is_retry or found.request_id in session.undelivered):
-                return self._given(session, found)
-        known = _known_prefix(session, request)
+            return Running(request.request_id, claim.until, claim.gateway)
+        if claim is None and not request.held and (same := self._repeated(session, known, request, now, joined)):
+            return same
+        continued = _known_prefix(session, request)
         wanted = _Claim(
             request.gateway,
             request.body_digest,
             now + seconds,
             samples=max(1, request.samples),
             least_bytes=request.least_bytes,
-            tokens=_least_tokens(session, request, known.parent),
+            tokens=_least_tokens(session, request, continued.parent),
+            retry=max(request.retry, 0 if claim is None else claim.retry),
+            unread=request.unread,
+            # Those of its own gateway wait there now, which `unread` tells of.
+            waiters={} if claim is None else _without(claim.waiters, request.gateway),
         )
-        if claim is None:
-            self._check_room(session, list(claims.values()), wanted)
-        claims[request.request_id] = wanted
-        self._claims[session.name] = claims
-        self._lending.touch(session, now, max(each.until for each in claims.values()))
-        return known
+        if claim is None and not request.held:
+            self._check_room(session, list(known.claims.values()), wanted)
+        known.lost.pop(request.request_id, None)
+        known.claims[request.request_id] = wanted
+        self._touch(session, known, now)
+        return continued
 
-    def _given(self, session: Session, request: RecordedRequest) -> Recorded:
-        """Return what was recorded: a client is about to have it, which is a fact if it was not given to any before."""
-        if request.request_id in session.undelivered:
+    def _repeated(
+        self, session: Session, known: _Requests, request: session_pb2.BeginGenerationRequest, now: float, joined: str
+    ) -> Recorded | Running | None:
+        """Return what a new request repeats; None if it is another sample.
+
+        Args:
+            session: The session.
+            known: Its requests.
+            request: The new one.
+            now: Seconds.
+            joined: Request that its caller has waited for.
+        """
+        digest, name = request.body_digest, request.request_id
+        alike = {each: claim for each, claim in known.claims.items() if claim.body_digest == digest}
+        waited_for = next((each for each, claim in alike.items() if each == joined or name in claim.waiters), "")
+        if not waited_for:
+            earlier = self._earlier(session, known, request, alike, now)
+            found = repeated(earlier, is_retry=request.is_retry, retry=request.retry)
+            if found is None or found.state is State.LOST:
+                known.lost.pop(found.name if found else "", None)
+                return None
+            if not request.is_retry:
+                known.lost[name] = _Lost(digest, found.retry, now + LOST_S)  # its own client may yet retry it
+            if found.state is State.RECORDED:
+                if request.retry > found.retry:
+                    known.retries[found.name] = request.retry
+                return self._given(session, session.requests[found.name], request)
+            waited_for = found.name
+        claim = alike[waited_for]
+        claim.retry = max(claim.retry, request.retry)
+        claim.waiters.pop(name, None)
+        if not request.unread:
+            claim.waiters[name] = _Waiter(request.gateway, now + _seconds(request))
+        return Running(waited_for, claim.until, claim.gateway)
+
+    def _earlier(
+        self,
+        session: Session,
+        known: _Requests,
+        request: session_pb2.BeginGenerationRequest,
+        claims: Mapping[str, _Claim],
+        now: float,
+    ) -> list[Earlier]:
+        """Return the earlier requests with the same body; of those that are being sampled, these claims."""
+        digest, retries = request.body_digest, known.retries
+
+        def doubt(claim: _Claim) -> int:
+            return 2 if claim.gateway in self.away else int(claim.gateway != request.gateway)
+
+        return [
+            *(
+                Earlier(name, State.RECORDED, name not in session.undelivered, retries.get(name, 0))
+                for name, each in session.requests.items()
+                if each.body_digest == digest
+            ),
+            *(
+                Earlier(name, State.LOST, read=False, retry=each.retry)
+                for name, each in known.lost.items()
+                if each.body_digest == digest
+            ),
+            *(
+                Earlier(name, State.SAMPLED, each.is_read(now), each.retry, doubt(each))
+                for name, each in claims.items()
+            ),
+        ]
+
+    def _given(self, session: Session, reply: RecordedRequest, request: session_pb2.BeginGenerationRequest) -> Recorded:
+        """Return what was recorded. A client is about to have it, or has left: that is a fact if it is not what was known.
+
+        A request that asks for its own reply by its name may have got it before, at a gateway that did not know: it counts by itself.
+        """
+        to = request.request_id
+        if to == reply.request_id:
+            to = f"{to}@{request.gateway}"
+            if request.held and to not in session.given:
+                to = ""
+        is_known = not to or to in session.given
+        if not is_known or request.unread != ((to or reply.request_id) in session.left):
             fact = pb.SessionGenerationDelivered(
-                group=session.group, episode=session.episode, attempt=session.attempt, request_id=request.request_id
+                group=session.group,
+                episode=session.episode,
+                attempt=session.attempt,
+                request_id=reply.request_id,
+                to=to,
+                unread=request.unread,
             )
             self._journal.record(pb.Fact(session_generation_delivered=fact))
-        return Recorded(request)
+        return Recorded(reply)
 
     def record(self, principal: str, request: session_pb2.RecordGenerationRequest, now: float) -> tuple[list[str], str]:
         """Record what was sampled, and end its claim; return the names of the samples, and what they continue.
@@ -184,13 +321,17 @@ class Claims:
             )
             self._journal.record(pb.Fact(session_generation_recorded=fact))
             known = session.requests[made.request_id]
-        elif [each.ids_digest for each in known.samples] != digests or known.body_digest != made.body_digest:
+        others = self._known(session, now)
+        claim = others.claims.pop(made.request_id, None)
+        if claim is not None and claim.retry:
+            others.retries[made.request_id] = claim.retry
+        self._touch(session, others, now)
+        if [each.ids_digest for each in known.samples] != digests or known.body_digest != made.body_digest:
             raise SluiceError.already_exists(
                 "RECORDED_OTHERWISE",
                 f"request {made.request_id!r} of session {session.name} was recorded with other tokens: call BeginGeneration, which"
                 " returns them",
             )
-        self._end(session, made.request_id, now)
         return [each.generation_id for each in known.samples], known.samples[0].parent
 
     def release(self, principal: str, request: session_pb2.ReleaseGenerationRequest, now: float) -> None:
@@ -200,45 +341,49 @@ class Claims:
             SluiceError: NOT_FOUND, FAILED_PRECONDITION (the session ended).
         """
         session = self._lending.open_session(principal, request.episode_id)
-        claim = self._claims.get(session.name, {}).get(request.request_id)
+        known = self._known(session, now)
+        claim = known.claims.get(request.request_id)
         if claim is not None and claim.gateway == request.gateway:
-            self._end(session, request.request_id, now)
+            known.lose(request.request_id, now)
+            self._touch(session, known, now)
 
     def end_all_of(self, gateway: str, now: float) -> list[str]:
-        """End the claims of a gateway that was killed; return the names of the sessions that had one."""
-        held = {
-            name: [request_id for request_id, each in claims.items() if each.gateway == gateway]
-            for name, claims in self._claims.items()
-        }
-        for name, request_ids in held.items():
+        """End the claims of a gateway that was killed, and what waits there; return the names of the sessions that had a claim."""
+        self.away.discard(gateway)
+        ended = list[str]()
+        for name in list(self._requests):
             session = self._lending.find(name)
-            if isinstance(session, Session) and session.submission is None:
-                for request_id in request_ids:
-                    self._end(session, request_id, now)
-        return [name for name, request_ids in held.items() if request_ids]
+            if not isinstance(session, Session) or session.submission is not None:
+                continue
+            known = self._known(session, now)
+            held = [request_id for request_id, each in known.claims.items() if each.gateway == gateway]
+            for request_id in held:
+                known.lose(request_id, now)
+            for each in known.claims.values():
+                each.waiters = _without(each.waiters, gateway)
+            if held:
+                self._touch(session, known, now)
+                ended.append(name)
+        return ended
 
     def expire(self, now: float) -> None:
         """Forget claims whose time is over, and those of sessions that ended."""
-        for name in list(self._claims):
+        for name in list(self._requests):
             session = self._lending.find(name)
-            live = self._live(session, now) if isinstance(session, Session) and session.submission is None else {}
-            if live:
-                self._claims[name] = live
+            if isinstance(session, Session) and session.submission is None:
+                self._known(session, now)
             else:
-                del self._claims[name]
+                del self._requests[name]
 
-    def _live(self, session: Session, now: float) -> dict[str, _Claim]:
-        claims = self._claims.get(session.name, {})
-        return {request_id: each for request_id, each in claims.items() if each.until > now}
+    def _known(self, session: Session, now: float) -> _Requests:
+        """Return what is known of the requests of an open session."""
+        known = self._requests.setdefault(session.name, _Requests())
+        known.expire(now)
+        return known
 
-    def _end(self, session: Session, request_id: str, now: float) -> None:
-        claims = self._live(session, now)
-        claims.pop(request_id, None)
-        if claims:
-            self._claims[session.name] = claims
-        else:
-            self._claims.pop(session.name, None)
-        self._lending.touch(session, now, max((each.until for each in claims.values()), default=0.0))
+    def _touch(self, session: Session, known: _Requests, now: float) -> None:
+        """Keep a session from being idle while requests of it are under way."""
+        self._lending.touch(session, now, max((each.until for each in known.claims.values()), default=0.0))
 
     def _check_size(self, session: Session, made: session_pb2.RecordedGeneration, tokens: int) -> None:
         """Refuse a recording that is larger than a session, or than what requests under way may add to a full one.
@@ -365,10 +510,20 @@ def _check_begin(request: session_pb2.BeginGenerationRequest) -> float:
         raise SluiceError.invalid_argument("body_digest", f"has {len(request.body_digest)} bytes; give 16")
     if any(len(each) != _DIGEST_BYTES for each in request.prefix_keys):
         raise SluiceError.invalid_argument("prefix_keys", "have other than 16 bytes each")
-    seconds = request.claim.seconds + request.claim.nanos / 1e9
+    seconds = _seconds(request)
     if not 0 < seconds <= MAX_CLAIM_S:
         raise SluiceError.invalid_argument("claim", f"is {seconds:g} s; give more than 0 and at most {MAX_CLAIM_S:g} s")
     return seconds
+
+
+def _seconds(request: session_pb2.BeginGenerationRequest) -> float:
+    """Return the seconds of a claim."""
+    return request.claim.seconds + request.claim.nanos / 1e9
+
+
+def _without(waiters: Mapping[str, _Waiter], gateway: str) -> dict[str, _Waiter]:
+    """Return those who do not wait at a gateway."""
+    return {name: each for name, each in waiters.items() if each.gateway != gateway}
 
 
 def _check_generation(made: session_pb2.RecordedGeneration) -> None:

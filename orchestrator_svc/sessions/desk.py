@@ -191,11 +191,13 @@ class Desk:
     def connected(self, gateway: str) -> Iterator[None]:
         """Know that a gateway lives while the block runs. Its claims end if it does not begin another one soon after it."""
         self._gateways[gateway] += 1
+        self.claims.away.discard(gateway)
         try:
             yield
         finally:
             self._gateways[gateway] -= 1
             if gateway and not self._gateways[gateway]:
+                self.claims.away.add(gateway)
                 ending = asyncio.create_task(self._end_claims(gateway), name=f"claims of {gateway}")
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)

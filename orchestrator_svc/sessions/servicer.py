@@ -134,16 +134,20 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     async def _begin(
         self, principal: str, request: session_pb2.BeginGenerationRequest, most_s: float
     ) -> session_pb2.BeginGenerationResponse:
-        """Claim a request; wait so many seconds at most while it is sampled elsewhere."""
+        """Claim a request; wait so many seconds at most while another gateway samples what it repeats."""
         desk = self._desk
         until = desk.clock() + most_s
         joined = request.joins
         while True:
             now = desk.clock()
             answer = desk.claims.begin(principal, request, now, joined=joined)
+            if request.held:
+                await desk.journal.durable()
+                return session_pb2.BeginGenerationResponse()
             if not isinstance(answer, Running):
                 break
-            if now >= until:
+            is_news = answer.gateway == request.gateway and answer.request_id not in (request.joins, request.request_id)
+            if now >= until or is_news:
                 return session_pb2.BeginGenerationResponse(running=answer.request_id)
             joined = answer.request_id
             seconds = max(0.0, min(until, answer.until) - now)

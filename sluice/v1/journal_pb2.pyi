@@ -1583,7 +1583,7 @@ Global___SessionGenerationRecorded: _TypeAlias = SessionGenerationRecorded  # no
 
 @_typing.final
 class SessionGenerationDelivered(_message.Message):
-    """A client that asked again got what was recorded as `undelivered`."""
+    """A client that asked again got what was recorded, or a client left before it had read it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1591,6 +1591,8 @@ class SessionGenerationDelivered(_message.Message):
     EPISODE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """The group."""
     episode: _builtins.int
@@ -1599,6 +1601,10 @@ class SessionGenerationDelivered(_message.Message):
     """Its attempt."""
     request_id: _builtins.str
     """The request."""
+    to: _builtins.str
+    """The later request whose client it is. Empty: the client of the request itself."""
+    unread: _builtins.bool
+    """The client left before it had read the reply. While this is so of all that had it, the reply is as one recorded as `undelivered`."""
     def __init__(
         self,
         *,
@@ -1606,10 +1612,12 @@ class SessionGenerationDelivered(_message.Message):
         episode: _builtins.int = ...,
         attempt: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        to: _builtins.str = ...,
+        unread: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "group", b"group", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode", b"episode", "group", b"group", "request_id", b"request_id", "to", b"to", "unread", b"unread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

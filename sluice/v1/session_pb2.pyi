@@ -138,6 +138,9 @@ class BeginGenerationRequest(_message.Message):
     JOINS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     LEAST_BYTES_FIELD_NUMBER: _builtins.int
+    RETRY_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     request_id: _builtins.str
@@ -145,17 +148,26 @@ class BeginGenerationRequest(_message.Message):
     gateway: _builtins.str
     """The gateway, unique among those that run."""
     body_digest: _builtins.bytes
-    """Digest of all that makes two requests the same; xxh3-128, 16 bytes."""
+    """Digest of the body, and of the idempotency key if the client names one; xxh3-128, 16 bytes."""
     is_retry: _builtins.bool
-    """The client says that it repeats an earlier request: what was recorded for the newest one with this digest is returned. Without
-    this mark it is returned if it was recorded as `undelivered`, and was given to nobody since.
-    """
+    """The client says that it repeats an earlier request. Without this mark the request repeats only one whose reply nobody reads or has read."""
     joins: _builtins.str
     """Request that an earlier answer named as running: if it is recorded by now, that is returned."""
     samples: _builtins.int
     """Samples that it will ask for, so that a session that has no room for them is refused before they are sampled. 0: one."""
     least_bytes: _builtins.int
     """Bytes that its recording will have at least, so that a session that has no room for them is refused before they are sampled."""
+    retry: _builtins.int
+    """Which retry of its request it is, counted by the client from 1: equal requests that fail together and are retried together stay as many,
+    since two retries with one number do not repeat the same request. 0 beside `is_retry`: all requests with this digest are one, since it has
+    an idempotency key in it, or the client counts nothing.
+    """
+    held: _builtins.bool
+    """The gateway samples the request, or has its reply, by an answer to an earlier call: this one prolongs the claim, also if an orchestrator
+    that was restarted has lost it, says by `unread` whether a client waits for the reply, and gets an empty answer.
+    """
+    unread: _builtins.bool
+    """No client of the gateway waits for the reply any more, and none has read it to its end."""
     @_builtins.property
     def prefix_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of the prefixes of the conversation that end with a message of the assistant, longest first; 16 bytes each."""
@@ -182,10 +194,13 @@ class BeginGenerationRequest(_message.Message):
         joins: _builtins.str = ...,
         samples: _builtins.int = ...,
         least_bytes: _builtins.int = ...,
+        retry: _builtins.int = ...,
+        held: _builtins.bool = ...,
+        unread: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "claim", b"claim", "episode_id", b"episode_id", "gateway", b"gateway", "is_retry", b"is_retry", "joins", b"joins", "least_bytes", b"least_bytes", "prefix_keys", b"prefix_keys", "request_id", b"request_id", "samples", b"samples", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "claim", b"claim", "episode_id", b"episode_id", "gateway", b"gateway", "held", b"held", "is_retry", b"is_retry", "joins", b"joins", "least_bytes", b"least_bytes", "prefix_keys", b"prefix_keys", "request_id", b"request_id", "retry", b"retry", "samples", b"samples", "token_ids", b"token_ids", "unread", b"unread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -207,7 +222,7 @@ class BeginGenerationResponse(_message.Message):
     prefix: _builtins.int
     """Index in `prefix_keys` of the prefix that it ends; with a parent that was found by them."""
     running: _builtins.str
-    """The same request, under this name, is sampled elsewhere: no claim is made. Call again with `joins`."""
+    """It repeats the request with this name, which is being sampled: no claim is made. Call again with `joins`."""
     @_builtins.property
     def continues(self) -> _tokens_pb2.TokenIds:
         """Token ids of that prefix."""
@@ -325,7 +340,8 @@ class RecordGenerationRequest(_message.Message):
     """The gateway that holds the claim."""
     undelivered: _builtins.bool
     """No client is there to take the reply: its connection broke. BeginGeneration gives the reply to the next request with the same
-    body, marked as a retry or not. If none comes, and nothing continues it, it is not trained.
+    body, marked as a retry or not. If none comes, and nothing continues it, it is not trained. A client that leaves after this, before it has
+    read the reply, is told by BeginGeneration with `held` and `unread`.
     """
     @_builtins.property
     def generation(self) -> Global___RecordedGeneration:

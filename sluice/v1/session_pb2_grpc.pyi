@@ -45,8 +45,10 @@ class SessionServiceStub:
     settle it; reasons SAMPLING_KEY_REQUIRED and SETTLING_KEY_REQUIRED).
     """
     BeginGeneration: _grpc.UnaryUnaryMultiCallable[_session_pb2.BeginGenerationRequest, _session_pb2.BeginGenerationResponse]
-    """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
-    elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
+    """Says what a request continues, and claims it: it is another sample. Or, if it repeats an earlier request with the same body, returns what
+    was recorded for that one. It repeats one whose reply nobody reads or has read, or, if the client marks it as a retry, one that fits its
+    number. While the repeated one is sampled by the same gateway, the call names it at once; elsewhere it waits, at most half of its time, and
+    then names it. Idempotent for the same gateway.
     Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way; RetryInfo), FAILED_PRECONDITION (it has
     no room for the request; reason SESSION_FULL).
     """
@@ -90,8 +92,10 @@ class SessionServiceAsyncStub(SessionServiceStub):
     settle it; reasons SAMPLING_KEY_REQUIRED and SETTLING_KEY_REQUIRED).
     """
     BeginGeneration: _aio.UnaryUnaryMultiCallable[_session_pb2.BeginGenerationRequest, _session_pb2.BeginGenerationResponse]  # type: ignore[assignment]
-    """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
-    elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
+    """Says what a request continues, and claims it: it is another sample. Or, if it repeats an earlier request with the same body, returns what
+    was recorded for that one. It repeats one whose reply nobody reads or has read, or, if the client marks it as a retry, one that fits its
+    number. While the repeated one is sampled by the same gateway, the call names it at once; elsewhere it waits, at most half of its time, and
+    then names it. Idempotent for the same gateway.
     Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way; RetryInfo), FAILED_PRECONDITION (it has
     no room for the request; reason SESSION_FULL).
     """
@@ -144,8 +148,10 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.BeginGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.BeginGenerationResponse, _abc.Awaitable[_session_pb2.BeginGenerationResponse]]:
-        """Says what a request continues, and claims it, or returns what was recorded for the same request. While the same request is sampled
-        elsewhere the call waits, at most half of its time, and then names that request. Idempotent for the same gateway.
+        """Says what a request continues, and claims it: it is another sample. Or, if it repeats an earlier request with the same body, returns what
+        was recorded for that one. It repeats one whose reply nobody reads or has read, or, if the client marks it as a retry, one that fits its
+        number. While the repeated one is sampled by the same gateway, the call names it at once; elsewhere it waits, at most half of its time, and
+        then names it. Idempotent for the same gateway.
         Errors: as FindSession; RESOURCE_EXHAUSTED (the session has too many requests under way; RetryInfo), FAILED_PRECONDITION (it has
         no room for the request; reason SESSION_FULL).
         """

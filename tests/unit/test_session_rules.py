@@ -52,10 +52,14 @@ class Run:
         return self.lending.open(principal, message, self.now)
 
     def begin(
-        self, name: str, body: int = 1, *, gateway: str = "east", retry: bool = False, joined: str = "", **more: object
+        self, name: str, body: int = 1, *, gateway: str = "east", retry: int = 0, joined: str = "", **more: object
     ) -> Claimed | Recorded | Running:
         message = session_pb2.BeginGenerationRequest(
-            episode_id="g1-0-0", request_id=name, gateway=gateway, body_digest=digest([body]), is_retry=retry, **more
+            episode_id="g1-0-0",
+            request_id=name,
+            gateway=gateway,
+            body_digest=digest([body]),
+            **{"is_retry": retry > 0, "retry": retry} | more,
         )
         message.claim.seconds = 20
         return self.claims.begin("ann", message, self.now, joined=joined)
@@ -82,6 +86,10 @@ class Run:
         self.claims.expire(self.now)
 
 
+def released(name: str, gateway: str) -> session_pb2.ReleaseGenerationRequest:
+    return session_pb2.ReleaseGenerationRequest(episode_id="g1-0-0", request_id=name, gateway=gateway)
+
+
 @pytest.fixture
 async def run(tmp_path) -> AsyncIterator[Run]:
     journal = Journal(tmp_path, {"run": "r"}, limits=JournalLimits(fsync_interval_s=0.0))
@@ -97,26 +105,117 @@ async def session(run: Run) -> Session:
 # Claims.
 
 
-async def test_the_same_body_joins_the_request_that_runs_and_gets_what_was_recorded_for_it(run, session):
+async def test_equal_requests_in_flight_are_as_many_samples_and_a_marked_one_joins(run, session):
     assert run.begin("a") == Claimed(None, 0)
-    assert run.begin("b", gateway="west") == Running("a", 20.0)
+    assert run.begin("b", gateway="west") == Claimed(None, 0)
+    assert run.begin("a2", gateway="west", retry=1) == Running("a", 20.0, "east"), (
+        "at its own gateway it would have shown"
+    )
+    assert run.begin("a2", gateway="west", retry=1) == Running("a", 20.0, "east"), "the same call again"
     run.record("a", [1], [2])
-    assert run.begin("b", gateway="west", joined="a").request.request_id == "a"
+    assert run.begin("a2", gateway="west", joined="a").request.request_id == "a"
+
+
+async def test_a_request_with_an_idempotency_key_is_one_however_often_it_is_sent(run, session):
+    assert isinstance(run.begin("a", is_retry=True), Claimed)
+    for name in ("b", "c"):
+        assert run.begin(name, is_retry=True) == Running("a", 20.0, "east")
+    run.record("a", [1], [2])
+    assert [run.begin(name, is_retry=True).request.request_id for name in ("d", "e")] == ["a", "a"]
+
+
+async def test_a_request_without_a_reader_is_for_the_next_one_marked_or_not_and_for_one(run, session):
+    run.begin("a")
+    run.begin("a", held=True, unread=True)
+    assert run.begin("b", gateway="west") == Running("a", 20.0, "east")
+    assert isinstance(run.begin("c", gateway="west"), Claimed), "b reads it"
+    run.begin("b", gateway="west", joined="a", unread=True)
+    run.claims.release("ann", released("c", "west"), 0)
+    assert run.begin("d") == Running("a", 20.0, "east"), "the client of b has left, too"
+
+
+async def test_requests_that_are_lost_together_and_retried_together_stay_as_many(run, session):
+    run.begin("a")
+    run.begin("b")
+    run.claims.end_all_of("east", run.now)
+    assert isinstance(run.begin("a1", gateway="west", retry=1), Claimed)
+    assert isinstance(run.begin("b1", gateway="west", retry=1), Claimed)
+
+
+async def test_the_retry_of_a_request_whose_reply_an_unmarked_one_was_given_is_another_sample(run, session):
+    run.begin("a")
+    run.begin("a", held=True, unread=True)
+    assert isinstance(run.begin("b", gateway="west"), Running)
+    assert isinstance(run.begin("a1", gateway="west", retry=1), Claimed)
+
+
+async def test_what_waits_at_a_gateway_that_was_killed_reads_nothing(run, session):
+    run.begin("a")
+    run.begin("a", held=True, unread=True)
+    assert isinstance(run.begin("b", gateway="west"), Running)
+    run.claims.end_all_of("west", run.now)
+    assert run.begin("c", gateway="north") == Running("a", 20.0, "east")
+
+
+async def test_of_requests_in_flight_a_retry_is_that_of_one_whose_gateway_has_left(run, session):
+    run.begin("a")
+    run.begin("b", gateway="north")
+    run.claims.away.add("east")
+    assert run.begin("a1", gateway="west", retry=1) == Running("a", 20.0, "east")
+    run.claims.end_all_of("east", run.now)
+    assert isinstance(run.begin("a1", gateway="west", joined="a", retry=1), Claimed)
+
+
+async def test_a_claim_that_a_restarted_orchestrator_has_lost_is_made_again(run, session):
+    run.begin("a")
+    run.claims = Claims(run.journal, run.lending, LIMITS)
+    run.begin("a", held=True, unread=True)
+    assert run.begin("b", gateway="west") == Running("a", 20.0, "east")
 
 
 async def test_a_request_that_was_released_or_whose_claim_ended_is_taken_over(run, session):
     run.begin("a")
-    assert isinstance(run.begin("b", gateway="west"), Running)
-    run.claims.release(
-        "ann", session_pb2.ReleaseGenerationRequest(episode_id="g1-0-0", request_id="a", gateway="west"), 0
-    )
-    assert isinstance(run.begin("b", gateway="west"), Running), "only its own gateway releases a claim"
-    run.claims.release(
-        "ann", session_pb2.ReleaseGenerationRequest(episode_id="g1-0-0", request_id="a", gateway="east"), 0
-    )
-    assert isinstance(run.begin("b", gateway="west", joined="a"), Claimed)
+    assert run.begin("b", gateway="west", retry=1) == Running("a", 20.0, "east")
+    run.claims.release("ann", released("a", "west"), 0)
+    assert isinstance(run.begin("b", gateway="west", retry=1), Running), "only its own gateway releases a claim"
+    run.claims.release("ann", released("a", "east"), 0)
+    assert isinstance(run.begin("b", gateway="west", joined="a", retry=1), Claimed)
     run.wait(20)
-    assert isinstance(run.begin("a", joined="b"), Claimed), "the gateway of b is gone"
+    assert isinstance(run.begin("a", joined="b", retry=2), Claimed), "the gateway of b is gone"
+
+
+async def test_a_reply_whose_client_left_before_it_had_read_it_is_for_the_next_request(run, session):
+    run.begin("a")
+    run.record("a", [1], [2])
+    assert session.leaves() == ["a/0"]
+    run.begin("a", held=True, unread=True)
+    assert session.leaves() == [], "the client left while its reply was sent"
+    assert run.begin("b").request.request_id == "a"
+    run.begin("b", held=True, unread=True)
+    assert session.leaves() == [], "and so did the next one"
+    run.begin("b", held=True)
+    assert session.leaves() == ["a/0"]
+    run.begin("a", held=True, unread=True)
+    assert session.leaves() == ["a/0"], "the client of b has it"
+
+
+async def test_a_reply_that_one_of_two_clients_has_read_is_trained(run, session):
+    run.begin("a")
+    assert isinstance(run.begin("b", gateway="west", retry=1), Running)
+    run.record("a", [1], [2])
+    assert run.begin("b", gateway="west", joined="a", retry=1).request.request_id == "a"
+    run.begin("b", gateway="west", held=True, unread=True)
+    assert session.leaves() == ["a/0"]
+    run.begin("a", held=True, unread=True)
+    assert session.leaves() == []
+
+
+async def test_a_request_by_name_that_asks_for_its_own_reply_counts_by_itself(run, session):
+    run.begin("a", is_retry=True)
+    run.record("a", [1], [2])
+    assert run.begin("a", gateway="west", is_retry=True).request.request_id == "a"
+    run.begin("a", gateway="west", held=True, unread=True)
+    assert session.leaves() == ["a/0"], "it may have been read before"
 
 
 async def test_a_reply_that_nobody_was_given_is_given_to_the_next_request_with_the_same_body(run, session):
@@ -151,8 +250,8 @@ async def test_the_claims_of_a_gateway_that_was_killed_end(run, session):
     run.begin("a")
     run.begin("b", body=2, gateway="west")
     assert run.claims.end_all_of("east", run.now) == ["g1-0-0"]
-    assert isinstance(run.begin("c", gateway="west"), Claimed)
-    assert run.begin("d", body=2) == Running("b", 20.0), "that of another gateway holds"
+    assert isinstance(run.begin("c", gateway="west", retry=1), Claimed)
+    assert run.begin("d", body=2, retry=1) == Running("b", 20.0, "west"), "that of another gateway holds"
     assert run.claims.end_all_of("east", run.now) == []
 
 
@@ -161,7 +260,7 @@ async def test_a_gateway_that_repeats_its_call_prolongs_its_claim(run, session):
     run.wait(15)
     assert isinstance(run.begin("a"), Claimed)
     run.wait(15)
-    assert run.begin("a", gateway="west") == Running("a", 35.0)
+    assert run.begin("a", gateway="west") == Running("a", 35.0, "east")
 
 
 async def test_only_a_marked_retry_gets_the_recorded_reply_to_the_same_body(run, session):
@@ -170,12 +269,10 @@ async def test_only_a_marked_retry_gets_the_recorded_reply_to_the_same_body(run,
     run.begin("b")
     run.record("b", [1], [3])
     assert isinstance(run.begin("c"), Claimed), "without a mark it is another sample"
-    run.claims.release(
-        "ann", session_pb2.ReleaseGenerationRequest(episode_id="g1-0-0", request_id="c", gateway="east"), 0
-    )
-    assert run.begin("d", retry=True).request.request_id == "b", "the newest one"
+    run.claims.release("ann", released("c", "east"), 0)
+    assert run.begin("d", is_retry=True).request.request_id == "b", "the newest one"
     assert run.begin("a").request.request_id == "a", "the same name is the same request"
-    assert isinstance(run.begin("e", body=2, retry=True), Claimed), "nothing was recorded for this body"
+    assert isinstance(run.begin("e", body=2, retry=1), Claimed), "nothing was recorded for this body"
     with pytest.raises(SluiceError, match="another body"):
         run.begin("a", body=2)
 

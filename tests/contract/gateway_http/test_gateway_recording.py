@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from gateway_svc.http import create_app
 from gateway_svc.recording import RecordedSessions
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded
+from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded, Running
 from orchestrator_svc.sessions.exchange import answer_exchange
 from orchestrator_svc.sessions.lending import Lending
 from sluice.config import SecurityConfig
@@ -65,6 +66,17 @@ class HeldReplica(ScriptedReplica):
             await self.go.wait()
 
 
+class Verbose(ScriptedReplica):
+    """Says 300 KiB."""
+
+    async def _stream(self, wanted):
+        async for message in super()._stream(wanted):
+            for delta in message.chunk.deltas:
+                if delta.tokens.HasField("message"):
+                    delta.tokens.message.content = "x" * (300 << 10)
+            yield message
+
+
 class Orchestrator(session_pb2_grpc.SessionServiceServicer):
     """The rules of sessions and their journal, over gRPC: one open session of the principal `anyone`. Its time stands still."""
 
@@ -82,6 +94,10 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         self.session = self._lending.open("anyone", opening, 0.0)
         self.recorded: dict[str, session_pb2.RecordedGeneration] = {}
         self.released = 0
+        self.began: list[session_pb2.BeginGenerationRequest] = []
+        self.room = asyncio.Event()
+        self.room.set()
+        self.recording = 0
         self.refusals: list[SluiceError] = []
         self.refused = 0
         self.template_arguments = ""
@@ -105,8 +121,13 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         await answer_exchange(requests, context.write, self._begin, self._record, self._get, most_bytes=most_bytes)
 
     async def _begin(self, principal, request, most_s):
+        self.began.append(request)
         while True:
             answer = self._claims.begin("anyone", request, 0.0, joined=request.joins)
+            if request.held:
+                return session_pb2.BeginGenerationResponse()
+            if isinstance(answer, Running) and answer.gateway == request.gateway and answer.request_id != request.joins:
+                return session_pb2.BeginGenerationResponse(running=answer.request_id)
             if isinstance(answer, Recorded):
                 return session_pb2.BeginGenerationResponse(recorded=self.recorded[answer.request.request_id])
             if isinstance(answer, Claimed):
@@ -124,7 +145,9 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
             self.refused += 1
             raise self.refusals.pop()
         names, parent = self._claims.record("anyone", request, 0.0)
-        self.recorded[request.generation.request_id] = request.generation
+        self.recording += 1
+        await self.room.wait()
+        self.recorded.setdefault(request.generation.request_id, request.generation)
         await self._journal.durable()
         return session_pb2.RecordGenerationResponse(generation_ids=names, parent=parent)
 
@@ -155,7 +178,7 @@ class Stack:
     @property
     def readers(self) -> int:
         """How many requests wait for what is sampled."""
-        return sum(each.readers for each in self.sessions._running.values())
+        return sum(each.sampling.readers for runs in self.sessions._running.values() for each in runs.values())
 
     async def asked_in_vain(self, http: httpx.AsyncClient, transport: ImpatientTransport, **headers: str) -> None:
         """Make a request whose client gives up while the replica holds it back."""
@@ -281,16 +304,119 @@ async def test_a_request_that_nobody_asks_for_again_ends_and_gives_its_claim_bac
         assert not gateway.orchestrator.recorded
 
 
-async def test_requests_with_one_body_at_one_time_share_a_sampling(tmp_path):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_equal_requests_at_one_time_are_as_many_samples(tmp_path, stream):
     async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http() as http:
-        asking = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(3)]
+        asking = [asyncio.create_task(http.post(CHAT, json=BODY | {"stream": stream})) for _ in range(3)]
+        await until(lambda: gateway.readers == 3 and gateway.replica.open == 3)
+        gateway.replica.go.set()
+        assert all(reply.status_code == 200 for reply in await asyncio.gather(*asking))
+        assert len(gateway.replica.requests) == 3
+        assert len(gateway.orchestrator.session.leaves()) == 3
+
+
+async def test_a_marked_retry_joins_what_is_in_flight_and_its_twin_another_one(tmp_path):
+    async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http() as http:
+        asking = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(2)]
+        await until(lambda: gateway.replica.open == 2)
+        asking += [asyncio.create_task(http.post(CHAT, json=BODY, headers=RETRY)) for _ in range(2)]
+        await until(lambda: gateway.readers == 4)
+        gateway.replica.go.set()
+        replies = [(await each).json()["id"] for each in asking]
+        assert sorted(replies[:2]) == sorted(replies[2:])
+        assert len(gateway.replica.requests) == len(set(replies)) == 2
+
+
+async def test_requests_with_one_idempotency_key_are_one(tmp_path):
+    async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http() as http:
+        keys = ["one", "one", "two"]
+        asking = [asyncio.create_task(http.post(CHAT, json=BODY, headers={"idempotency-key": key})) for key in keys]
         await until(lambda: gateway.readers == 3)
         gateway.replica.go.set()
-        replies = await asyncio.gather(*asking)
-        later = await http.post(CHAT, json=BODY)
-        assert len({reply.json()["id"] for reply in replies}) == 1
-        assert later.json()["id"] != replies[0].json()["id"]
+        replies = [(await each).json()["id"] for each in asking]
+        later = await http.post(CHAT, json=BODY, headers={"idempotency-key": "two"})
+        assert replies[0] == replies[1] != replies[2] == later.json()["id"]
         assert len(gateway.replica.requests) == 2
+
+
+@pytest.mark.parametrize("headers", [{}, RETRY])
+async def test_the_retry_of_one_of_several_equal_requests_gets_the_reply_that_nobody_waits_for(tmp_path, headers):
+    transport = ImpatientTransport()
+    async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http() as http, gateway.http(transport) as cut:
+        others = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(2)]
+        await until(lambda: gateway.replica.open == 2)
+        lost = asyncio.create_task(cut.post(CHAT, json=BODY))
+        await until(lambda: gateway.readers == gateway.replica.open == 3)
+        transport.give_up()
+        with pytest.raises(httpx.ReadTimeout):
+            await lost
+        await until(lambda: gateway.readers == 2)
+        again = asyncio.create_task(http.post(CHAT, json=BODY, headers=headers))
+        await until(lambda: gateway.readers == 3)
+        gateway.replica.go.set()
+        replies = [(await each).json()["id"] for each in (*others, again)]
+        assert len(set(replies)) == len(gateway.replica.requests) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_whose_client_leaves_while_it_is_recorded_is_not_trained_as_read(tmp_path, stream):
+    transport = ImpatientTransport()
+    async with stack(tmp_path, ScriptedReplica("one", pace_s=0.0)) as gateway, gateway.http(transport) as http:
+        orchestrator = gateway.orchestrator
+        orchestrator.room.clear()
+        asking = asyncio.create_task(http.post(CHAT, json=BODY | {"stream": stream}))
+        await until(lambda: orchestrator.recording)
+        transport.give_up()
+        with pytest.raises(httpx.HTTPError):
+            await asking
+        await until(lambda: gateway.readers == 0)
+        orchestrator.room.set()
+        await until(lambda: orchestrator.recorded and not orchestrator.session.leaves())
+        again = await http.post(CHAT, json=BODY | {"stream": stream})
+        assert again.status_code == 200
+        await until(orchestrator.session.leaves)
+        assert len(gateway.replica.requests) == 1
+
+
+async def test_a_stream_whose_client_stops_reading_is_not_trained_as_read(tmp_path):
+    small = httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
+    async with stack(tmp_path, Verbose("one")) as gateway, gateway.http(small) as http:
+        session = gateway.orchestrator.session
+        async with http.stream("POST", CHAT, json=BODY | {"stream": True, "n": 8}) as response:
+            await until(lambda: gateway.orchestrator.recorded)
+            assert response.status_code == 200
+            assert len(session.leaves()) == 8, "as far as anybody knows"
+        await until(lambda: not session.leaves())
+
+
+async def test_a_named_request_that_two_gateways_record_is_the_first_one_s_reply(tmp_path):
+    async with stack(tmp_path, HeldReplica("slow")) as gateway:
+        orchestrator = gateway.orchestrator
+        name = orchestrator.session.name
+        asked = episode_pb2.EpisodeServiceGenerateRequest(
+            episode_id=name,
+            request_id="mine",
+            conversation={"messages": [{"role": "user", "content": "Where is it?"}]},
+            sampling={"max_tokens": TOKENS},
+        )
+        asking = gateway.episodes.Generate(asked)
+        await until(lambda: gateway.replica.open == 1)
+        (begun,) = orchestrator.began
+        sample = {"token_ids": [2], "logprobs": [-1.0], "version_spans": [{"start": 0}]}
+        made = session_pb2.RecordedGeneration(
+            request_id=begun.request_id,
+            response={"prompt_token_ids": [1], "samples": [sample]},
+            keys=[b""],
+            body_digest=begun.body_digest,
+            temperature=1.0,
+        )
+        await orchestrator._record(
+            "anyone", session_pb2.RecordGenerationRequest(episode_id=name, gateway="west", generation=made)
+        )
+        gateway.replica.go.set()
+        reply = await asking
+        assert list(reply.generations[0].sample.token_ids) == [2]
+        assert orchestrator.session.leaves() == [f"{name}/mine/0"]
 
 
 async def test_a_reply_waits_for_an_orchestrator_that_is_away_and_is_recorded_before_its_end(tmp_path):
@@ -345,14 +471,6 @@ async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path)
 
 
 async def test_over_grpc_a_reply_that_is_larger_than_a_message_comes_in_parts(tmp_path):
-    class Verbose(ScriptedReplica):
-        async def _stream(self, wanted):
-            async for message in super()._stream(wanted):
-                for delta in message.chunk.deltas:
-                    if delta.tokens.HasField("message"):
-                        delta.tokens.message.content = "x" * (300 << 10)
-                yield message
-
     async with stack(tmp_path, Verbose("one")) as gateway:
         asked = episode_pb2.EpisodeServiceGenerateRequest(
             episode_id=gateway.orchestrator.session.name,
