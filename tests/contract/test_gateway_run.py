@@ -345,11 +345,23 @@ async def test_any_gateway_serves_any_session(tmp_path) -> None:
         assert turns[0]["id"] == turns[1]["id"]
         whole = [*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]]
         assert turns[0]["prompt_token_ids"][: len(whole)] == whole
-        # A request of a gateway that ends is sampled by the other one.
-        body["messages"] += [turns[0]["choices"][0]["message"], QUESTION]
+        # Equal requests at both are two samples; what the client of one has left is for the next request at the other.
+        turn, body["messages"] = body["messages"], [{"role": "user", "content": "Guess."}]
         scene.replicas[0].gate.clear()
+        gone, *asking = [asyncio.create_task(ask(http)) for http in (one, one, two)]
+        await scene.until(lambda: len(scene.replicas[0].calls) == 5)
+        gone.cancel()
+        await asyncio.wait({gone})
+        asking.append(asyncio.create_task(ask(two)))  # sampled again only if it is faster than the news that its twin has left
+        scene.replicas[0].gate.set()
+        assert len({(await each)["id"] for each in asking}) == 3
+        assert len(scene.replicas[0].calls) <= 6
+        # A request of a gateway that ends is sampled by the other one.
+        body["messages"] = [*turn, turns[0]["choices"][0]["message"], QUESTION]
+        scene.replicas[0].gate.clear()
+        asked = len(scene.replicas[0].calls)
         left = asyncio.create_task(ask(one))
-        await scene.until(lambda: len(scene.replicas[0].calls) == 3)
+        await scene.until(lambda: len(scene.replicas[0].calls) == asked + 1)
         await first.aclose()
         scene.replicas[0].gate.set()
         with contextlib.suppress(httpx.HTTPError):
