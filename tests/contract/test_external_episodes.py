@@ -403,7 +403,7 @@ async def test_a_call_that_repeats_a_running_request_waits_and_gets_what_is_reco
         )
         begin.claim.seconds = 60
         assert not (await agent.call("BeginGeneration", begin)).running
-        begin.request_id, begin.gateway = "two", "west"
+        begin.request_id, begin.gateway, begin.is_retry = "two", "west", True
         waiting = asyncio.create_task(agent.call("BeginGeneration", begin))
         await asyncio.sleep(0)
         release = session_pb2.ReleaseGenerationRequest(episode_id=session, request_id="one", gateway="east")
@@ -427,7 +427,7 @@ async def test_the_claims_of_a_gateway_end_soon_after_its_stream_broke(scene) ->
             stream = doomed.sessions.WatchReplicas(session_pb2.WatchReplicasRequest(gateway="east"))
             await stream.read()
             assert not (await doomed.call("BeginGeneration", begin)).running
-        begin.request_id, begin.gateway = "two", "west"
+        begin.request_id, begin.gateway, begin.is_retry = "two", "west", True
         taken_over = await agent.call("BeginGeneration", begin)
         assert taken_over == session_pb2.BeginGenerationResponse(), "the call waits until the claim has ended"
         running.cancel()
@@ -452,7 +452,7 @@ async def test_a_gateway_whose_stream_broke_and_that_is_back_keeps_its_claims(sc
             await cut_off.call("BeginGeneration", begin)
             back = agent.sessions.WatchReplicas(watched)
             await back.read()
-        begin.request_id, begin.gateway = "two", "west"
+        begin.request_id, begin.gateway, begin.is_retry = "two", "west", True
         sent = (("on-behalf-of", agent.principal),)
         joining = asyncio.ensure_future(agent.sessions.BeginGeneration(begin, metadata=sent, timeout=DEADLINE_S))
         await clock.until(joining.done, step_s=BACK_S / 10)
