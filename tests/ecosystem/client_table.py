@@ -38,11 +38,12 @@ from orchestrator_svc.journal.store import read_facts  # noqa: E402
 from sluice.v1 import tokens_pb2  # noqa: E402
 from sluice.versions import Lineage  # noqa: E402
 
-CASES = ("plain", "streamed", "tools", "retry", "long wait")
+CASES = ("plain", "streamed", "tools", "retry", "long wait", "at once")
 ALL = frozenset(CASES)
 
 NODE = Path(os.environ.get("SLUICE_ECOSYSTEM_NODE", ROOT / ".node-ecosystem")) / "node_modules"
 BUSY = b"HTTP/1.1 503 Busy\r\nretry-after: 0\r\nretry-after-ms: 20\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
+MARKED = re.compile(rb"(?i)\r\nx-stainless-retry-count: *[1-9]")
 SAMPLED = re.compile(rb"POST \S*/v1/(chat/completions|completions|responses|messages)(\?\S*)? ")
 WAIT_S = 4.0
 CASE_S = 90.0
@@ -141,12 +142,15 @@ class Line:
         upstream: Port of the gateway.
         faults: "busy": answered with 503. "cut": passed on, and the connection is lost before the reply.
         after_cut: Called when a connection was cut.
+        reached: Says when the request that is cut has reached the replica.
+        marked: Whether a request for samples was marked as a retry.
     """
 
     upstream: int
     faults: list[str] = field(default_factory=list)
     after_cut: Callable[[], None] = lambda: None
     reached: Callable[[], bool] = lambda: True
+    marked: bool = False
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -161,6 +165,7 @@ class Line:
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
             body = await reader.readexactly(int(length[1])) if length else b""
+            self.marked |= bool(SAMPLED.match(head) and MARKED.search(head))
             fault = self.faults.pop(0) if self.faults and SAMPLED.match(head) else ""
             if fault == "busy":
                 writer.write(BUSY)
@@ -232,6 +237,17 @@ class Row:
         answer = json.loads(await process.stdout.readline() or '{"error": "the client has died"}')
         return str(answer["final"] if "final" in answer else answer["error"])
 
+    async def ask_twice(self, url: str, key: str) -> str:
+        """Let the client, in two processes, ask the same at once; return both answers."""
+        home = self._directory / "twin"
+        home.mkdir()
+        twin = Row(self.client, home)
+        try:
+            both = (each.ask(url, key, streamed=False, tools=False) for each in (self, twin))
+            return "; ".join(await asyncio.gather(*both))
+        finally:
+            await twin.close()
+
     async def close(self) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -286,42 +302,56 @@ class Stage:
 async def play(row: Row, case: str, stage: Stage) -> str:
     """Play one cell; return "yes", or what went wrong."""
     client, replica, line, http = row.client, stage.replica, stage.line, stage.http
-    tools = case != "plain" and "tools" in client.cases and not (client in CLI_CLIENTS and case == "streamed")
+    simple = {"plain", "at once"} | ({"streamed"} if client in CLI_CLIENTS else set())
+    tools = case not in simple and "tools" in client.cases
     streamed = case == "streamed" or (case == "long wait" and "streamed" in client.cases)
     session = await opened(http)
     asked_before = len(replica.calls)
-    if case in {"retry", "long wait"}:
+    if case in {"retry", "long wait", "at once"}:
         replica.gate.clear()
     if case == "retry":
         line.faults = ["busy", "cut"]
         line.reached = lambda: len(replica.calls) > asked_before
-        line.after_cut = replica.gate.set
-    asking = asyncio.create_task(row.ask(stage.url, session["key"], streamed=streamed, tools=tools))
-    try:
-        async with asyncio.timeout(CASE_S):
-            if case == "long wait":
-                while len(replica.calls) == asked_before and not asking.done():  # noqa: ASYNC110 - it has no event
-                    await asyncio.sleep(0.02)
-                await asyncio.sleep(WAIT_S)
-                replica.gate.set()
-            final = await asking
-    except TimeoutError:
-        final = f"no answer within {CASE_S:g} s"
-    finally:
-        asking.cancel()
-        replica.gate.set()
+        line.after_cut, line.marked = replica.gate.set, False
+    if case == "at once":
+        asking = asyncio.create_task(row.ask_twice(stage.url, session["key"]))
+    else:
+        asking = asyncio.create_task(row.ask(stage.url, session["key"], streamed=streamed, tools=tools))
+    final = await _answer(case, asking, replica, asked_before)
     path, headers = f"/rl/sessions/{session['id']}/end", {"authorization": f"Bearer {session['settling_key']}"}
     ended = await http.post(path, json={"reward": 1}, headers=headers)
     if ended.is_error:  # nothing was sampled: the group must not wait for it
         await http.post(path, json={"abandon": "the client failed"}, headers=headers)
-    expected, turns = ("It said a cat.", 2) if tools else ("Hello.", 1)
-    if expected not in final:
+    expected, turns = ("It said a cat.", 2) if tools else ("Hello.", 2 if case == "at once" else 1)
+    if final.count(expected) < (2 if case == "at once" else 1):
         return f"no: {' '.join(final.split())[-300:]}"
     if line.faults:
         return f"no: the fault {line.faults[0]} was not met"
     samples = len(replica.calls) - asked_before
     branches = len(ended.raise_for_status().json()["trajectory_ids"])
-    return _counted(samples, turns, branches, forks=case in client.forks)
+    cell = _counted(samples, turns, branches, forks=case in client.forks or case == "at once")
+    if case == "at once":
+        return cell.removesuffix(", forks")  # each is a branch
+    return f"{cell}, unmarked" if case == "retry" and cell.startswith("yes") and not line.marked else cell
+
+
+async def _answer(case: str, asking: asyncio.Task[str], replica: Clerk, asked_before: int) -> str:
+    """Let the replica go when the case has what it waits for; return what the client says."""
+    held = {"at once": 2, "long wait": 1}.get(case, 0)
+    try:
+        async with asyncio.timeout(CASE_S):
+            while len(replica.calls) < asked_before + held and not asking.done():  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.02)
+            if case == "long wait":
+                await asyncio.sleep(WAIT_S)
+            if held:
+                replica.gate.set()
+            return await asking
+    except TimeoutError:
+        return f"no answer within {CASE_S:g} s"
+    finally:
+        asking.cancel()
+        replica.gate.set()
 
 
 def _counted(samples: int, turns: int, branches: int, *, forks: bool) -> str:
