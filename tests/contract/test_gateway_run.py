@@ -352,7 +352,9 @@ async def test_any_gateway_serves_any_session(tmp_path) -> None:
         await scene.until(lambda: len(scene.replicas[0].calls) == 5)
         gone.cancel()
         await asyncio.wait({gone})
-        asking.append(asyncio.create_task(ask(two)))  # sampled again only if it is faster than the news that its twin has left
+        asking.append(
+            asyncio.create_task(ask(two))
+        )  # sampled again only if it is faster than the news that its twin has left
         scene.replicas[0].gate.set()
         assert len({(await each)["id"] for each in asking}) == 3
         assert len(scene.replicas[0].calls) <= 6
