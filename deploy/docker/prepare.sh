@@ -10,7 +10,7 @@ if [ ! -s "$authority/agent.token" ]; then # made last
   find "$authority" -mindepth 1 -delete
   sluice certs init --dir "$authority" --days "$days"
   sluice certs issue relay --dir "$authority" --days "$days" --uri spiffe://sluice/weightsync
-  sluice token new agent --role agent --file "$authority/principals.toml" --out "$authority/agent.token"
+  sluice token new agent --role agent --file "$authority/agents.toml" --out "$authority/agent.token"
 fi
 sluice certs renew --dir "$authority"
 put() {
@@ -21,7 +21,10 @@ for secrets in /run/sluice/secrets/*; do
   name=$(basename "$secrets")
   mountpoint -q "$secrets" || continue # a service that this run does not have
   put "$authority/ca.pem" "$secrets/ca.pem"
-  put "$authority/principals.toml" "$secrets/principals.toml"
+  case $name in
+  gateway) put "$authority/agents.toml" "$secrets/principals.toml" ;; # who is known by a token, without a certificate
+  *) put "$authority/principals.toml" "$secrets/principals.toml" ;;
+  esac
   put "$authority/$name.key" "$secrets/tls.key"
   put "$authority/$name.pem" "$secrets/tls.pem"
 done
