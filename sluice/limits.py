@@ -18,7 +18,7 @@ MAX_TEMPERATURE = 100.0
 """Highest temperature of a request."""
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature of tokens that are trained. Asked for less, vLLM silently samples at this. Logits are divided by it, and so is what
+"""Lowest temperature of tokens that are trained. vLLM silently raises lower values to this one. Logits are divided by it, and so is what
 rounding makes them differ by: 5e-5 between sampler and trainer, in float32, is 5e-3 in a log-probability here, and 50 at 1e-6."""
 
 MAX_TRAJECTORY_TOKENS = 262_144

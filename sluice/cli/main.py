@@ -189,11 +189,17 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if signal.SIGHUP in taken:
+            signal.signal(
+                signal.SIGHUP, signal.SIG_IGN
+            )  # a terminal that closes sends it more than once: the clean-up goes on
         handler = signal.getsignal(signal.SIGINT)
         (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
-    taken = []
-    if threading.current_thread() is threading.main_thread():
+    taken: list[signal.Signals] = []
+    # torchrun ends ranks that wait for each other in native code, where no handler of Python runs.
+    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if not of_torchrun and threading.current_thread() is threading.main_thread():
         # One that is ignored, as under nohup, stays ignored.
         taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
     for each in taken:

@@ -453,7 +453,7 @@ class ServerConfig(Section):
     max_connections: int = Field(
         MAX_CONNECTIONS,
         ge=16,
-        description="Connections of each port at once, at most three quarters of the files that the process may open. One more is refused by gRPC; HTTP closes the one for it that has sent no request for longest.",
+        description="Connections of each port at once, at most three quarters of the files that the process may open. One more is refused by gRPC; to make room, HTTP closes the connection that has waited longest for a request.",
     )
     drain_s: float = Field(
         5.0,

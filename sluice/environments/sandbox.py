@@ -58,10 +58,13 @@ _VARIABLES = {
     "PATH": "/usr/bin:/bin",
     "LC_ALL": "C.UTF-8",
     "PYTHONDONTWRITEBYTECODE": "1",
-    # numpy starts a thread for each core otherwise: slow to start, and on a large machine more than the sandbox allows.
+    # Libraries start a thread for each core otherwise: slow to start, and on a large machine more than the sandbox allows.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "POLARS_MAX_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
 }
 
 _CPU_SIGNALS = {signal.SIGXCPU, signal.SIGKILL}

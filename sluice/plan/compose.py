@@ -83,7 +83,7 @@ def document(plan: Plan, settings: Sequence[str]) -> dict[str, Any]:
     if list(settings[:1]) != ["@"]:
         raise ConfigError("compose needs a file of settings first, as in `sluice plan @ rl.toml --as compose`")
     words = ["@", f"${{RUN_FILE:-{settings[1]}}}", *settings[2:], "@", OVERLAY]
-    own = [f"secrets-{part.name}:{_SECRETS}/{part.name}" for part in plan.parts]
+    own = [f"secrets-{part.name}:/run/sluice/keys/{part.name}" for part in plan.parts]
     services: dict[str, Any] = {"prepare": {**_PREPARE, "volumes": ["authority:/run/sluice/authority", *own, _MODEL]}}
     built = {"sluice/trainer"}
     for part in plan.parts:
@@ -151,6 +151,8 @@ def _flags(part: Part) -> list[str]:
     if part.name == "relay":
         address = f"--upstream=weightsync:7101 --advertise=relay:{part.port()} --directory=/run/sluice/outputs/relay"
         return address.split()
+    if part.service == "agents":
+        return ["--security.token-file=/run/sluice/secrets/agent.token"]
     if part.service == "gateway":
         url = f"${{GATEWAY_URL:-https://127.0.0.1:${{GATEWAY_HTTP_PORT:-{part.port('http')}}}}}"
         # Agents bring a token; all others show a certificate.

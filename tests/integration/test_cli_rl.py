@@ -360,6 +360,7 @@ def test_each_service_is_a_principal_of_its_own_with_the_least_role_and_the_oper
     assert {(each["principal"], each["method"]) for each in calls} == {
         ("orchestrator", "TrainerService/BeginEpoch"),
         ("orchestrator", "TrainerService/SaveCheckpoint"),
+        ("orchestrator", "TrainerService/SubmitBatch"),
         ("dispatcher", "RolloutAdminService/SetWeightPolicy"),
         ("trainer", "WeightSyncService/CommitVersion"),
         ("operator", "OrchestratorService/SetRun"),

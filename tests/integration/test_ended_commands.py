@@ -23,10 +23,10 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 @contextmanager
 def started(temporary: Path, *words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command; kill it if the test fails."""
+    """Start a command that ignores no signal, even if the tests do, as under nohup; kill it if the test fails."""
     temporary.mkdir()
     process = subprocess.Popen(
-        (sys.executable, "-m", "sluice.cli.main", *words),
+        ("env", "--default-signal=HUP,INT,TERM", sys.executable, "-m", "sluice.cli.main", *words),
         env={**os.environ, "TMPDIR": str(temporary), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -99,13 +102,21 @@ def test_the_compose_file_is_the_plan_of_the_example(monkeypatch: pytest.MonkeyP
     assert document(plan, words) == written
 
 
-def served(tmp_path: Path, program: str) -> subprocess.Popen[str]:
-    """Start what runs a service in a container, with a program in place of `sluice`."""
+@contextmanager
+def served(tmp_path: Path, program: str) -> Iterator[subprocess.Popen[str]]:
+    """Start what runs a service in a container, with a program in place of `sluice`; nothing of it is left."""
     (tmp_path / "sluice").write_text(f"#!/bin/sh\n{program}\n")
     (tmp_path / "sluice").chmod(0o755)
     command = ["/bin/sh", str(DOCKER / "serve.sh"), "gateway", "@", "rl.toml"]
     path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    return subprocess.Popen(command, env=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    process = subprocess.Popen(command, env=path, text=True, **pipes)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 @pytest.mark.parametrize(("code", "seen"), [(0, 0), (1, 1), (2, 0), (3, 0), (4, 4), (5, 0), (143, 143)])
