@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from rollout_svc.engines.base import InferenceEngine, Progress, Sample
 from rollout_svc.engines.slots.engine import TransformersEngine
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
