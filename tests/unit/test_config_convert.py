@@ -497,7 +497,7 @@ def test_arguments_and_files_of_chat_templates(tmp_path):
     assert ours(convert(SYSTEMS["prime-rl"], prime))["chat_template"] == "mine.jinja"
 
 
-@pytest.mark.parametrize("given", ["3", "[1]", "some text", "{1: {a: 1}}"])
+@pytest.mark.parametrize("given", ["3", "[1]", "some text", "{1: {a: 1}}", "{a: 1, a.b.c: 2}"])
 def test_arguments_of_chat_templates_that_are_none_are_listed(given, tmp_path):
     text = f"chat_template_kwargs: {given}\n"
     done = convert(SYSTEMS["trl"], read_text(tmp_path, "t.yaml", text))

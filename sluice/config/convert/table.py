@@ -348,6 +348,8 @@ def _put(table: dict[str, Value], path: Sequence[str], value: Value) -> None:
     """
     for each in path[:-1]:
         table = table.setdefault(each, {})
+        if not isinstance(table, dict):
+            raise TypeError(f"{each} is no table")
     table[path[-1]] = value
 
 
