@@ -41,6 +41,7 @@ from sluice.openai.server import (
     DisconnectedError,
     EventStream,
     RequestGuard,
+    bearer_token,
     certificate_of,
     recorded,
     while_connected,
@@ -205,10 +206,28 @@ class Door:
         """
         return await self._sessions.find(self.ref(http))
 
+    async def check_key(self, ref: SessionRef) -> None:
+        """Refuse a key that opens no session, open or ended. Which of its keys it is, and what that may do, is checked later.
+
+        Raises:
+            SluiceError: NOT_FOUND, or why nobody could look.
+        """
+        if not ref.key:  # `admit` knows the principal
+            return
+        try:
+            await self._sessions.find(ref)
+        except SluiceError as error:
+            if error.code not in _OF_A_KNOWN_KEY:
+                raise
+
+
+_OF_A_KNOWN_KEY = frozenset({grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION})
+"""Codes for a key that opens a session, but does not sample it: it settles, or the session ended."""
+
 
 def _token(headers: Headers) -> str:
-    kind, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
+    kind = headers.get("authorization", "").partition(" ")[0]
+    return bearer_token(headers) if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 def create_app(
@@ -242,6 +261,7 @@ def create_app(
         waiting=(OPEN_PATH,),
         admit=door.admit,
         respond=error_answer,
+        token=_token,
     )
     app = Starlette(
         routes=[
@@ -537,7 +557,7 @@ def _dialects(capture: Capture) -> list[Route]:
 
 
 async def small_body(http: Request) -> bytes:
-    """Return the body of one of our own routes, `{}` if it is empty: these are read before anybody knows whether the key opens a session.
+    """Return the body of one of our own routes, `{}` if it is empty.
 
     Raises:
         HTTPException: 413.
@@ -576,11 +596,13 @@ def _sessions(sessions: Sessions, door: Door, call_log: CallLog | None) -> list[
 
     async def renew(http: Request) -> JSONResponse:
         name = _name(http)
+        ref = await _named(http, name)
         read_body(RenewBody, await small_body(http))
-        return JSONResponse({"id": name, "lease_s": await sessions.renew(_named(http, name))})
+        return JSONResponse({"id": name, "lease_s": await sessions.renew(ref)})
 
     async def reward(http: Request) -> JSONResponse:
         name = _name(http)
+        ref = await _named(http, name)
         body = read_body(RewardBody, await small_body(http))
         if body.generation_id is not None and body.branch is not None:
             raise SluiceError.invalid_argument("branch", "is set beside generation_id: a reward belongs to one of them")
@@ -590,13 +612,13 @@ def _sessions(sessions: Sessions, door: Door, call_log: CallLog | None) -> list[
         if body.branch is not None:
             request.branch = body.branch
         with recorded(call_log, http, "sluice.v1.EpisodeService/RecordReward", request):
-            await sessions.reward(_named(http, name), request)
+            await sessions.reward(ref, request)
         return JSONResponse({"id": name})
 
     async def end(http: Request) -> JSONResponse:
         name = _name(http)
+        ref = await _named(http, name)
         body = read_body(EndBody, await small_body(http))
-        ref = _named(http, name)
         if body.abandon is not None:
             given_up = episode_pb2.AbandonEpisodeRequest(episode_id=name, reason=body.abandon, requeue=body.requeue)
             with recorded(call_log, http, "sluice.v1.EpisodeService/AbandonEpisode", given_up):
@@ -609,9 +631,12 @@ def _sessions(sessions: Sessions, door: Door, call_log: CallLog | None) -> list[
             submitted = await sessions.submit(ref, request)
         return JSONResponse({"id": name, "trajectory_ids": list(submitted.trajectory_ids)})
 
-    def _named(http: Request, name: str) -> SessionRef:
+    async def _named(http: Request, name: str) -> SessionRef:
+        """Return the session that a path names. First of all: no body is read for a key that opens nothing."""
         http.scope.setdefault("state", {})["session"] = name
-        return door.ref(http)
+        ref = door.ref(http)
+        await door.check_key(ref)
+        return ref
 
     return [
         Route(OPEN_PATH, open_session, methods=["POST"]),

@@ -14,7 +14,7 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Hashable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -114,6 +114,7 @@ class _BoundedProtocol(asyncio.Protocol):
     """
 
     transport: asyncio.Transport
+    flow: Any
     cycle: Any  # the last request whose head is complete; None at first
     client: tuple[str, int] | None
     _timer: asyncio.TimerHandle | None = None
@@ -158,6 +159,22 @@ class _BoundedProtocol(asyncio.Protocol):
         elif self._received > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(HEAD_TOO_LARGE)
             self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # may begin with a request that was sent ahead
+        self._wait_if_idle()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._open.serve(self)  # its client still reads
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._wait_if_idle()
+
+    def _wait_if_idle(self) -> None:
+        if self.cycle is not None and self.cycle.response_complete and not self.flow.write_paused:
+            self._open.wait(self)
 
     def _await_head(self) -> None:
         self._open.wait(self)
@@ -326,6 +343,12 @@ def _ending_old_connections(app: ASGIApp, oldest_s: float, clock: Clock) -> ASGI
     return serve
 
 
+def bearer_token(headers: Headers) -> str:
+    """Return the token in the authorization of a request; empty without one."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
 class RequestGuard:
     """ASGI middleware: request id, limits, who may call, metrics, the log, and the response to an unexpected error.
 
@@ -341,6 +364,7 @@ class RequestGuard:
         admit: Admits a request to a route for some roles; returns what must be told of its end. By default every request needs a
             principal.
         respond: Returns the response to an error of a request to a path.
+        token: Returns the token that says who the caller is; without one it is the certificate, else the session that is named.
     """
 
     def __init__(
@@ -356,6 +380,7 @@ class RequestGuard:
         waiting: Collection[str] = (),
         admit: Callable[[Scope, str, frozenset[Role]], Usage | None] | None = None,
         respond: Callable[[SluiceError, str], Response] | None = None,
+        token: Callable[[Headers], str] = bearer_token,
     ) -> None:
         self._bound = host.strip("[]").lower()
         self._loopback = is_local(self._bound)
@@ -364,6 +389,7 @@ class RequestGuard:
         self._bodies = Room(most_bodies_bytes)
         self._admit_caller = admit or self._admit_principal
         self._respond = respond or (lambda error, _path: error_response(error))
+        self._token = token
         self._waiting = frozenset(waiting)
         self._in_progress = {True: 0, False: 0}
 
@@ -372,7 +398,8 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _Call(scope, receive, send, self._most_bytes, self._bodies)
+        tenant = _tenant(scope, self._token(Headers(scope=scope)))
+        call = _Call(scope, receive, send, self._most_bytes, self._bodies, tenant=tenant)
         usage = None
         route = _route_of(scope)
         path = route or "other"
@@ -461,6 +488,15 @@ def certificate_of(scope: Scope) -> Collection[str]:
     return names
 
 
+def _tenant(scope: Scope, token: str) -> Hashable:
+    """Return whose room the body of a request takes: by what decides who calls, and by nothing else that a client may choose."""
+    if token:
+        return hash(token)
+    if names := certificate_of(scope):
+        return hash(frozenset(names))
+    return hash(scope.get("state", {}).get("session") or Headers(scope=scope).get("x-session-id"))
+
+
 def peer_of(scope: Scope) -> str:
     """Return the address of a client, as the log of calls has it."""
     client = scope.get("client")
@@ -502,11 +538,12 @@ def _route_of(scope: Scope) -> str:
 class _Call:
     """One request and its outcome."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int, bodies: Room) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, most_bytes: int, bodies: Room, *, tenant: Hashable
+    ) -> None:
         self.headers = Headers(scope=scope)
         self._most_bytes, self._bodies = most_bytes, bodies
-        names = [self.headers.get(name) for name in ("authorization", "x-api-key", "x-session-id")]
-        self._tenant = hash((*names, scope.get("state", {}).get("session")))
+        self._tenant = tenant
         self.request_id = _request_id(self.headers)
         self.status = 0
         self._receive, self._send = receive, send

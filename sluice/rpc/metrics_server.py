@@ -41,6 +41,14 @@ class _Server(ThreadingWSGIServer):
         """Take a place for a connection; return whether there is one."""
         return super().verify_request(request, client_address) and self._places.acquire(blocking=False)
 
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
+        """Start the thread of a connection; if it cannot be started, give the place back."""
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()
+            raise
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
         """Serve a connection, and give its place back."""
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,9 +18,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sluice import limits
 from sluice.config import SecurityConfig, ServerConfig
+from sluice.openai import server as openai_server
 from sluice.openai.server import HttpServer
 from sluice.rpc import RpcServer, metrics_server
 from sluice.rpc import server as rpc_server
@@ -230,6 +234,40 @@ async def test_requests_that_are_served_keep_their_connections() -> None:
             assert (await ended(each)).endswith(b"done")
 
 
+@pytest.mark.parametrize("kind", [H11Protocol, HttpToolsProtocol])
+async def test_connections_kept_alive_make_room_for_a_request(kind, monkeypatch) -> None:
+    monkeypatch.setattr(openai_server, "_HttpProtocol", type("Bounded", (openai_server._BoundedProtocol, kind), {}))
+    async with http_port(asyncio.Event()) as port, contextlib.AsyncExitStack() as stack:
+        kept = []
+        for _ in range(4):
+            kept.append(await connect(port, GET + b"\r\n"))
+            stack.callback(kept[-1][1].close)
+            assert (await kept[-1][0].readuntil(b"here")).startswith(b"HTTP/1.1 200")
+        reader, writer = await connect(port, GET + b"connection: close\r\n\r\n")
+        stack.callback(writer.close)
+        assert (await ended(reader)).startswith(b"HTTP/1.1 200")
+        assert await ended(kept[0][0]) == b"", "the oldest has gone"
+        kept[1][1].write(GET + b"connection: close\r\n\r\n")
+        assert (await ended(kept[1][0])).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("kind", [H11Protocol, HttpToolsProtocol])
+async def test_a_request_that_was_sent_ahead_keeps_its_connection(kind, monkeypatch) -> None:
+    monkeypatch.setattr(openai_server, "_HttpProtocol", type("Bounded", (openai_server._BoundedProtocol, kind), {}))
+    release, wait = asyncio.Event(), b"GET /wait HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with http_port(release) as port, contextlib.AsyncExitStack() as stack:
+        served = [await connect(port, GET + b"\r\n" + wait) for _ in range(4)]
+        for reader, writer in served:
+            stack.callback(writer.close)
+            await reader.readuntil(b"here")
+        reader, writer = await connect(port, GET)
+        stack.callback(writer.close)
+        assert await ended(reader) == b""
+        release.set()
+        for each, _ in served:
+            assert (await ended(each)).endswith(b"done")
+
+
 async def test_what_follows_a_request_that_waits_has_a_largest_size() -> None:
     async with http_port(asyncio.Event()) as port:
         reader, writer = await connect(port, b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -293,6 +331,19 @@ async def test_a_head_without_an_end_has_a_largest_size(monkeypatch) -> None:
                 await writer.drain()
         assert await ended(reader) == b""
         writer.close()
+        assert b"sluice_rpc" in await scraped(port)
+
+
+async def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch) -> None:
+    with metrics_port(monkeypatch) as port:
+
+        def start(_thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            for _ in range(4):
+                assert await scraped(port) == b""
         assert b"sluice_rpc" in await scraped(port)
 
 

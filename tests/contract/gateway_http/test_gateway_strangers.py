@@ -17,6 +17,7 @@ from gateway_svc.config import CaptureConfig
 from gateway_svc.sessions import STRANGER_S, Strangers
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY
+from sluice.rpc.bounds import Room
 
 KEY = f"{SESSION_KEY}made-up"
 ROUTES = (
@@ -56,7 +57,7 @@ def asked(code: str) -> float:
     return REGISTRY.get_sample_value("sluice_rpc_total", labels) or 0.0
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [*ROUTES, *OWN_ROUTES])
 async def test_no_body_is_read_for_a_key_that_opens_nothing(another_gateway, route) -> None:
     async with another_gateway() as gateway:
         # The answer comes although most of the body never does.
@@ -66,8 +67,10 @@ async def test_no_body_is_read_for_a_key_that_opens_nothing(another_gateway, rou
 @pytest.mark.parametrize("route", OWN_ROUTES)
 async def test_bodies_of_our_own_routes_are_small(another_gateway, route) -> None:
     async with another_gateway() as gateway:
-        assert await status_of(gateway.url, head(route, KEY, 4_000_000), b" " * 40_000) == 413
-        assert await status_of(gateway.url, head(route, KEY, 2), b"{}") in {400, 404}
+        own, key = route.replace("/x/", f"/{gateway.session.found.episode_id}/"), gateway.session.settling_key
+        assert await status_of(gateway.url, head(own, key, 4_000_000), b" " * 40_000) == 413
+        assert await status_of(gateway.url, head(own, key, 2), b"{}") in {200, 400}
+        assert await status_of(gateway.url, head(route, KEY, 2), b"{}") == 404
 
 
 async def test_the_orchestrator_is_asked_once_for_a_made_up_key(tmp_path, monkeypatch) -> None:
@@ -144,6 +147,22 @@ async def test_bodies_in_progress_are_bounded_and_one_session_does_not_take_all_
         async with gateway.http() as http:
             await until(lambda: gateway.server.in_progress == 0)
             assert (await http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_headers_that_do_not_say_who_calls_make_no_further_tenants(another_gateway, monkeypatch) -> None:
+    tenants = set()
+    monkeypatch.setattr(Room, "take", lambda _, tenant, size: tenants.add(tenant) or True)
+    async with another_gateway() as gateway:
+        for number in range(4):
+            name = gateway.session.found.episode_id if number % 2 else ""
+            async with gateway.http(**{"x-api-key": f"made up {number}", "x-session-id": name}) as http:
+                assert (await http.post(CHAT, json=BODY)).status_code == 200
+        assert len(tenants) == 1
+        other = gateway.sessions.new()
+        for headers in ({"x-api-key": other.key}, {"x-api-key": other.key, "authorization": "Basic made-up"}):
+            async with gateway.http(**({"authorization": ""} | headers)) as http:
+                assert (await http.post(CHAT, json=BODY)).status_code == 200
+        assert len(tenants) == 2
 
 
 @pytest.mark.parametrize("route", [CHAT, "/v1/completions", "/inference/v1/generate"])
