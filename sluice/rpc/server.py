@@ -690,7 +690,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def begin_watch(self, task: asyncio.Task[Any], admitted: Callable[[], bool]) -> None:
-        """Account for a call that waits for others, or until its client leaves. It is ended at its age, or if it is admitted no longer."""
+        """Account for a call that waits for others, or until its client leaves. It is ended at its age, or if it is admitted no longer.
+
+        Raises:
+            SluiceError: if that is so already: its caller was revoked while its request was on its way.
+        """
+        if not admitted():
+            raise _revoked()
         self._watches[task] = admitted
         task.add_done_callback(self._forget)
         if self._recheck is None and not self.access.open:

@@ -7,6 +7,7 @@ import shutil
 import ssl
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from simulated_clock import SimulatedClock
@@ -125,6 +126,35 @@ async def test_a_watch_ends_once_its_token_is_no_longer_valid(tmp_path: Path, mo
     with pytest.raises(SluiceError) as refused:
         await asyncio.wait_for(watching, DEADLINE_S)
     assert refused.value.reason == "TOKEN_REQUIRED"
+    await server.stop(0)
+
+
+async def test_a_watch_whose_token_goes_while_its_request_is_on_its_way_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_server, "RECHECK_S", 0.02)
+    file = tmp_path / "principals.toml"
+    stays = add_token(file, "operator", "admin")
+    kept = file.read_bytes()
+    goes = add_token(file, "dashboard", "viewer")
+    server, double = await start_double(SecurityConfig(principals_file=file))
+    calls = server._calls
+    request = trainer_pb2.WatchStepsRequest(run="wait").SerializeToString()
+
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        watch = channel.stream_stream("/sluice.v1.TrainerService/WatchSteps")
+        first = watch(metadata=(("authorization", f"Bearer {stays}"),))
+        await first.write(request)
+        await asyncio.wait_for(double.entered.wait(), DEADLINE_S)
+        second = watch(metadata=(("authorization", f"Bearer {goes}"),))
+        await eventually(lambda: calls.in_flight == 2)
+        replace_private(file, kept)
+        await eventually(lambda: calls._admitted_under is calls.access.state())
+        await second.write(request)
+        with pytest.raises(grpc.aio.AioRpcError, match="no longer valid"):
+            await asyncio.wait_for(second.read(), DEADLINE_S)
+        first.cancel()
+    assert double.callers == ["operator"]
     await server.stop(0)
 
 
