@@ -488,7 +488,8 @@ class Dispatcher:
             raise SluiceError.aborted(
                 "GROUPS_FAIL",
                 f"{outage.in_a_row} groups in a row brought nothing to train"
-                + (f", also after a pause of {self._pause_limit}" if heals else " (orchestrator.max_failed_groups)")
+                + (" (orchestrator.max_failed_groups)" if outage.proven or not heals else "")
+                + (f", also after a pause of {self._pause_limit}" if heals else "")
                 + f", the last one because: {problem}."
                 + f" Correct {'the environment, the judge or the deadline at fault' if heals else 'that'}, then start the run again:"
                 " it continues",

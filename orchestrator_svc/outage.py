@@ -24,6 +24,7 @@ class Outage:
     Attributes:
         active: Whether the run pauses.
         in_a_row: Groups that failed one after the other.
+        proven: Whether a group of the run ever succeeded.
         tasks: Environment and id of their tasks, where something shared may be at fault, in order.
     """
 
@@ -31,13 +32,13 @@ class Outage:
         self, most_groups: int, most_tasks: int, give_up_s: float, first_s: float, *, proven: bool = False
     ) -> None:
         self._most_groups, self._most_tasks = most_groups, most_tasks
-        self._give_up_s, self._first_s, self._proven = give_up_s, min(first_s, give_up_s), proven
+        self._give_up_s, self._first_s, self.proven = give_up_s, min(first_s, give_up_s), proven
         self._begin_anew()
 
     @property
     def limit_s(self) -> float:
         """Seconds from the begin of a pause after which the run may end."""
-        return self._give_up_s if self._proven else self._first_s
+        return self._give_up_s if self.proven else self._first_s
 
     def _begin_anew(self) -> None:
         self.active = False
@@ -88,7 +89,7 @@ class Outage:
 
     def succeeded(self) -> bool:
         """Note that a group brought what it should; return whether that ends a pause."""
-        was_active, self._proven = self.active, True
+        was_active, self.proven = self.active, True
         self._begin_anew()
         return was_active
 
@@ -99,7 +100,7 @@ class Outage:
     def hopeless(self, now: float, *, heals: bool) -> bool:
         """Return whether the run should end: too many groups failed, and it has waited long enough, or waiting does not help."""
         waited = self.active and now - self._began >= self.limit_s
-        return (waited and not self._proven) or (self.in_a_row >= self._most_groups and (waited or not heals))
+        return (waited and not self.proven) or (self.in_a_row >= self._most_groups and (waited or not heals))
 
     def _wait_longer(self, now: float) -> None:
         self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
