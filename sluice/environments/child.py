@@ -147,7 +147,9 @@ class Server:
         return {"tasks": page, "count": len(tasks)}
 
     async def _messages(self, task: Answer) -> list[Any]:
-        found = _conversation(await self._call(self._environment.messages, Task(**task)), "messages(task)")
+        found = _conversation(
+            await self._call(self._environment.messages, Task(**task)), "messages(task)", UnfitMessagesError
+        )
         if not found:
             raise UnfitMessagesError("messages(task) gave no message: give at least what the user says")
         return found
@@ -212,23 +214,24 @@ def _task_fields(task: Task) -> Answer:
     return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}
 
 
-def _conversation(messages: Any, what: str) -> list[Any]:  # noqa: ANN401 - whatever was returned
+def _conversation(messages: Any, what: str, unfit: type[ValueError] = ValueError) -> list[Any]:  # noqa: ANN401 - whatever was returned
     """Check what an environment gives as messages, and return it as a list.
 
     Raises:
-        UnfitMessagesError: if the run would refuse them later, and name neither task nor method.
+        ValueError: of the kind `unfit`, if the run would refuse them later, and name neither task nor method. What `reset` and `step` give
+            depends on more than the task, such as what the model wrote: they may give something else the next time.
     """
     listed = isinstance(messages, Iterable) and not isinstance(messages, str | Mapping)
     found = list(messages) if listed else []
     if not listed or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found):
-        raise UnfitMessagesError(
+        raise unfit(
             f'{what}: give a list of messages such as {{"role": "user", "content": "..."}}, not {messages!r:.200}'
         )
     for each in found:
         try:
             message_fields(each)
         except ValueError as error:
-            raise UnfitMessagesError(str(error)) from None
+            raise unfit(str(error)) from None
     return found
 
 

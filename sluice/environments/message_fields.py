@@ -16,7 +16,7 @@ _OF_TRAINING = {"weight", "loss", "train"}
 
 
 class UnfitMessagesError(ValueError):
-    """What an environment gave as messages is none that a model could be sent."""
+    """An environment returned messages that cannot be sent to a model."""
 
 
 def message_fields(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, str]]]:

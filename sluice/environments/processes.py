@@ -673,7 +673,7 @@ _PINNED = {"step", "close", "tasks", "run"}
 
 
 def _raised(call: Call, raised: Mapping[str, str]) -> EnvironmentFailedError:
-    """Return how a call failed that raised, or that gave messages which are none."""
+    """Return how a call failed that raised, or that returned messages of an unusable form."""
     reason, text = Reason.RAISED, f"{call.name} raised {_text(raised)}"
     if raised["type"] == UnfitMessagesError.__name__:
         reason, text = Reason.MESSAGES, f"{call.name}: {raised['message']}"

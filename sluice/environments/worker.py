@@ -75,7 +75,7 @@ class Reason(StrEnum):
 
     RAISED = "ENVIRONMENT_RAISED"
     MESSAGES = "ENVIRONMENT_MESSAGES"
-    """It returned messages that no model can be sent: it will for this task, however often it is asked."""
+    """It returned messages that cannot be sent to a model. The same task fails the same way each time."""
     HUNG = "ENVIRONMENT_HUNG"
     DIED = "ENVIRONMENT_DIED"
     MEMORY = "ENVIRONMENT_MEMORY"

@@ -202,8 +202,12 @@ class Several:
         return [Task("t")]
 
     def reset(self, task, seed):
+        opened = Letters(seed if not self.forgetful else os.getpid())
+        if task.data.get("do") == "unfit":
+            opened.messages = [{"role": "user", "content": 5}]
+            return opened
         act(task.data.get("do", ""))
-        return Letters(seed if not self.forgetful else os.getpid())
+        return opened
 
 
 class Letters:
@@ -217,6 +221,8 @@ class Letters:
     def step(self, completion):
         if completion == "wrong reward":
             return Turn(reward="much")
+        if completion == "unfit":
+            return Turn(messages="what is it?")
         if completion == "open":
             return Turn(reward=float(Letters.open))
         self.count += act(completion)

@@ -237,6 +237,21 @@ async def test_messages_that_cannot_be_used_are_an_error_that_says_where(single,
     assert await single.score(TASK, ["a"]) == [1.0]
 
 
+async def test_messages_of_an_episode_that_cannot_be_used_are_what_it_raised_since_the_task_alone_is_not_at_fault(
+    several,
+) -> None:
+    with pytest.raises(EnvironmentFailedError, match="reset of task t raised ValueError: field content") as failed:
+        async with several.episode(Task("t", {"do": "unfit"}), 0):
+            pass
+    assert failed.value.reason == Reason.RAISED
+    async with several.episode(TASK, 0) as episode:
+        with pytest.raises(
+            EnvironmentFailedError, match="step of task only raised ValueError: messages of a turn"
+        ) as failed:
+            await episode.step("unfit")
+    assert failed.value.reason == Reason.RAISED
+
+
 async def test_a_task_that_is_not_plain_data_fails_its_call_and_harms_no_process(timed, clock) -> None:
     (process,) = await timed.score(TASK, ["pid"])
     with pytest.raises(EnvironmentFailedError, match=r"cannot be called: arguments.task.data.do is of type object"):
