@@ -161,7 +161,7 @@ class _BoundedProtocol(asyncio.Protocol):
             self.transport.close()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # may begin with a request that was sent ahead
+        super().on_response_complete()  # type: ignore[misc]  # of both protocols; may begin with a request that was sent ahead
         self._wait_if_idle()
 
     def pause_writing(self) -> None:
