@@ -105,9 +105,9 @@ class _Run:
     Attributes:
         begin: What the orchestrator is asked for it.
         sampling: Its parts, and who reads them.
-        known: Whether the orchestrator knows that this gateway has it.
-        said: Whether the orchestrator believes that nobody reads it here.
-        saying: Held while the orchestrator is told.
+        known: Whether the orchestrator was asked for it, and has not been told that it ended without a reply.
+        said: What the orchestrator was told last: whether nobody reads it here.
+        saying: Lock of the calls that tell it, which must arrive in their order.
     """
 
     begin: session_pb2.BeginGenerationRequest
@@ -373,6 +373,9 @@ class RecordedSessions:
         name = bounded_id(f"{session.episode_id}/{request_id or uuid.uuid4().hex}")
         alike = self._running.get((session.episode_id, identity.digest), {})
         run = alike.get(name)
+        if run is not None and run.sampling.ending:
+            await asyncio.wait({run.sampling.task})  # it gives its claim back
+            run = None
         if run is None:
             # What it may repeat, an orchestrator that was restarted learns first.
             repeatable = [each for each in alike.values() if each.known and (identity.is_retry or each.sampling.unread)]
@@ -410,10 +413,11 @@ class RecordedSessions:
             begin.token_ids.CopyFrom(request.generate.token_ids)
 
         def forget(_: asyncio.Task[None]) -> None:
-            runs = self._running[place]
-            del runs[name]
-            if not runs:
-                del self._running[place]
+            runs = self._running.get(place, {})
+            if runs.get(name) is run:
+                del runs[name]
+                if not runs:
+                    del self._running[place]
 
         run = self._running.setdefault(place, {})[name] = _Run(begin)
         run.sampling = SharedSampling(
@@ -440,14 +444,14 @@ class RecordedSessions:
         if begun.HasField("recorded"):
             yield _result(begun.recorded)
             return
-        wanted = self._completed(session, request)
-        wanted.request_id = begin.request_id
-        if begun.parent and not begin.HasField("token_ids"):
-            wanted.continues.token_ids.extend(begun.continues.ids)
-            wanted.continues.messages = keys.prefixes[begun.prefix].messages
-            wanted.continues.only_as_rendered = self._config.history == "template"
         recorded = False
         try:
+            wanted = self._completed(session, request)
+            wanted.request_id = begin.request_id
+            if begun.parent and not begin.HasField("token_ids"):
+                wanted.continues.token_ids.extend(begun.continues.ids)
+                wanted.continues.messages = keys.prefixes[begun.prefix].messages
+                wanted.continues.only_as_rendered = self._config.history == "template"
             with self._claimed(session.principal, run):
                 places, replicas = [session.episode_id, session.group_id], list[str]()
                 if request.stream:
@@ -482,7 +486,9 @@ class RecordedSessions:
             recorded = True
         finally:
             if not recorded:
-                await self._release(session, begin.request_id)
+                run.known = False
+                async with run.saying:  # nothing that is said of it may arrive after this
+                    await self._release(session, begin.request_id)
         yield _result(generation)
 
     async def _begin(self, who: str, run: _Run, until: float) -> session_pb2.BeginGenerationResponse | SharedSampling:
@@ -505,7 +511,7 @@ class RecordedSessions:
                 self._say_soon(run, who)
                 return begun
             other = self._running.get((request.episode_id, request.body_digest), {}).get(begun.running)
-            if other is not None and other is not run:
+            if other is not None and other is not run and not other.sampling.ending:
                 return other.sampling
             request.joins = begun.running
 
@@ -528,20 +534,19 @@ class RecordedSessions:
         held.held = True
 
         async def attempt(timeout_s: float) -> None:
-            held.unread = run.sampling.unread
-            await self._exchange.begin(held, who, timeout_s)
+            async with run.saying:
+                if run.known and (again or run.said != run.sampling.unread):
+                    held.unread = run.sampling.unread
+                    await self._exchange.begin(held, who, timeout_s)
+                    run.said = held.unread
 
-        async with run.saying:
-            if not again and run.said == run.sampling.unread:
-                return
-            try:
-                await self._patiently(attempt, CLAIM_S, full=_has_no_room)
-            except SluiceError as error:
-                # What was sampled may still be recorded: the claim only keeps others from doing the same work. A session that has
-                # ended asks for nothing any more.
-                log.debug("the orchestrator could not be told of a request", request=held.request_id, error=str(error))
-                return
-            run.said = held.unread
+        try:
+            await self._patiently(attempt, CLAIM_S, full=_has_no_room)
+        except SluiceError as error:
+            # What was sampled may still be recorded: the claim only keeps others from doing the same work. A session that has
+            # ended asks for nothing any more.
+            log.debug("the orchestrator was not told who reads", request=held.request_id, error=str(error))
+            return
         self._say_soon(run, who)
 
     async def _recorded(
@@ -551,40 +556,33 @@ class RecordedSessions:
         run: _Run,
         until: float,
     ) -> session_pb2.RecordedGeneration:
-        """Record what was sampled; return what is recorded under its name, which another gateway may have done before."""
-        async with run.saying:
-            unread = run.sampling.unread
-            try:
-                generation.parent = await self._record(session, generation, until, undelivered=unread)
-            except SluiceError as error:
-                if error.reason != RECORDED_OTHERWISE:
-                    raise
-                begun = await self._begin(session.principal, run, until)
-                if isinstance(begun, SharedSampling) or not begun.HasField("recorded"):
-                    raise
-                return begun.recorded
-            run.said = unread
+        """Record what was sampled; return what is recorded under its name, which another gateway may have done before.
+
+        It is tried again while the orchestrator is away or full.
+        """
+        request = session_pb2.RecordGenerationRequest(
+            episode_id=session.episode_id, gateway=self._name, generation=generation
+        )
+
+        async def attempt(timeout_s: float) -> session_pb2.RecordGenerationResponse:
+            async with run.saying:  # not between attempts, so that the claim is renewed meanwhile
+                request.undelivered = run.sampling.unread
+                answer = await self._exchange.record(request, session.principal, timeout_s)
+                run.said = request.undelivered
+            return answer
+
+        try:
+            answer = await self._patiently(attempt, until - self._clock(), full=_has_no_room)
+        except SluiceError as error:
+            if error.reason != RECORDED_OTHERWISE:
+                raise
+            begun = await self._begin(session.principal, run, until)
+            if isinstance(begun, SharedSampling) or not begun.HasField("recorded"):
+                raise
+            return begun.recorded
+        generation.parent = answer.parent
         self._say_soon(run, session.principal)
         return generation
-
-    async def _record(
-        self,
-        session: session_pb2.FindSessionResponse,
-        generation: session_pb2.RecordedGeneration,
-        until: float,
-        *,
-        undelivered: bool,
-    ) -> str:
-        """Record what was sampled; return what it continues. It is tried again while the orchestrator is away or full."""
-        request = session_pb2.RecordGenerationRequest(
-            episode_id=session.episode_id, gateway=self._name, generation=generation, undelivered=undelivered
-        )
-        answer = await self._patiently(
-            lambda timeout_s: self._exchange.record(request, session.principal, timeout_s),
-            until - self._clock(),
-            full=_has_no_room,
-        )
-        return answer.parent
 
     async def _release(self, session: session_pb2.FindSessionResponse, request_id: str) -> None:
         """Let another gateway sample the request at once; if that fails, the claim ends by itself."""

@@ -63,6 +63,7 @@ class SharedSampling:
 
     Attributes:
         task: Reads the source.
+        ending: Whether it ends for want of readers, and must not be read any more.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SharedSampling:
         self._parts: list[Part | Joined] = []
         self._linger_s, self._clock, self._unread_changed = linger_s, clock, changed
         self._readers = 0
-        self._taken = False
+        self._taken = self.ending = False
         self._changed = asyncio.Event()
         self._leaving: asyncio.Handle | None = None
         self.task = asyncio.create_task(self._read(source, deadline_s), name="sample for a session")
@@ -117,7 +118,7 @@ class SharedSampling:
             self._readers -= 1
             self._unread_changed()
             if not self._readers and not self.task.done():
-                self._leaving = self._clock.call_later(self._linger_s, self.task.cancel)
+                self._leaving = self._clock.call_later(self._linger_s, self._end)
 
     async def _read(self, source: AsyncGenerator[Part | Joined, None], deadline_s: float) -> None:
         try:
@@ -129,6 +130,10 @@ class SharedSampling:
             self._stay()
             # The task is not done yet: readers look again when it is.
             asyncio.get_running_loop().call_soon(self._wake)
+
+    def _end(self) -> None:
+        self.ending = True
+        self.task.cancel()
 
     def _stay(self) -> None:
         """Do not end for want of readers."""

@@ -30,6 +30,12 @@ MAX_CLAIM_S = 600.0
 LOST_S = 600.0
 """Seconds for which a request that ended without a reply is remembered, so that its retry is not taken for that of another one."""
 
+MOST_LOST = 1024
+"""Of these in a session; beyond them the oldest is forgotten."""
+
+MOST_GIVEN = 4096
+"""Repetitions of a session whose replies are noted in the journal. Further ones get their reply, and nobody notes who has read it."""
+
 _DIGEST_BYTES = 16
 
 TokenIds = NDArray[np.uint32]
@@ -118,12 +124,18 @@ class _Requests:
         """End the claims whose time is over, and forget what was lost long ago."""
         for name in [name for name, each in self.claims.items() if each.until <= now]:
             self.lose(name, now)
-        self.lost = {name: each for name, each in self.lost.items() if each.until > now}
+        while self.lost and (len(self.lost) > MOST_LOST or next(iter(self.lost.values())).until <= now):
+            del self.lost[next(iter(self.lost))]
 
     def lose(self, name: str, now: float) -> None:
         """End a claim without a recording."""
         if (claim := self.claims.pop(name, None)) is not None:
-            self.lost[name] = _Lost(claim.body_digest, claim.retry, now + LOST_S)
+            self.note_lost(name, claim.body_digest, claim.retry, now)
+
+    def note_lost(self, name: str, body_digest: bytes, retry: int, now: float) -> None:
+        """Remember a request that ended without a reply; the dictionary is in the order of its ends."""
+        self.lost.pop(name, None)
+        self.lost[name] = _Lost(body_digest, retry, now + LOST_S)
 
 
 class Claims:
@@ -177,6 +189,8 @@ class Claims:
         if claim is None and not request.held and (same := self._repeated(session, known, request, now, joined)):
             return same
         continued = _known_prefix(session, request)
+        if claim is None and request.held and len(session.given) >= MOST_GIVEN:
+            return continued  # it may be one whose reply was given and not noted
         wanted = _Claim(
             request.gateway,
             request.body_digest,
@@ -218,7 +232,7 @@ class Claims:
                 known.lost.pop(found.name if found else "", None)
                 return None
             if not request.is_retry:
-                known.lost[name] = _Lost(digest, found.retry, now + LOST_S)  # its own client may yet retry it
+                known.note_lost(name, digest, found.retry, now)  # its own client may yet retry it
             if found.state is State.RECORDED:
                 if request.retry > found.retry:
                     known.retries[found.name] = request.retry
@@ -226,7 +240,7 @@ class Claims:
             waited_for = found.name
         claim = alike[waited_for]
         claim.retry = max(claim.retry, request.retry)
-        claim.waiters.pop(name, None)
+        claim.waiters = {each: waiter for each, waiter in claim.waiters.items() if each != name and waiter.until > now}
         if not request.unread:
             claim.waiters[name] = _Waiter(request.gateway, now + _seconds(request))
         return Running(waited_for, claim.until, claim.gateway)
@@ -273,6 +287,8 @@ class Claims:
             if request.held and to not in session.given:
                 to = ""
         is_known = not to or to in session.given
+        if not is_known and len(session.given) >= MOST_GIVEN:
+            return Recorded(reply)
         if not is_known or request.unread != ((to or reply.request_id) in session.left):
             fact = pb.SessionGenerationDelivered(
                 group=session.group,
@@ -322,6 +338,7 @@ class Claims:
             self._journal.record(pb.Fact(session_generation_recorded=fact))
             known = session.requests[made.request_id]
         others = self._known(session, now)
+        others.lost.pop(made.request_id, None)
         claim = others.claims.pop(made.request_id, None)
         if claim is not None and claim.retry:
             others.retries[made.request_id] = claim.retry

@@ -12,7 +12,8 @@ from session_facts import digest, generation
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import Session
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded, Running
+from orchestrator_svc.sessions import claims
+from orchestrator_svc.sessions.claims import LOST_S, Claimed, Claims, Recorded, Running
 from orchestrator_svc.sessions.desk import Desk, Waiting
 from orchestrator_svc.sessions.lending import Lending
 from sluice.rpc import SluiceError
@@ -275,6 +276,38 @@ async def test_only_a_marked_retry_gets_the_recorded_reply_to_the_same_body(run,
     assert isinstance(run.begin("e", body=2, retry=1), Claimed), "nothing was recorded for this body"
     with pytest.raises(SluiceError, match="another body"):
         run.begin("a", body=2)
+
+
+async def test_a_retry_gets_a_reply_that_was_recorded_after_its_claim_was_lost(run, session):
+    run.begin("a")
+    run.claims.end_all_of("east", run.now)
+    run.record("a", [1], [2])
+    assert run.begin("a1", gateway="west", retry=1).request.request_id == "a"
+
+
+async def test_all_repetitions_get_the_reply_and_so_many_are_noted(run, session, monkeypatch):
+    monkeypatch.setattr(claims, "MOST_GIVEN", 3)
+    run.begin("a")
+    run.record("a", [1], [2])
+    for number in range(6):
+        assert run.begin(f"r{number}", retry=1).request.request_id == "a"
+    assert len(run.lending.find("g1-0-0").given) == 3
+    run.begin("r5", held=True, unread=True)
+    assert isinstance(run.begin("s", retry=2), Recorded), (
+        "what the client of r5 left is no request that is being sampled"
+    )
+
+
+async def test_of_the_requests_that_ended_without_a_reply_the_last_ones_are_remembered(run, session, monkeypatch):
+    monkeypatch.setattr(claims, "MOST_LOST", 2)
+    for name in "abcd":
+        run.begin(name)
+        run.claims.release("ann", released(name, "east"), 0)
+    run.begin("e", body=2)
+    assert list(run.claims._requests["g1-0-0"].lost) == ["c", "d"]
+    run.now += LOST_S
+    run.begin("f", body=2)
+    assert list(run.claims._requests["g1-0-0"].lost) == ["e"], "its claim ended"
 
 
 async def test_the_longest_known_prefix_wins_by_keys_and_by_token_ids(run, session):

@@ -464,10 +464,13 @@ async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path)
             yield rollout_pb2.GenerateStreamResponse()
 
     async with stack(tmp_path, Refusing("one")) as gateway, gateway.http() as http:
-        for stream in (False, True):
+        for stream in (False, False, True, True):  # the second one waits for nobody
             reply = await http.post(CHAT, json=BODY | {"stream": stream})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
-        await until(lambda: gateway.orchestrator.released == 2)
+        await until(lambda: gateway.orchestrator.released == 4)
+        assert not any(each.held for each in gateway.orchestrator.began), (
+            "what ended without a reply is not claimed again"
+        )
 
 
 async def test_over_grpc_a_reply_that_is_larger_than_a_message_comes_in_parts(tmp_path):
