@@ -38,12 +38,14 @@ from sluice.limits import SEND_DEADLINE_S
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
 from sluice.openai.server import (
     HEALTH_PATH,
+    SENT,
     DisconnectedError,
     EventStream,
     RequestGuard,
     bearer_token,
     certificate_of,
     recorded,
+    sent,
     while_connected,
 )
 from sluice.rpc import SluiceError
@@ -207,22 +209,13 @@ class Door:
         return await self._sessions.find(self.ref(http))
 
     async def check_key(self, ref: SessionRef) -> None:
-        """Refuse a key that opens no session, open or ended. Which of its keys it is, and what that may do, is checked later.
+        """Refuse a key that settles no session.
 
         Raises:
-            SluiceError: NOT_FOUND, or why nobody could look.
+            SluiceError: NOT_FOUND, PERMISSION_DENIED, or why nobody could look.
         """
-        if not ref.key:  # `admit` knows the principal
-            return
-        try:
-            await self._sessions.find(ref)
-        except SluiceError as error:
-            if error.code not in _OF_A_KNOWN_KEY:
-                raise
-
-
-_OF_A_KNOWN_KEY = frozenset({grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION})
-"""Codes for a key that opens a session, but does not sample it: it settles, or the session ended."""
+        if ref.key:  # `admit` knows the principal
+            await self._sessions.find_ended(ref)
 
 
 def _token(headers: Headers) -> str:
@@ -411,7 +404,7 @@ class _Given(JSONResponse):
         async with asyncio.timeout(SEND_DEADLINE_S):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        await asyncio.sleep(0)  # a client that has left shows here
+        await sent(send)
         await anext(self._parts, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -500,7 +493,8 @@ async def _events(first: Begun | Delta | Result | None, rest: Parts, reply: Repl
                     yield b"".join(reply.text(part))
                 else:
                     yield b"".join(_ending(part, reply, opened=opened))
-                    await anext(rest, None)  # it was sent
+                    yield SENT
+                    await anext(rest, None)
                     return
                 part = await anext(rest)
         except SluiceError as error:

@@ -117,6 +117,19 @@ class _Run:
     saying: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+@dataclass
+class _Asking:
+    """A question for a session.
+
+    Attributes:
+        task: Asks.
+        waiting: How many wait for the answer. When the last one has left, nobody asks any more.
+    """
+
+    task: asyncio.Task[session_pb2.FindSessionResponse]
+    waiting: int = 0
+
+
 class RecordedSessions:
     """Finds sessions, samples for them, and records what was sampled; what `gateway_svc.sessions.Sessions` asks for.
 
@@ -151,14 +164,16 @@ class RecordedSessions:
         self._telling: set[asyncio.Task[None]] = set()
         self._closed = False
         self._strangers = Strangers()
-        self._asking: dict[tuple[str, str, bool], asyncio.Task[session_pb2.FindSessionResponse]] = {}
-        self._found: OrderedDict[tuple[str, str, str], tuple[float, session_pb2.FindSessionResponse]] = OrderedDict()
+        self._asking: dict[tuple[str, str, bool], _Asking] = {}
+        self._found: OrderedDict[tuple[str, str, str, bool], tuple[float, session_pb2.FindSessionResponse]] = (
+            OrderedDict()
+        )
 
     async def close(self) -> None:
         """End all sampling; its claims are given back."""
         self._closed = True
         sampling = [each.sampling.task for runs in self._running.values() for each in runs.values()]
-        tasks = [*sampling, *self._asking.values(), *self._telling]
+        tasks = [*sampling, *(each.task for each in self._asking.values()), *self._telling]
         for task in tasks:
             task.cancel()
         await settle(*tasks)
@@ -180,13 +195,24 @@ class RecordedSessions:
         Raises:
             SluiceError: NOT_FOUND; FAILED_PRECONDITION with SESSION_ENDED if it ended.
         """
+        return await self._find(ref, ended=False)
+
+    async def find_ended(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
+        """Return a session that the caller, or the key, may settle; also after its end.
+
+        Raises:
+            SluiceError: NOT_FOUND, PERMISSION_DENIED.
+        """
+        return await self._find(ref, ended=True)
+
+    async def _find(self, ref: SessionRef, *, ended: bool) -> session_pb2.FindSessionResponse:
         who = caller().name
-        place = (ref.episode_id, ref.key, "" if ref.key else who)
+        place = (ref.episode_id, ref.key, "" if ref.key else who, ended)
         kept = self._found.get(place)
         if kept is not None and kept[0] > self._clock():
             self._found.move_to_end(place)
             return kept[1]
-        found = await self._ask(ref, who, ended=False)
+        found = await self._ask(ref, who, ended=ended)
         if ref.episode_id and found.episode_id != ref.episode_id:
             raise SluiceError.not_found(
                 UNKNOWN_EPISODE,
@@ -222,7 +248,7 @@ class RecordedSessions:
         """Prolong a lease of the caller, or that of the session whose settling key was sent."""
         who = caller().name
         if key:
-            found = await self._find_ended(SessionRef("", key))
+            found = await self.find_ended(SessionRef("", key))
             if found.lease_id != request.lease_id:
                 message = f"the lease {request.lease_id!r} is not that of the key's episode, or has ended"
                 raise SluiceError.not_found(UNKNOWN_LEASE, message)
@@ -259,7 +285,7 @@ class RecordedSessions:
 
     async def renew(self, ref: SessionRef) -> float:
         """Prolong the lease of a session, also of one whose reward follows, and return its seconds."""
-        found = await self._find_ended(ref)
+        found = await self.find_ended(ref)
         try:
             if found.lease_id:
                 request = episode_pb2.RenewLeaseRequest(lease_id=found.lease_id)
@@ -280,21 +306,8 @@ class RecordedSessions:
         """
         if not ref.key:
             return caller().name, _own_credential()
-        found = await self._find_ended(ref)
+        found = await self.find_ended(ref)
         return found.principal, found.credential
-
-    async def _find_ended(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
-        """Return a session that the caller, or the key, may settle; also after its end.
-
-        Raises:
-            SluiceError: NOT_FOUND, PERMISSION_DENIED.
-        """
-        found = await self._ask(ref, caller().name, ended=True)
-        if ref.episode_id and found.episode_id != ref.episode_id:
-            raise SluiceError.not_found(
-                UNKNOWN_EPISODE, f"the session key does not open {ref.episode_id!r}: send the key of that session"
-            )
-        return found
 
     async def _ask(self, ref: SessionRef, who: str, *, ended: bool) -> session_pb2.FindSessionResponse:
         """Ask the orchestrator for a session: once for all who ask for it meanwhile, and not again soon for a key that opens none."""
@@ -309,16 +322,22 @@ class RecordedSessions:
             else:
                 request.episode_id = ref.episode_id
             by = _own_credential() if ended else common_pb2.CREDENTIAL_UNSPECIFIED
-            asking = asyncio.create_task(self._call(self._sessions.FindSession, request, who, by))
-            self._asking[place] = asking
-            asking.add_done_callback(lambda _: self._asking.pop(place))
-            discard_outcome(asking)
+            task = asyncio.create_task(self._call(self._sessions.FindSession, request, who, by))
+            discard_outcome(task)
+            asking = self._asking[place] = _Asking(task)
+        asking.waiting += 1
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(asking.task)
         except SluiceError as error:
             if ref.key and error.reason == UNKNOWN_EPISODE:
                 self._strangers.note(ref.key, error.message, self._clock())
             raise
+        finally:
+            asking.waiting -= 1
+            if not asking.waiting:
+                asking.task.cancel()
+                if self._asking.get(place) is asking:
+                    del self._asking[place]
 
     def _forget(self, episode_id: str) -> None:
         for place in [place for place, (_, each) in self._found.items() if each.episode_id == episode_id]:
@@ -423,7 +442,7 @@ class RecordedSessions:
         run.sampling = SharedSampling(
             self._sample(session, request, keys, run),
             deadlines.request_s,
-            deadlines.linger_s,
+            lambda: deadlines.linger_s if run.known else 0.0,
             self._clock,
             functools.partial(self._say_soon, run, session.principal),
         )
@@ -437,15 +456,13 @@ class RecordedSessions:
         until, begin = self._clock() + self._config.deadlines.request_s, run.begin
         begin_time = Timestamp()
         begin_time.GetCurrentTime()
-        begun = await self._begin(session.principal, run, until)
-        if isinstance(begun, SharedSampling):
-            yield Joined(begun)
-            return
-        if begun.HasField("recorded"):
-            yield _result(begun.recorded)
-            return
-        recorded = False
+        claimed = True  # or perhaps, until the orchestrator has answered
         try:
+            begun = await self._begin(session.principal, run, until)
+            if isinstance(begun, SharedSampling) or begun.HasField("recorded"):
+                claimed = False
+                yield Joined(begun) if isinstance(begun, SharedSampling) else _result(begun.recorded)
+                return
             wanted = self._completed(session, request)
             wanted.request_id = begin.request_id
             if begun.parent and not begin.HasField("token_ids"):
@@ -483,9 +500,9 @@ class RecordedSessions:
                     begin_time=begin_time,
                 )
                 generation = await self._recorded(session, generation, run, until)
-            recorded = True
+            claimed = False
         finally:
-            if not recorded:
+            if claimed:
                 run.known = False
                 async with run.saying:  # nothing that is said of it may arrive after this
                     await self._release(session, begin.request_id)

@@ -117,6 +117,10 @@ class Sessions(Protocol):
         """Return an open session; FAILED_PRECONDITION with SESSION_ENDED if it ended."""
         ...
 
+    async def find_ended(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
+        """Return a session that the caller, or the key, may settle; also after its end."""
+        ...
+
     def generate(
         self, session: session_pb2.FindSessionResponse, request: CapturedRequest, identity: RequestIdentity
     ) -> AsyncGenerator[Begun | Delta | Result, None]:

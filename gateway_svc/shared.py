@@ -57,7 +57,7 @@ class SharedSampling:
     Args:
         source: Samples. It is read to its end, unless nobody has read it for a time.
         deadline_s: Seconds that it may take.
-        linger_s: Seconds that it continues without a reader.
+        linger_s: Returns the seconds for which it continues from now on without a reader.
         clock: The time of both.
         changed: Called when `unread` may have changed.
 
@@ -70,7 +70,7 @@ class SharedSampling:
         self,
         source: AsyncGenerator[Part | Joined, None],
         deadline_s: float,
-        linger_s: float,
+        linger_s: Callable[[], float],
         clock: Clock = CLOCK,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -118,7 +118,7 @@ class SharedSampling:
             self._readers -= 1
             self._unread_changed()
             if not self._readers and not self.task.done():
-                self._leaving = self._clock.call_later(self._linger_s, self._end)
+                self._leaving = self._clock.call_later(self._linger_s(), self._end)
 
     async def _read(self, source: AsyncGenerator[Part | Joined, None], deadline_s: float) -> None:
         try:

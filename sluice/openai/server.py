@@ -644,6 +644,27 @@ async def _left(receive: Receive) -> None:
         pass
 
 
+async def sent(send: Send) -> None:
+    """Wait until what was sent has left this process for the client's connection. If that is closed, `while_connected` ends the caller here.
+
+    Raises:
+        TimeoutError: after `SEND_DEADLINE_S`.
+    """
+    async with asyncio.timeout(SEND_DEADLINE_S):
+        await send(
+            {"type": "http.response.body", "body": b"", "more_body": True}
+        )  # a server waits for room before it writes
+    for _ in range(_STEPS_TO_LEAVE):
+        await asyncio.sleep(0)
+
+
+_STEPS_TO_LEAVE = 6
+"""Steps of the event loop in which the end of a connection gets to `while_connected`, and from there to the work that it cancels."""
+
+SENT = b""
+"""An event of a stream for nobody: what follows it is asked for when all before it was sent."""
+
+
 class EventStream(Response):
     """Sends events until they end or the client disconnects, then closes their source.
 
@@ -668,6 +689,9 @@ class EventStream(Response):
             async with asyncio.timeout(SEND_DEADLINE_S):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for event in self._events:
+                if event == SENT:
+                    await sent(send)
+                    continue
                 async with asyncio.timeout(SEND_DEADLINE_S):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

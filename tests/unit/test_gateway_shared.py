@@ -44,7 +44,7 @@ async def left(reader: asyncio.Task[list[str]]) -> None:
 
 async def test_each_reader_gets_all_parts_from_the_beginning() -> None:
     source, clock = Source(), SimulatedClock()
-    shared = SharedSampling(source.parts(), DEADLINE_S, LINGER_S, clock)
+    shared = SharedSampling(source.parts(), DEADLINE_S, lambda: LINGER_S, clock)
     early = asyncio.create_task(read(shared))
     await clock.advance(1.0)
     late = asyncio.create_task(read(shared))
@@ -57,7 +57,7 @@ async def test_each_reader_gets_all_parts_from_the_beginning() -> None:
 
 async def test_it_continues_for_its_time_without_a_reader() -> None:
     source, clock = Source(), SimulatedClock()
-    shared = SharedSampling(source.parts(), DEADLINE_S, LINGER_S, clock)
+    shared = SharedSampling(source.parts(), DEADLINE_S, lambda: LINGER_S, clock)
     reader = asyncio.create_task(read(shared))
     await clock.advance(1.0)
     await left(reader)
@@ -70,7 +70,7 @@ async def test_it_continues_for_its_time_without_a_reader() -> None:
 
 async def test_whoever_comes_in_that_time_keeps_it() -> None:
     source, clock = Source(), SimulatedClock()
-    shared = SharedSampling(source.parts(), DEADLINE_S, LINGER_S, clock)
+    shared = SharedSampling(source.parts(), DEADLINE_S, lambda: LINGER_S, clock)
     for _ in range(3):
         reader = asyncio.create_task(read(shared))
         await clock.advance(LINGER_S * 2)
@@ -86,7 +86,7 @@ async def test_whoever_comes_in_that_time_keeps_it() -> None:
 
 async def test_nothing_waits_on_after_an_end_without_a_reader() -> None:
     source, clock = Source(), SimulatedClock()
-    shared = SharedSampling(source.parts(), DEADLINE_S, LINGER_S, clock)
+    shared = SharedSampling(source.parts(), DEADLINE_S, lambda: LINGER_S, clock)
     reader = asyncio.create_task(read(shared))
     await clock.advance(1.0)
     await left(reader)
@@ -98,7 +98,7 @@ async def test_nothing_waits_on_after_an_end_without_a_reader() -> None:
 
 async def test_beyond_its_deadline_it_is_too_late() -> None:
     source, clock = Source(), SimulatedClock()
-    shared = SharedSampling(source.parts(), DEADLINE_S, LINGER_S, clock)
+    shared = SharedSampling(source.parts(), DEADLINE_S, lambda: LINGER_S, clock)
     reader = asyncio.create_task(read(shared))
     await clock.advance(DEADLINE_S - 1)
     assert not reader.done()

@@ -14,13 +14,14 @@ import grpc
 import httpx
 import openai
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from impatient_client import ImpatientTransport
 from orchestrator_doubles import served
 from scripted_replica import Cable, ScriptedReplica, connected
 from simulated_clock import LIMIT_S, SimulatedClock
 
 from gateway_svc.config import CaptureConfig
-from gateway_svc.episodes import EpisodeServicer
+from gateway_svc.episodes import SESSION_KEY_METADATA, EpisodeServicer
 from gateway_svc.http import create_app
 from gateway_svc.recording import RecordedSessions
 from orchestrator_svc.config import ExternalConfig
@@ -67,13 +68,13 @@ class HeldReplica(ScriptedReplica):
 
 
 class Verbose(ScriptedReplica):
-    """Says 300 KiB."""
+    """Says 300 KiB of what JSON writes in six bytes each, so that eight of them are more than the kernel takes for a client."""
 
     async def _stream(self, wanted):
         async for message in super()._stream(wanted):
             for delta in message.chunk.deltas:
                 if delta.tokens.HasField("message"):
-                    delta.tokens.message.content = "x" * (300 << 10)
+                    delta.tokens.message.content = "\x01" * (300 << 10)
             yield message
 
 
@@ -93,7 +94,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         opening = episode_pb2.OpenEpisodeRequest(lease_id=given.lease_id, request_id="o")
         self.session = self._lending.open("anyone", opening, 0.0)
         self.recorded: dict[str, session_pb2.RecordedGeneration] = {}
-        self.released = 0
+        self.released = self.finding = 0
         self.began: list[session_pb2.BeginGenerationRequest] = []
         self.room = asyncio.Event()
         self.room.set()
@@ -107,6 +108,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         return f"{SESSION_KEY}{self.session.name}"
 
     async def FindSession(self, request, context):
+        self.finding += 1
         if request.session_key != self.key and request.episode_id != self.session.name:
             raise SluiceError.not_found("UNKNOWN_EPISODE", "the session key opens no episode of this run")
         return session_pb2.FindSessionResponse(
@@ -114,6 +116,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
             principal="anyone",
             group_id="g1",
             template_arguments_json=self.template_arguments,
+            cacheable=Duration(seconds=60),
         )
 
     async def Exchange(self, requests, context):
@@ -304,6 +307,41 @@ async def test_a_request_that_nobody_asks_for_again_ends_and_gives_its_claim_bac
         assert not gateway.orchestrator.recorded
 
 
+async def test_what_no_replica_was_asked_for_ends_with_its_client(tmp_path):
+    transport = ImpatientTransport()
+    async with stack(tmp_path, ScriptedReplica("one")) as gateway, gateway.http(transport) as http:
+        (await http.get("/v1/models")).raise_for_status()  # the session is known from now on
+        await gateway.cable.cut()
+        asking = asyncio.create_task(http.post(CHAT, json=BODY))
+        await until(lambda: gateway.readers == 1)
+        transport.give_up()
+        with pytest.raises(httpx.ReadTimeout):
+            await asking
+        await gateway.clock.advance(0)
+        await until(lambda: not gateway.sessions._running)
+        assert not gateway.replica.requests
+
+
+async def test_nobody_asks_for_a_session_when_all_who_wanted_it_have_left(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("one")) as gateway:
+        await gateway.cable.cut()
+        request = episode_pb2.RecordRewardRequest(episode_id=gateway.orchestrator.session.name, reward=1.0)
+        key = ((SESSION_KEY_METADATA, gateway.orchestrator.key),)
+        calls = [gateway.episodes.RecordReward(request, metadata=key, timeout=LIMIT_S) for _ in range(2)]
+        await until(lambda: [each.waiting for each in gateway.sessions._asking.values()] == [2])
+        for call in calls:
+            call.cancel()
+        await until(lambda: not gateway.sessions._asking)
+
+
+async def test_what_settles_a_session_asks_for_it_once(tmp_path):
+    async with stack(tmp_path, ScriptedReplica("one")) as gateway, gateway.http() as http:
+        for _ in range(2):
+            reply = await http.post(f"/rl/sessions/{gateway.orchestrator.session.name}/reward", json={"reward": 1.0})
+            assert reply.status_code == 501, "this orchestrator takes no rewards"
+        assert gateway.orchestrator.finding == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_equal_requests_at_one_time_are_as_many_samples(tmp_path, stream):
     async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http() as http:
@@ -378,11 +416,12 @@ async def test_a_reply_whose_client_leaves_while_it_is_recorded_is_not_trained_a
         assert len(gateway.replica.requests) == 1
 
 
-async def test_a_stream_whose_client_stops_reading_is_not_trained_as_read(tmp_path):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_whose_client_stops_reading_is_not_trained_as_read(tmp_path, stream):
     small = httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
     async with stack(tmp_path, Verbose("one")) as gateway, gateway.http(small) as http:
         session = gateway.orchestrator.session
-        async with http.stream("POST", CHAT, json=BODY | {"stream": True, "n": 8}) as response:
+        async with http.stream("POST", CHAT, json=BODY | {"stream": stream, "n": 8}) as response:
             await until(lambda: gateway.orchestrator.recorded)
             assert response.status_code == 200
             assert len(session.leaves()) == 8, "as far as anybody knows"
