@@ -176,13 +176,13 @@ class Server:
             return _described(error)
 
     async def _reset(self, episode: str, task: Answer, seed: int) -> Answer:
-        opened = await self._call(self._environment.reset, Task(**task), seed)
-        opening = {
-            "messages": _conversation(opened.messages, "messages of reset"),
-            "tools": list(getattr(opened, "tools", None) or ()),
-        }
-        self._episodes[episode] = opened
-        return opening
+        opened = self._episodes[episode] = await self._call(self._environment.reset, Task(**task), seed)
+        try:
+            messages = _conversation(opened.messages, "messages of reset")
+            return {"messages": messages, "tools": list(getattr(opened, "tools", None) or ())}
+        except BaseException:
+            await self._close(episode)
+            raise
 
     async def _step(self, episode: str, completion: str | Answer, last: bool) -> Answer:
         step = self._episodes[episode].step
