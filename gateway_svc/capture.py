@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sluice.limits import MAX_TEMPERATURE, MIN_TEMPERATURE, may_train_at
-from sluice.openai.dialect import StopStringFilter
+from sluice.openai.dialect import MessageFilter
 from sluice.openai.errors import describe_faults
 from sluice.rpc import SluiceError
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
@@ -135,23 +135,26 @@ def visible_message(sample: rollout_pb2.GeneratedSample, generation_id: str) -> 
 
 
 class TextDeltas:
-    """The texts of samples that are no messages, as they come and without their stop strings.
+    """What samples say, as it comes and without their stop strings: the messages of a conversation, else the texts.
 
     Args:
         stops: The stop strings.
+        of_messages: Whether the samples are messages.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._filters: dict[int, StopStringFilter] = {}
+    def __init__(self, stops: Sequence[str], *, of_messages: bool) -> None:
+        self._stops, self._of_messages = stops, of_messages
+        self._filters: dict[int, MessageFilter] = {}
 
     def of(self, chunk: rollout_pb2.StreamChunk) -> Iterator[Delta]:
-        """Yield the text that can be shown after a message of the stream."""
+        """Yield what can be shown after a message of the stream."""
         for delta in chunk.deltas:
             new = delta.tokens
-            visible = self._filters.setdefault(new.index, StopStringFilter(self._stops))
-            if text := visible.after(new.text, new.stop_string, last=bool(new.finish_reason)):
-                yield Delta(new.index, text)
+            said = (delta.reasoning, delta.content) if self._of_messages else ("", new.text)
+            visible = self._filters.setdefault(new.index, MessageFilter(self._stops))
+            reasoning, content = visible.after(*said, new.stop_string, last=bool(new.finish_reason))
+            if reasoning or content:
+                yield Delta(new.index, content, reasoning)
 
 
 class Unshown:

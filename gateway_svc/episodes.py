@@ -87,7 +87,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
             if isinstance(part, Result):
                 answer.result.CopyFrom(_one_message(part, request.request))
             elif isinstance(part, Delta):
-                answer.deltas.add(index=part.index, text=part.reasoning + part.content)
+                answer.deltas.add(index=part.index, text=part.content, reasoning=part.reasoning)
             yield answer
 
     async def RecordReward(

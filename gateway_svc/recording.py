@@ -456,7 +456,7 @@ class RecordedSessions:
         until, begin = self._clock() + self._config.deadlines.request_s, run.begin
         begin_time = Timestamp()
         begin_time.GetCurrentTime()
-        claimed = True  # or perhaps, until the orchestrator has answered
+        claimed, shown = True, False  # perhaps not claimed, until the orchestrator has answered
         try:
             begun = await self._begin(session.principal, run, until)
             if isinstance(begun, SharedSampling) or begun.HasField("recorded"):
@@ -472,10 +472,9 @@ class RecordedSessions:
             with self._claimed(session.principal, run):
                 places, replicas = [session.episode_id, session.group_id], list[str]()
                 if request.stream:
-                    # Of a conversation no text is shown, so that its tokens may come in few messages.
-                    coalesce_s = None if wanted.HasField("conversation") else TEXT_COALESCE_S
-                    async with self._engine.stream(wanted, places, coalesce_s=coalesce_s) as stream:
+                    async with self._engine.stream(wanted, places, coalesce_s=TEXT_COALESCE_S) as stream:
                         async for part in _parts(stream, wanted):
+                            shown = shown or isinstance(part, Delta)
                             yield part
                         response, replicas = stream.response, stream.replicas
                 else:
@@ -499,14 +498,20 @@ class RecordedSessions:
                     replicas=replicas,
                     begin_time=begin_time,
                 )
-                generation = await self._recorded(session, generation, run, until)
+                kept = await self._recorded(session, generation, run, until)
             claimed = False
         finally:
             if claimed:
                 run.known = False
                 async with run.saying:  # nothing that is said of it may arrive after this
                     await self._release(session, begin.request_id)
-        yield _result(generation)
+        if shown and kept is not generation:
+            raise SluiceError.aborted(
+                RECORDED_OTHERWISE,
+                "another gateway was faster, and the recorded reply is not the one that this stream began with; send the same request"
+                " again to get it",
+            )
+        yield _result(kept)
 
     async def _begin(self, who: str, run: _Run, until: float) -> session_pb2.BeginGenerationResponse | SharedSampling:
         """Claim a request, or get the reply that was recorded for it or for what it repeats; wait while that is sampled elsewhere.
@@ -716,18 +721,13 @@ class RecordedSessions:
 
 
 async def _parts(stream: TokenStream, wanted: rollout_pb2.GenerateRequest) -> AsyncGenerator[Begun | Delta, None]:
-    """Yield what a client may see while its request is sampled.
-
-    Of a conversation nothing but its beginning: which part of the text is content, and which one reasoning or a tool call, is known at
-    the end.
-    """
-    texts = TextDeltas(wanted.sampling.stop)
+    """Yield what a client may see while its request is sampled: its beginning, and what is known of each message or text."""
+    texts = TextDeltas(wanted.sampling.stop, of_messages=wanted.return_message)
     async for message in stream:
         if message.HasField("opening"):
             yield Begun(wanted.request_id, len(message.opening.prompt_token_ids))
-        if not wanted.HasField("conversation"):
-            for delta in texts.of(message.chunk):
-                yield delta
+        for delta in texts.of(message.chunk):
+            yield delta
 
 
 def _result(recorded: session_pb2.RecordedGeneration) -> Result:

@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import structlog
 from prometheus_client import Counter
 
 from sluice.config import ConfigError
+from sluice.openai.dialect import overlap
 from sluice.render import ChatRenderer, TemplateError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ PROBE_TOOLS: list[dict[str, Any]] = [
 LEAST_MARK = 4
 """Minimum length of a word that a template writes before the name of a tool for it to show that a call begins."""
 
+_OBJECT = re.compile(r"\s*\{")
 _TAG = re.compile(r"<[^\s<>\"{}]{2,}>?|\[[A-Z_]{3,}\]")
 
 
@@ -89,6 +91,8 @@ class Said:
 
 ReadCalls: TypeAlias = Callable[[str, Sequence[Mapping[str, Any]]], Said]
 """Reads the calls in a text, given the tools that were offered."""
+
+OfferedTools: TypeAlias = Callable[[], Sequence[Mapping[str, Any]]]
 
 ReadReasoning: TypeAlias = Callable[[str, bool], tuple[str, str]]
 """Splits a text into reasoning and the rest, given whether the prompt has opened the reasoning."""
@@ -217,45 +221,222 @@ def reads_back(read: ReadCalls, written: str) -> bool:
 
 def split_thinking(text: str, opened: bool) -> tuple[str, str]:
     """Return the reasoning at the beginning of a text and what follows it. Reasoning without an end is all of the text."""
-    if not opened:
-        before, mark, rest = text.partition(THINK_START)
-        if not mark or before.strip():
-            return "", text
-        text = rest
-    reasoning, mark, rest = text.partition(THINK_END)
-    return reasoning.strip("\n"), rest.lstrip("\n") if mark else ""
+    return _Thinking(opened).after(text, last=True)
 
 
 def read_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> Said:
     """Return the calls between `<tool_call>` and `</tool_call>`, and the text outside of them.
 
-    The last call may lack its end, as when a stop string ended the reply. What is not a call stays in the content.
+    The last call may lack its end, as when a stop string ended the reply. What is not a call stays in the content. Of a reply with
+    calls, white space around the calls and at the end is left out; a line feed separates the texts before and after a call.
     """
     del tools
-    calls: list[Call] = []
-    outside: list[str] = []
-    done, malformed = 0, 0
-    start = text.find(CALL_START)
-    while start >= 0:
-        if len(calls) + malformed == MAX_CALLS:
-            malformed += text.count(CALL_START, start)
-            break
-        inner = start + len(CALL_START)
-        ends = text.find(CALL_END, inner)
-        call = _json_call(text[inner : len(text) if ends < 0 else ends])
-        after = len(text) if ends < 0 else ends + len(CALL_END)
-        if call is None:
-            malformed += 1
-            after = inner  # a further start may be inside
-        else:
-            calls.append(call)
-            outside.append(text[done:start])
-            done = after
-        start = text.find(CALL_START, after)
-    outside.append(text[done:])
-    if not calls:
-        return Said(text, malformed=malformed)
-    return Said("\n".join(part.strip() for part in outside if part.strip()), calls, malformed)
+    reader = _JsonCalls()
+    content = reader.after(text, last=True)
+    return Said(content, reader.calls or (), reader.malformed)
+
+
+class ReplyReader:
+    """Reads one reply whose text comes in parts, and returns reasoning and content as soon as no later text can change them.
+
+    A part takes time in proportion to its own length: of the text before it, only what may begin a mark is searched again. The text
+    after a malformed call is searched for further calls; that happens at most `MAX_CALLS` times in a reply.
+
+    What a parser of the engine's library reads is known at the end alone.
+
+    Args:
+        how: How the model's replies are read.
+        tools: Returns the tools that were offered, for a parser of the engine's library. None: there were none, so that no calls are read.
+        opened: Whether the prompt has opened the reasoning.
+    """
+
+    def __init__(self, how: ReplyFormat, tools: OfferedTools | None, *, opened: bool) -> None:
+        self._tools, self._opened = tools, opened
+        self._thinking = _Thinking(opened) if how.read_reasoning is split_thinking else None
+        self._calls = _JsonCalls() if tools is not None and how.read_calls is read_json_calls else None
+        self._read_reasoning = None if self._thinking is not None else how.read_reasoning
+        self._read_calls = None if self._calls is not None or tools is None else how.read_calls
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._unread: list[str] = []
+
+    @property
+    def needs_parser(self) -> bool:
+        """Return whether a parser of the engine's library reads the end; it may take long."""
+        return self._read_reasoning is not None or self._read_calls is not None
+
+    def after(self, new: str, *, last: bool) -> tuple[str, str]:
+        """Return the reasoning and the content that are certain after more text, without what was returned before."""
+        reasoning = ""
+        if self._thinking is not None:
+            reasoning, new = self._thinking.after(new, last=last)
+        if self.needs_parser:
+            self._unread.append(new)
+            new = ""
+        elif self._calls is not None:
+            new = self._calls.after(new, last=last)
+        self._reasoning.append(reasoning)
+        self._content.append(new)
+        return reasoning, new
+
+    def read(self) -> tuple[str, Said]:
+        """Return the reasoning of the whole reply, and its content and calls. Call it after the last part.
+
+        Raises:
+            Exception: whatever a parser of the engine's library raises.
+        """
+        reasoning, rest = self.unread()
+        if self._calls is not None:
+            return reasoning, Said("".join(self._content), self._calls.calls or (), self._calls.malformed)
+        if not self.needs_parser:
+            return reasoning, Said("".join(self._content))
+        if self._read_reasoning is not None:
+            reasoning, rest = self._read_reasoning(rest, self._opened)
+        if self._read_calls is None or self._tools is None:
+            return reasoning, Said(rest)
+        return reasoning, self._read_calls(rest, self._tools())
+
+    def unread(self) -> tuple[str, str]:
+        """Return the reasoning that is certain, and the text that is left to a parser of the engine's library."""
+        return "".join(self._reasoning), "".join(self._unread)
+
+
+class _Thinking:
+    """Splits a text that comes in parts as `split_thinking` does.
+
+    Args:
+        opened: Whether the prompt has opened the reasoning.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        self._place: Literal["before", "within", "after"] = "within" if opened else "before"
+        self._mark = ""
+        """The end of the text, which may begin a mark."""
+        self._space: list[str] = []
+        """White space before the reasoning."""
+        self._feeds = 0
+        """Line feeds that end the reasoning, unless more of it follows."""
+        self._is_begun = False
+        self._strips_answer = False
+
+    def after(self, new: str, *, last: bool) -> tuple[str, str]:
+        """Return the reasoning and the rest that are certain after more text."""
+        reasoning = ""
+        if self._place == "before":
+            text = self._mark + new
+            start = text.lstrip()
+            self._space.append(text[: len(text) - len(start)])
+            if THINK_START.startswith(start) and start != THINK_START and not last:
+                self._mark = start
+                return "", ""
+            if not start.startswith(THINK_START):
+                self._place = "after"
+                return "", "".join(self._space) + start
+            self._place, self._mark, new = "within", "", start.removeprefix(THINK_START)
+        if self._place == "within":
+            thought, end, rest = (self._mark + new).partition(THINK_END)
+            begun = 0 if end or last else overlap(thought, THINK_END)
+            self._mark = thought[len(thought) - begun :]
+            reasoning = self._reasoned(thought[: len(thought) - begun])
+            if not end:
+                return reasoning, ""
+            self._place, self._strips_answer, new = "after", True, rest
+        if self._strips_answer:
+            new = new.lstrip("\n")
+            self._strips_answer = not new
+        return reasoning, new
+
+    def _reasoned(self, text: str) -> str:
+        """Return more of the reasoning, without the line feeds around the whole of it."""
+        if not self._is_begun:
+            text = text.lstrip("\n")
+        body = text.rstrip("\n")
+        feeds = len(text) - len(body)
+        if not body:
+            self._feeds += feeds
+            return ""
+        reasoning = "\n" * self._feeds + body
+        self._feeds, self._is_begun = feeds, True
+        return reasoning
+
+
+class _JsonCalls:
+    """Reads the calls in a text that comes in parts as `read_json_calls` does.
+
+    Attributes:
+        calls: The calls so far.
+        malformed: Number of calls so far that could not be read.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.malformed = 0
+        self._mark = ""
+        """The end of the text, which may begin a call; or that of an open call, which may begin its end."""
+        self._open: list[str] | None = None
+        """The text of a call that has begun."""
+        self._space: list[str] = []
+        """White space that ends the content, unless more of it follows."""
+        self._has_content = self._follows_call = False
+
+    def after(self, new: str, *, last: bool) -> str:
+        """Return the content that is certain after more text."""
+        text = self._mark + new
+        if self._open is not None:
+            self._open.append(new)
+            if CALL_END not in text and not last:
+                self._mark = text[1 - len(CALL_END) :]
+                return ""
+            text = CALL_START + "".join(self._open)
+            self._open = None
+        content: list[str] = []
+        at, end = 0, -1
+        while (start := text.find(CALL_START, at)) >= 0:
+            if len(self.calls) + self.malformed >= MAX_CALLS:
+                self.malformed += text.count(CALL_START, start)
+                start = text.rfind(CALL_START) + len(CALL_START)
+                content += self._outside(text[at:start])
+                at = start
+                break
+            content += self._outside(text[at:start])
+            at = start + len(CALL_START)
+            if end < at:
+                end = text.find(CALL_END, at)
+                end = len(text) if end < 0 else end
+            if end == len(text) and not last:
+                self._open = [text[at:]]
+                self._mark = self._open[0][1 - len(CALL_END) :]
+                return "".join(content)
+            call = _json_call(text[at:end]) if _OBJECT.match(text, at, end) else None
+            if call is None:
+                self.malformed += 1
+                content += self._outside(CALL_START)  # a further start may be inside
+                continue
+            self.calls.append(call)
+            self._space.clear()
+            self._follows_call = True
+            at = min(end + len(CALL_END), len(text))
+        rest = text[at:]
+        begun = 0 if last else overlap(rest, CALL_START)
+        self._mark = rest[len(rest) - begun :]
+        content += self._outside(rest[: len(rest) - begun])
+        if last and not self.calls:
+            content += self._space
+        return "".join(content)
+
+    def _outside(self, text: str) -> Sequence[str]:
+        """Return what more text outside of calls adds to the content."""
+        if self._follows_call:
+            text = text.lstrip()
+        body = text.rstrip()
+        space = text[len(body) :]
+        if not body:
+            self._space.append(space)
+            return ()
+        separator = "\n" if self._follows_call and self._has_content else ""
+        added = [separator, *self._space, body]
+        self._space, self._has_content, self._follows_call = [space], True, False
+        return added
 
 
 def _json_call(text: str) -> Call | None:

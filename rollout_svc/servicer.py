@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import grpc
@@ -31,7 +31,7 @@ from rollout_svc.engines.base import (
 )
 from rollout_svc.responses import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
-from rollout_svc.tokenizer import ModelTokenizer, Prompt, TextStream
+from rollout_svc.tokenizer import ModelTokenizer, Prompt, ReplyStream, TextStream
 from sluice.clock import CLOCK, Clock
 from sluice.limits import MAX_TEMPERATURE
 from sluice.rpc import MAX_SAMPLES, SluiceError
@@ -86,6 +86,21 @@ STAGES = {
     Stage.PAUSED: pb.REQUEST_STAGE_PAUSED,
     Stage.SWITCHING: pb.REQUEST_STAGE_SWITCHING,
 }
+
+
+@dataclass(slots=True)
+class _SampleText:
+    """What makes text of the tokens of one sample.
+
+    Attributes:
+        text: Decodes them, if the text is asked for.
+        reply: Reads them, if the message is.
+        continued: Tokens before them that were not read yet.
+    """
+
+    text: TextStream | None
+    reply: ReplyStream | None
+    continued: Sequence[int]
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -226,8 +241,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _sampled(
         self, request: pb.GenerateRequest, pace: Pace
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        texts: dict[int, TextStream] = {}
-        replies: dict[int, list[int]] = {}
+        samples: dict[int, _SampleText] = {}
         async with self._admitted(request) as (wanted, prompt):
             copies = _greedy_copies(wanted)
             response = pb.GenerateStreamResponse(
@@ -244,23 +258,39 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     async for progress in stream:
                         response.chunk.stage, response.chunk.engine_steps = STAGES[progress.stage], progress.steps
                         for part in progress.parts:
-                            text = ""
-                            if request.return_text:
-                                if part.index not in texts:
-                                    texts[part.index] = self._tokenizer.text_stream(wanted.continued)
-                                text = texts[part.index].after(part.token_ids, last=part.finish_reason is not None)
-                            for index in range(part.index, part.index + copies):
-                                delta = response.chunk.deltas.add(offset=part.offset)
-                                _fill(delta.tokens, part, index, text)
-                                if request.return_message:
-                                    said = replies.setdefault(index, [])
-                                    said += part.token_ids
-                                    if part.finish_reason is not None:
-                                        delta.tokens.message.CopyFrom(await self._message(request, wanted, index, said))
+                            if part.index not in samples:
+                                samples[part.index] = self._sample_text(request, wanted)
+                            await self._add(response.chunk, part, samples[part.index], wanted.request_id, copies)
                         yield response
                         response = pb.GenerateStreamResponse()
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
+
+    def _sample_text(self, request: pb.GenerateRequest, wanted: GenerationRequest) -> _SampleText:
+        """Return what makes text of a new sample's tokens, as far as it is asked for."""
+        before = wanted.prompt_ids[: len(wanted.prompt_ids) - len(wanted.continued)]
+        return _SampleText(
+            self._tokenizer.text_stream(wanted.continued) if request.return_text else None,
+            self._tokenizer.reply_stream(request, before) if request.return_message else None,
+            wanted.continued,
+        )
+
+    async def _add(
+        self, chunk: pb.StreamChunk, part: Sample, sample: _SampleText, request_id: str, copies: int
+    ) -> None:
+        """Add the next tokens of a sample to a message, with the text that is known by them."""
+        last = part.finish_reason is not None
+        text, reasoning, content = "", "", ""
+        if sample.text is not None:
+            text = sample.text.after(part.token_ids, last=last)
+        if sample.reply is not None:
+            reasoning, content = await sample.reply.after([*sample.continued, *part.token_ids], last=last)
+            sample.continued = ()
+        for index in range(part.index, part.index + copies):
+            delta = chunk.deltas.add(offset=part.offset, reasoning=reasoning, content=content)
+            _fill(delta.tokens, part, index, text)
+            if sample.reply is not None and last:
+                delta.tokens.message.CopyFrom(self._tokenizer.message(f"{request_id}/{index}", sample.reply))
 
     async def _message(
         self, request: pb.GenerateRequest, wanted: GenerationRequest, index: int, token_ids: Sequence[int]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +14,7 @@ import structlog
 import xxhash
 
 from rollout_svc.least_tokens import LeastTokens
-from rollout_svc.replies import CALLS, MAX_BEFORE_REPLY, THINK_START, ReplyFormat, Said, reply_format
+from rollout_svc.replies import CALLS, MAX_BEFORE_REPLY, THINK_START, ReplyFormat, ReplyReader, Said, reply_format
 from rollout_svc.turns import Turns
 from sluice.chat_template import set_chat_template, template_text
 from sluice.clock import CLOCK, Clock
@@ -57,13 +57,15 @@ MAX_HUNG_RENDERINGS = 32
 """Renderings that may hang at a time, such as in a template that loops for ever; a thread cannot be ended."""
 
 PARSE_THREADS = 2
-"""Threads that parse replies."""
+"""Threads in which the parsers of vLLM read replies."""
 
 PARSE_DEADLINE_S = 5.0
 """Seconds to parse one reply; a parser needs less than a millisecond."""
 
 MAX_QUICK_TOKENS = 16_384
-"""Maximum length of a reply that is parsed on the event loop by a parser that reads it once; that takes about a millisecond."""
+"""Tokens of a reply that are read on the event loop before others get a turn; that takes about a millisecond."""
+
+NO_IDS = frozenset[int]()
 
 MAX_PARTS = 16_384
 """Maximum number of messages, parts, tool calls and tools of one conversation; each takes much more memory than bytes on the wire."""
@@ -277,6 +279,12 @@ class ModelTokenizer:
             return ""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids with that of special tokens, or an empty one without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, also of a special one; an empty one without a tokenizer."""
         return self._token_text(token_id)
@@ -292,14 +300,35 @@ class ModelTokenizer:
             prompt_ids: The ids before the reply.
             ids: The reply.
         """
-        read = functools.partial(self._read_reply, request.conversation, prompt_ids, ids)
-        try:
-            # The two formats of our own are read in microseconds; vLLM's parsers may search for long.
-            quick = self.replies.kept is not None and len(ids) <= MAX_QUICK_TOKENS
-            reasoning, said = read() if quick else await self._parsing.run(read)
-        except (CallHungError, TooManyHungError) as error:
-            log.warning("a reply was not parsed in time; all of it is content", name=name, problem=str(error))
-            reasoning, said = "", Said(self.decode(ids), malformed=1)
+        reply = self.reply_stream(request, prompt_ids)
+        await reply.after(ids, last=True)
+        return self.message(name, reply)
+
+    def reply_stream(self, request: rollout_pb2.GenerateRequest, prompt_ids: Sequence[int]) -> ReplyStream:
+        """Return a reader for one reply whose tokens come in parts.
+
+        Args:
+            request: The request, with the tools that were offered.
+            prompt_ids: The ids before the reply.
+        """
+        how = self.replies
+        offered = request.conversation.tools
+        tools = (lambda: [tool_dict(tool) for tool in offered]) if offered else None
+        # Parsers of vLLM read special tokens, too, except those that end the reply.
+        unread, ending = (self._unread_ids, NO_IDS) if how.kept is not None else (NO_IDS, self._special_ids)
+        text = TextStream(self._decode_all, unread, self._byte_ids, ())
+        return ReplyStream(
+            text, ReplyReader(how, tools, opened=self._opens_reasoning(prompt_ids)), ending, self._parsed
+        )
+
+    def message(self, name: str, reply: ReplyStream) -> tokens_pb2.ChatMessage:
+        """Return what a reply says, after its last part, and count its calls.
+
+        Args:
+            name: Names the reply; ids of its calls are made from it.
+            reply: The reply.
+        """
+        said = reply.said
         CALLS.labels("parsed").inc(len(said.calls))
         CALLS.labels("malformed").inc(said.malformed)
         if said.malformed and not self._said_malformed:
@@ -310,36 +339,26 @@ class ModelTokenizer:
                 content=said.content[:200],
                 tool_parser=self.replies.tool_parser,
             )
-        message = tokens_pb2.ChatMessage(role="assistant", content=said.content, reasoning=reasoning)
+        message = tokens_pb2.ChatMessage(role="assistant", content=said.content, reasoning=reply.reasoning)
         for index, call in enumerate(said.calls):
             id_ = f"call_{xxhash.xxh3_64_hexdigest(f'{name}/{index}'.encode())}"
             message.tool_calls.add(id=id_, name=call.name, arguments=call.arguments)
         return message
 
-    def _read_reply(
-        self, conversation: tokens_pb2.Conversation, prompt_ids: Sequence[int], ids: Sequence[int]
-    ) -> tuple[str, Said]:
-        """Return the reasoning of a reply, and its content and calls."""
-        tokenizer, how = self._tokenizer, self.replies
-        if tokenizer is None:
-            return "", Said("")
-        hidden = self._special_ids
-        if how.kept is None:
-            end = next((n for n in range(len(ids), 0, -1) if ids[n - 1] not in hidden), 0)
-            text = str(tokenizer.decode(list(ids[:end]), skip_special_tokens=False))
-        else:
-            shown = [id_ for id_ in ids if id_ not in self._unread_ids]
-            text = str(tokenizer.decode(shown, skip_special_tokens=False))
+    async def _parsed(self, reader: ReplyReader) -> tuple[str, Said]:
+        """Return the reasoning of a whole reply, and its content and calls. What cannot be parsed is content."""
+        if not reader.needs_parser:
+            return reader.read()
         try:
-            reasoning, rest = "", text
-            if how.read_reasoning is not None:
-                reasoning, rest = how.read_reasoning(text, self._opens_reasoning(prompt_ids))
-            if how.read_calls is None or not conversation.tools:
-                return reasoning, Said(rest)
-            return reasoning, how.read_calls(rest, [tool_dict(tool) for tool in conversation.tools])
+            return await self._parsing.run(reader.read)
+        except (CallHungError, TooManyHungError) as error:
+            log.warning("a reply was not parsed in time; all of it is content", problem=str(error))
         except Exception as error:  # noqa: BLE001 - a parser of vLLM may fail in any way on what a model says
             log.warning("a reply could not be parsed; all of it is content", problem=str(error)[:200])
-            return "", Said(self.decode(ids), malformed=1)
+        reasoning, text = reader.unread()
+        for special in {self.token_text(id_) for id_ in self._special_ids} - {""}:
+            text = text.replace(special, "")
+        return reasoning, Said(text, malformed=1)
 
     def _opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether a prompt ends within reasoning that it has just opened."""
@@ -498,6 +517,58 @@ class TextStream:
         # Without any text, the next token would be decoded as the first of the sample.
         if text or len(self._ids) > 8 * CONTEXT_TOKENS:
             self._ids, self._given = kept, _settled(text)
+
+
+class ReplyStream:
+    """Reads one reply whose tokens come in parts. The parts of reasoning and content joined are those of the message.
+
+    Args:
+        text: Decodes the tokens.
+        reader: Reads the text.
+        ending: Tokens that are not read at the end of the reply.
+        parse: Returns what a reader has read after the last part.
+
+    Attributes:
+        reasoning: The reasoning, after the last part.
+        said: Content and calls, after the last part.
+    """
+
+    def __init__(
+        self,
+        text: TextStream,
+        reader: ReplyReader,
+        ending: frozenset[int],
+        parse: Callable[[ReplyReader], Awaitable[tuple[str, Said]]],
+    ) -> None:
+        self._text, self._reader, self._ending, self._parse = text, reader, ending, parse
+        self._held: list[int] = []
+        self._reasoned = self._answered = 0
+        """Number of characters that were returned."""
+        self.reasoning, self.said = "", Said("")
+
+    async def after(self, new_ids: Sequence[int], *, last: bool) -> tuple[str, str]:
+        """Return the reasoning and the content that are certain after more tokens, without what was returned before."""
+        reasoning, content = "", ""
+        for start in range(0, max(1, len(new_ids)), MAX_QUICK_TOKENS):
+            if start:
+                await asyncio.sleep(0)
+            end = start + MAX_QUICK_TOKENS
+            more = self._read(new_ids[start:end], last=last and end >= len(new_ids))
+            reasoning, content = reasoning + more[0], content + more[1]
+        if last:
+            self.reasoning, self.said = await self._parse(self._reader)
+            return self.reasoning[self._reasoned :], self.said.content[self._answered :]
+        self._reasoned += len(reasoning)
+        self._answered += len(content)
+        return reasoning, content
+
+    def _read(self, new_ids: Sequence[int], *, last: bool) -> tuple[str, str]:
+        ids = [*self._held, *new_ids]
+        shown = len(ids)
+        while shown and ids[shown - 1] in self._ending:
+            shown -= 1
+        self._held = ids[shown:]
+        return self._reader.after(self._text.after(ids[:shown], last=last), last=last)
 
 
 def _settled(text: str) -> int:

@@ -306,6 +306,8 @@ class MessagesReply:
     def __init__(self, body: MessagesBody) -> None:
         self._body = body
         self._unshown = Unshown()
+        self._space = ""
+        """White space that begins the text. Before tool calls it is left out, if nothing else follows."""
         self._index = -1
         self._open = ""
         """Type of the block that is being sent."""
@@ -335,19 +337,17 @@ class MessagesReply:
         if delta.reasoning:
             yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
-        if delta.content:
-            yield from self._begin({"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": delta.content})
+        self._space += delta.content
+        if self._space and (self._open == "text" or self._space.strip()):
+            yield from self._say()
 
     def ending(self, result: Result) -> Iterator[bytes]:
         """Yield the events that end the stream: what is left of the message, its tool calls, and why it ended."""
         generation = result.generations[0]
         message = generation.message
-        rest = self._unshown.rest(0, message)
-        if message.content.strip() or not message.tool_calls:
-            yield from self.text(rest)
-        elif rest.reasoning:
-            yield from self.text(Delta(0, reasoning=rest.reasoning))
+        yield from self.text(self._unshown.rest(0, message))
+        if self._space and not message.tool_calls:
+            yield from self._say()
         for call in message.tool_calls:
             yield from self._end()
             yield from self._begin(_call(call) | {"input": {}})
@@ -385,6 +385,11 @@ class MessagesReply:
         else:
             reason = "stop_sequence" if stop else "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _say(self) -> Iterator[bytes]:
+        text, self._space = self._space, ""
+        yield from self._begin({"type": "text", "text": ""})
+        yield self._delta({"type": "text_delta", "text": text})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[bytes]:
         if self._open == block["type"]:

@@ -420,25 +420,75 @@ TokenText = Callable[[int], str]
 
 
 class StopStringFilter:
-    """Removes the stop string from the end of a text that comes in parts. What may be its beginning is held back."""
+    """Removes the stop string from the end of a text that comes in parts. What may be its beginning is held back.
+
+    The text is cut where the string is first, which may be before its end: a sample may have to reach `min_tokens`, and the texts
+    around a tool call are joined. So what follows any of the strings is held back, too.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self._held = [""]
+        self.is_cut = False
+        """Whether a stop string was found, so that the rest is held back until the end."""
 
     def after(self, new: str, stop_string: str, *, last: bool) -> str:
         """Return what can be shown after more text. `stop_string` is the one that ended the text, if any did."""
-        text = self._held + new
-        if stop_string:
-            return text.partition(stop_string)[0]
-        held = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        self._held.append(new)
+        if self.is_cut and not (last or stop_string):
+            return ""
+        text = "".join(self._held)
+        if stop_string or last:
+            self._held.clear()
+            return text.partition(stop_string)[0] if stop_string else text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.is_cut = bool(found)
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
+        end = min([len(text) - held, *found])
+        self._held = [text[end:]]
+        return text[:end]
+
+    def complete(self) -> str:
+        """Return what was held back as the beginning of a stop string, since no more text follows before the end of the sample."""
+        if self.is_cut:
+            return ""
+        text = "".join(self._held)
+        self._held.clear()
+        return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of a text that is a prefix of the stop string."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of a text that is a prefix of the mark, and not all of it."""
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0 and not mark.startswith(text[at:]):
+        at = text.find(mark[0], at + 1)
+    return len(text) - at if at >= 0 else 0
+
+
+class MessageFilter:
+    """Removes the stop string from reasoning and content that come in parts; see `StopStringFilter`. Reasoning is shown first.
+
+    Args:
+        stops: The stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._reasoning, self._content = StopStringFilter(stops), StopStringFilter(stops)
+        self._unshown: list[str] = []
+        self._is_reasoned = False
+
+    def after(self, reasoning: str, content: str, stop_string: str, *, last: bool) -> tuple[str, str]:
+        """Return the reasoning and the content that can be shown after more of them."""
+        shown = self._reasoning.after(reasoning, stop_string, last=last)
+        if content and not (last or self._is_reasoned):
+            self._is_reasoned = True
+            shown += self._reasoning.complete()
+        self._unshown.append(content)
+        if self._reasoning.is_cut and not last:
+            return shown, ""
+        content = "".join(self._unshown)
+        self._unshown.clear()
+        return shown, self._content.after(content, stop_string, last=last)
 
 
 class ChatResponses:
@@ -458,15 +508,17 @@ class ChatResponses:
         said = _said(sample) if sample.HasField("message") else {"content": text}
         return {"index": index, "message": {"role": "assistant"} | said} | self._rest(sample)
 
-    def chunk(self, index: int, new: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
-        """Return the choice of one chunk. Where tools are given, the last one has the message: which text is a call is known then."""
-        delta: dict[str, Any] = {}
-        if new.HasField("message"):
-            delta = {name: value for name, value in _said(new).items() if value}
-            for place, call in enumerate(delta.get("tool_calls", ())):
-                call["index"] = place
-        elif text and not self._returns_message:
-            delta = {"content": text}
+    def chunk(
+        self, index: int, new: rollout_pb2.GeneratedSample, text: str, said: tuple[str, str] = ("", "")
+    ) -> dict[str, Any]:
+        """Return the choice of one chunk. Where tools are given, it has what was `said`, and the last one has the tool calls."""
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if self._returns_message:
+            reasoning, content = said
+            calls = _said(new).get("tool_calls", ()) if new.HasField("message") else ()
+            numbered = [call | {"index": place} for place, call in enumerate(calls)]
+            delta = {"reasoning_content": reasoning, "content": content, "tool_calls": numbered}
+            delta = {name: value for name, value in delta.items() if value}
         return {"index": index, "delta": delta} | self._rest(new)
 
     def first_chunk(self, index: int) -> dict[str, Any]:
@@ -491,14 +543,19 @@ class CompletionResponses:
         self._offsets: dict[int, int] = {}
 
     def choice(self, index: int, sample: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
-        """Return a whole choice or that of one chunk: they have the same form at this endpoint."""
+        """Return a whole choice."""
         logprobs = None
         if self.body.logprobs is not None:
             offset = self._offsets.get(index, 0)
             logprobs, self._offsets[index] = completion_logprobs(sample, self._token_text, offset)
         return {"index": index, "text": text, "logprobs": logprobs} | _ending(sample) | _tokens(self.body, sample)
 
-    chunk = choice
+    def chunk(
+        self, index: int, new: rollout_pb2.GeneratedSample, text: str, said: tuple[str, str] = ("", "")
+    ) -> dict[str, Any]:
+        """Return the choice of one chunk, which has the form of a whole one. There are no messages here."""
+        del said
+        return self.choice(index, new, text)
 
     def first_chunk(self, index: int) -> None:
         """Return nothing: the first chunk has tokens."""
@@ -647,6 +704,7 @@ class Events:
         self._include_usage = body.include_usage
         self._prompts: dict[int, list[int]] = {}
         self._texts: dict[int, StopStringFilter] = {}
+        self._messages: dict[int, MessageFilter] = {}
         self._completion_tokens = 0
 
     async def encode(
@@ -677,17 +735,20 @@ class Events:
             first = range(number * self._samples, (number + 1) * self._samples)
             openings = [each for each in map(self._responses.first_chunk, first) if each is not None]
             chunks = [self._chunk(each, extras if not place else {}) for place, each in enumerate(openings)]
-        return chunks + [self._next_chunk(number, delta.tokens) for delta in message.chunk.deltas]
+        return chunks + [self._next_chunk(number, delta) for delta in message.chunk.deltas]
 
-    def _next_chunk(self, number: int, new: rollout_pb2.GeneratedSample) -> dict[str, Any]:
+    def _next_chunk(self, number: int, delta: rollout_pb2.SampleDelta) -> dict[str, Any]:
+        new = delta.tokens
         index = number * self._samples + new.index
         self._completion_tokens += len(new.token_ids)
         extras = {}
         if index not in self._texts:
-            self._texts[index] = StopStringFilter(self._stops)
+            self._texts[index], self._messages[index] = StopStringFilter(self._stops), MessageFilter(self._stops)
             extras = prompt_fields(self._responses, self._prompts[number], of_choice=True)
-        visible = self._texts[index].after(new.text, new.stop_string, last=bool(new.finish_reason))
-        return self._chunk(self._responses.chunk(index, new, visible) | extras, {})
+        last = bool(new.finish_reason)
+        text = self._texts[index].after(new.text, new.stop_string, last=last)
+        said = self._messages[index].after(delta.reasoning, delta.content, new.stop_string, last=last)
+        return self._chunk(self._responses.chunk(index, new, text, said) | extras, {})
 
     def _chunk(self, choice: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
         no_usage = {"usage": None} if self._include_usage else {}

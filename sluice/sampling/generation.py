@@ -33,6 +33,48 @@ MAX_REQUEST_ID = 128
 """Most characters of a request id, as the contract says."""
 
 
+class _Words:
+    """A text of one sample: what the present stream has brought of it, and how much was given away.
+
+    A stream that continues a sample begins with the text of the tokens before.
+    """
+
+    def __init__(self) -> None:
+        self._new: list[str] = []
+        self._given: list[str] = []
+        self._characters = 0
+        self._skip = 0
+        """Characters of the present stream's text that are still to come and were given away already."""
+
+    def begin(self) -> None:
+        """Begin with a new stream."""
+        self._new.clear()
+        self._skip = self._characters
+
+    def receive(self, text: str) -> None:
+        """Append more text of the stream."""
+        self._new.append(text[self._skip :])
+        self._skip -= min(self._skip, len(text))
+
+    def whole(self, text: str) -> str:
+        """Return the whole text of the sample; what was given away stays, should a tokenizer decode it otherwise once it has the rest."""
+        given = "".join(self._given)
+        return text if text.startswith(given) else given + text[len(given) :]
+
+    def give(self, whole: str | None) -> str:
+        """Return what was not given away: of the whole text, or of what has come so far."""
+        text = "".join(self._new) if whole is None else whole[self._characters :]
+        self._given.append(text)
+        self._characters += len(text)
+        self._new.clear()
+        return text
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to give away before the end."""
+        return any(self._new)
+
+
 class Growing:
     """One sample, and what the present stream has brought of it.
 
@@ -49,12 +91,9 @@ class Growing:
         self._usable = True
         self._stopped = False
         self._text: list[str] = []
-        self._given = self._given_characters = 0
-        self._given_text: list[str] = []
+        self._given = 0
         self._given_end = False
-        self._new_text: list[str] = []
-        self._skip = 0
-        """Characters of the present stream's text that are still to come and were given away already."""
+        self._words, self._reasoning, self._content = _Words(), _Words(), _Words()
 
     @property
     def tokens(self) -> int:
@@ -85,8 +124,8 @@ class Growing:
         self._begun, self._received = self.tokens, 0
         self._usable, self._stopped = True, False
         self._text.clear()  # the text of a continuation begins with that of the tokens before
-        self._new_text.clear()
-        self._skip = self._given_characters
+        for each in (self._words, self._reasoning, self._content):
+            each.begin()
 
     def receive(self, delta: rollout_pb2.SampleDelta) -> int:
         """Append the next tokens of the stream; return how many of them are unusable.
@@ -117,14 +156,17 @@ class Growing:
                 sample.top_logprobs.MergeFrom(tokens.top_logprobs)
             self._text.append(tokens.text)
             if tokens.finish_reason not in _INTERRUPTED:  # else the text may end with an incomplete character
-                self._new_text.append(tokens.text[self._skip :])
-                self._skip -= min(self._skip, len(tokens.text))
+                self._words.receive(tokens.text)
+                self._reasoning.receive(delta.reasoning)
+                self._content.receive(delta.content)
         if tokens.finish_reason:
             self._stopped = True
             if self._usable and tokens.finish_reason not in _INTERRUPTED:
                 self._end(tokens.finish_reason, tokens.stop_string)
                 if tokens.HasField("message"):
                     sample.message.CopyFrom(tokens.message)
+                    sample.message.reasoning = self._reasoning.whole(sample.message.reasoning)
+                    sample.message.content = self._content.whole(sample.message.content)
         return 0 if self._usable else count
 
     def keep(self, tokens: int) -> int:
@@ -162,12 +204,17 @@ class Growing:
         if self._given_end or (held and not self.ended):
             return None
         sample, first = self.sample, self._given
-        text = sample.text[self._given_characters :] if self.ended else "".join(self._new_text)
-        if first == self.tokens and not text and not self.ended:
+        has_news = self._words.has_news or self._reasoning.has_news or self._content.has_news
+        if first == self.tokens and not has_news and not self.ended:
             return None
-        delta = rollout_pb2.SampleDelta(offset=first)
+        says = self.ended and sample.HasField("message")
+        delta = rollout_pb2.SampleDelta(
+            offset=first,
+            reasoning=self._reasoning.give(sample.message.reasoning if says else None),
+            content=self._content.give(sample.message.content if says else None),
+        )
         given = delta.tokens
-        given.index, given.text = sample.index, text
+        given.index, given.text = sample.index, self._words.give(sample.text if self.ended else None)
         given.token_ids.extend(sample.token_ids[first:])
         given.logprobs.extend(sample.logprobs[first:])
         given.top_logprobs.extend(sample.top_logprobs[first:])
@@ -177,9 +224,6 @@ class Growing:
             if sample.HasField("message"):
                 given.message.CopyFrom(sample.message)
         self._given, self._given_end = self.tokens, self.ended
-        self._given_text.append(text)
-        self._given_characters += len(text)
-        self._new_text.clear()
         return delta
 
     def undo(self) -> int:
@@ -207,9 +251,7 @@ class Growing:
     def _end(self, reason: tokens_pb2.FinishReason.ValueType, stop_string: str) -> None:
         self.ended = True
         self.sample.finish_reason, self.sample.stop_string = reason, stop_string
-        text, given = "".join(self._text), "".join(self._given_text)
-        # A tokenizer may decode the start of a text otherwise once it has the rest: what was given away stays.
-        self.sample.text = text if text.startswith(given) else given + text[len(given) :]
+        self.sample.text = self._words.whole("".join(self._text))
 
 
 class Failure(NamedTuple):

@@ -489,19 +489,25 @@ class EpisodeTextDelta(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index of the sample in the request, from 0."""
     text: _builtins.str
-    """The text, as it was sampled: tool calls and reasoning are parsed in the result alone."""
+    """More of the message's content. Joined, the texts of a sample are the beginning of it; tool calls and what is left come in the
+    result.
+    """
+    reasoning: _builtins.str
+    """More of the message's reasoning, all of which comes before the content."""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         text: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "reasoning", b"reasoning", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -401,7 +401,8 @@ class GeneratedSample(_message.Message):
 
     @_builtins.property
     def message(self) -> _tokens_pb2.ChatMessage:
-        """What the sample says; unset unless asked for. A stream has it in the last delta of the sample. What cannot be parsed, such as
+        """What the sample says; unset unless asked for. A stream has it in the last delta of the sample, and its text as it is known in
+        SampleDelta. What cannot be parsed, such as
         a malformed tool call, stays in the content.
         """
 
@@ -576,8 +577,18 @@ class SampleDelta(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Number of the sample's tokens sent before."""
+    reasoning: _builtins.str
+    """With GenerateRequest.return_message: reasoning of the message that follows what was sent before. It is sent as soon as no further
+    token can change it, before all content. Joined, the deltas of a sample are the reasoning of the message in the last one.
+    """
+    content: _builtins.str
+    """With GenerateRequest.return_message: content of the message that follows what was sent before, likewise. What may begin a tool
+    call is held back until it is known. What a parser of the engine's library reads is sent with the last delta.
+    """
     @_builtins.property
     def tokens(self) -> Global___GeneratedSample:
         """The new tokens; span starts count from the first token of the sample. finish_reason is set on the last delta of a sample,
@@ -589,10 +600,12 @@ class SampleDelta(_message.Message):
         *,
         tokens: Global___GeneratedSample | None = ...,
         offset: _builtins.int = ...,
+        reasoning: _builtins.str = ...,
+        content: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "offset", b"offset", "reasoning", b"reasoning", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -126,16 +126,20 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.
                     self._add(chunk, index, ids.start + damaged, more)
                     tokens = chunk.deltas[-1].tokens
                     tokens.finish_reason = ABORT if aborted and done < most else LENGTH if done == most else 0
-                    if wanted.return_text:
-                        tokens.text = "".join(map(chr, [*begun, *more] if ids.start == 0 else more))
-                    if wanted.return_message and tokens.finish_reason:
-                        called = [each.name for each in wanted.conversation.tools]
-                        whole = "".join(map(chr, sampled(first, len(begun) + done)))
-                        tokens.message.CopyFrom(
-                            tokens_pb2.ChatMessage(content=whole, tool_calls=[{"name": each} for each in called])
-                        )
+                    text = "".join(map(chr, [*begun, *more] if ids.start == 0 else more))
+                    self._tell(wanted, chunk.deltas[-1], text, "".join(map(chr, sampled(first, len(begun) + done))))
                 done = most if aborted else done
             yield rollout_pb2.GenerateStreamResponse(chunk=chunk)
+
+    def _tell(self, wanted, delta, text: str, whole: str) -> None:
+        if wanted.return_text:
+            delta.tokens.text = text
+        if not wanted.return_message:
+            return
+        delta.content = text
+        if delta.tokens.finish_reason:
+            calls = [{"name": each.name} for each in wanted.conversation.tools]
+            delta.tokens.message.CopyFrom(tokens_pb2.ChatMessage(content=whole, tool_calls=calls))
 
     async def _rest(self, wait: Awaitable[object]) -> None:
         self.resting += 1

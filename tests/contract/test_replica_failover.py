@@ -632,14 +632,17 @@ async def test_the_message_of_a_turn_that_two_replicas_sampled_is_that_of_all_it
             return_message=True,
         )
         read: list[rollout_pb2.GeneratedSample] = []
+        told: list[str] = []
 
         async def read_along(stream: TokenStream) -> None:
             async for message in stream:
                 read.extend(delta.tokens for delta in message.chunk.deltas)
+                told.extend(delta.content for delta in message.chunk.deltas)
 
         async with scene.engine.stream(request, ["episode"]) as stream:
             reading = asyncio.create_task(read_along(stream))
             await scene.time.until(lambda: read)
+            assert told[0], "the text comes with its tokens"
             if failure == "dies":
                 await scene.cables[0].cut()
             await scene.time.result(reading)
@@ -648,6 +651,7 @@ async def test_the_message_of_a_turn_that_two_replicas_sampled_is_that_of_all_it
         (sample,) = stream.response.samples
         assert (sample.message.content, [each.name for each in sample.message.tool_calls]) == (sample.text, ["search"])
         assert read[-1].message == sample.message
+        assert "".join(told) == sample.message.content, "nothing twice, nothing left out"
         (continuation,) = other.requests
         assert list(continuation.rendered.ids) == [*PROMPT, *sample.token_ids[: continuation.continued_tokens]]
 

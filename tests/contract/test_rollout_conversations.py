@@ -205,7 +205,6 @@ async def test_openais_client_gets_tool_calls(replica, stream, called):
         }
         if stream:
             chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
-            assert all(not chunk.choices[0].delta.content for chunk in chunks[:-1])
             message, reason = chunks[-1].choices[0].delta, chunks[-1].choices[0].finish_reason
             ids = [id_ for chunk in chunks for id_ in getattr(chunk.choices[0], "token_ids", None) or []]
         else:
@@ -241,3 +240,53 @@ async def test_a_stream_has_the_message_with_the_last_tokens_of_each_sample(agen
         assert len(message.tool_calls) == ids[index].count(CALL)
         assert "".join(message.content.split()) == text_of([id_ for id_ in ids[index] if id_ not in {CALL, EOS, 0}])
     assert sum(len(message.tool_calls) for message in messages.values())
+
+
+async def test_a_stream_tells_what_each_sample_says_as_it_is_known(agent):
+    """Text comes with its token. A call comes with the message, and the text of a stream is that of the whole answer."""
+    request = rollout_pb2.GenerateRequest(
+        conversation=tokens_pb2.Conversation(messages=[user(A)], tools=TOOLS),
+        sampling=tokens_pb2.SamplingParams(
+            max_tokens=24, temperature=1, ignore_eos=True, seed=5, logit_bias={CALL: 4.0}
+        ),
+        n=4,
+        return_message=True,
+    )
+    whole = await agent.Generate(request)
+    wire = rollout_pb2.GenerateStreamRequest(request=request, coalesce_tokens=1)
+    ids: dict[int, list[int]] = {}
+    content: dict[int, str] = {}
+    early = 0
+    async for part in agent.GenerateStream(wire):
+        for delta in part.chunk.deltas:
+            new = delta.tokens
+            ids.setdefault(new.index, []).extend(new.token_ids)
+            told = content[new.index] = content.get(new.index, "") + delta.content
+            shown = text_of([id_ for id_ in ids[new.index] if id_ not in {CALL, EOS, UNKNOWN}])
+            if not new.finish_reason:
+                assert "".join(told.split()) == shown, "no text waits for the end"
+                early += bool(delta.content)
+            else:
+                assert told == new.message.content
+    assert early > len(content), "most text comes before the end"
+    for sample in whole.samples:
+        assert ids[sample.index] == list(sample.token_ids)
+        assert content[sample.index] == sample.message.content
+    assert any(sample.message.tool_calls for sample in whole.samples)
+
+
+async def test_openais_client_gets_text_before_a_call(replica):
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{replica.http_port}/v1", api_key="none") as client:
+        asked: Any = {
+            "model": str(replica.model),
+            "messages": [{"role": "user", "content": A}],
+            "tools": OPENAI_TOOLS,
+            "logit_bias": {"20": 100.0},
+            "max_tokens": 200,
+            "temperature": 0,
+        }
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+        whole = (await client.chat.completions.create(**asked)).choices[0].message.content
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
+    assert "".join(texts) == whole == A * 200
+    assert len(texts) > 2, "64 tokens of a sample make a message"

@@ -25,7 +25,7 @@ def test_text_in_parts_is_the_content_of_the_message(parts, stopped):
     stop = "<<" if stopped else ""
     before = re.sub("<+", "<", "".join(parts))
     whole = (before.rstrip("<") if stop else before) + stop  # the engine stops at the first one
-    texts = TextDeltas(["<<"])
+    texts = TextDeltas(["<<"], of_messages=False)
     shown = ""
     for at, character in enumerate(whole, 1):
         last = at == len(whole)

@@ -120,6 +120,7 @@ class Reader:
 
     def __init__(self, n: int) -> None:
         self.samples = [rollout_pb2.GeneratedSample(index=index) for index in range(n)]
+        self.said = [tokens_pb2.ChatMessage() for _ in range(n)]
 
     def read(self, generation: Generation, part: Part) -> None:
         for delta in generation.final_deltas(part, MODEL):
@@ -132,6 +133,8 @@ class Reader:
             mine.token_ids.extend(more.token_ids)
             mine.logprobs.extend(more.logprobs)
             mine.text += more.text
+            self.said[more.index].reasoning += delta.reasoning
+            self.said[more.index].content += delta.content
             mine.finish_reason = more.finish_reason
             if more.HasField("message"):
                 mine.message.CopyFrom(more.message)
@@ -145,6 +148,12 @@ def letters(ids: list[int], *, last: bool) -> str:
     """The text of tokens that are bytes; an incomplete character at the end is held back, as replicas do, until the last one."""
     text = bytes(each for each in ids if each != EOS).decode(errors="replace")
     return text if last else text.removesuffix("\ufffd")
+
+
+def message_of(text: str) -> tokens_pb2.ChatMessage:
+    """What a text says: all before its first a is reasoning."""
+    reasoning, _, content = text.partition("a")
+    return tokens_pb2.ChatMessage(reasoning=reasoning, content=content)
 
 
 def unruly(data, draw: random.Random, part: Part, *, calm: bool):
@@ -177,8 +186,12 @@ def unruly(data, draw: random.Random, part: Part, *, calm: bool):
                     finish_reason=ABORT if fate == "aborts" and not ended else 0 if fate == "dies" else finish,
                 ),
             )
-            if delta.tokens.finish_reason and part.request.return_message:
-                delta.tokens.message.content = text
+            if part.request.return_message:
+                said, said_before = message_of(text), message_of(told)
+                delta.reasoning = said.reasoning.removeprefix(said_before.reasoning)
+                delta.content = said.content.removeprefix(said_before.content)
+                if delta.tokens.finish_reason:
+                    delta.tokens.message.CopyFrom(said)
             told = text
             yield rollout_pb2.GenerateStreamResponse(chunk={"deltas": [delta]})
             if fate in ("dies", "aborts", "spanless"):
@@ -214,12 +227,25 @@ def test_what_was_given_away_is_never_taken_back(data, n: int, most: int, return
         reader.assert_prefix(generation.response)
     assert not left
     assert generation.response.continued
-    for mine, whole in zip(reader.samples, generation.response.samples, strict=True):
+    for mine, said, whole in zip(reader.samples, reader.said, generation.response.samples, strict=True):
         whole.ClearField("stop_string")
         assert mine == whole, "all of it was given away"
+        assert said == whole.message, "and all that it says"
         assert (whole.finish_reason == STOP) == (whole.token_ids[-1] == EOS)
         assert whole.text == letters(list(whole.token_ids), last=True)
-        assert whole.message.content == (whole.text if return_message else "")
+        assert whole.message == (message_of(whole.text) if return_message else tokens_pb2.ChatMessage())
+
+
+def test_what_a_sample_says_is_given_with_its_tokens() -> None:
+    generation = Generation(rollout_pb2.GenerateRequest(request_id="r", text="x", return_message=True))
+    part, given = generation.whole(), []
+    for offset, delta in enumerate([{"reasoning": "so"}, {"content": "ye"}, {}, {"content": "s"}]):
+        span = tokens_pb2.VersionSpan(start=offset, policy_version=Version(1, 0).to_proto())
+        tokens = rollout_pb2.GeneratedSample(token_ids=[11], logprobs=[-1.0], version_spans=[span])
+        chunk = rollout_pb2.StreamChunk(deltas=[rollout_pb2.SampleDelta(offset=offset, tokens=tokens, **delta)])
+        part.receive(rollout_pb2.GenerateStreamResponse(chunk=chunk))
+        given += [(each.reasoning, each.content) for each in generation.final_deltas(part, MODEL)]
+    assert given == [("so", ""), ("", "ye"), ("", ""), ("", "s")]
 
 
 def test_a_continuation_that_is_to_tell_the_message_keeps_the_conversation_and_its_exact_ids() -> None:

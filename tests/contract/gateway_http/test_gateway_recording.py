@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -65,6 +66,19 @@ class HeldReplica(ScriptedReplica):
         async for message in super()._stream(wanted):
             yield message
             await self.go.wait()
+
+
+@dataclass
+class SlowEnd(ScriptedReplica):
+    """Sends its first tokens, and nothing more until `go` is set."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def _stream(self, wanted):
+        async for message in super()._stream(wanted):
+            yield message
+            if message.chunk.deltas:
+                await self.go.wait()
 
 
 class Verbose(ScriptedReplica):
@@ -340,6 +354,78 @@ async def test_what_settles_a_session_asks_for_it_once(tmp_path):
             reply = await http.post(f"/rl/sessions/{gateway.orchestrator.session.name}/reward", json={"reward": 1.0})
             assert reply.status_code == 501, "this orchestrator takes no rewards"
         assert gateway.orchestrator.finding == 1
+
+
+STREAMS: Any = {
+    CHAT: (BODY, lambda event: (event["choices"] or [{"delta": {}}])[0]["delta"].get("content", "")),
+    "/v1/messages": (BODY, lambda event: event.get("delta", {}).get("text", "")),
+    "/v1/responses": (
+        {"model": "m", "input": "Where is it?", "max_output_tokens": TOKENS},
+        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
+    ),
+}
+"""For each route: the body of a request, and the text in an event of a stream."""
+
+
+@pytest.mark.parametrize("route", STREAMS)
+async def test_a_stream_of_a_conversation_has_its_text_before_its_end(tmp_path, route):
+    body, text_in = STREAMS[route]
+    async with stack(tmp_path, SlowEnd("slow", pace_s=0.0)) as gateway, gateway.http() as http:
+        texts = []
+        async with asyncio.timeout(LIMIT_S), http.stream("POST", route, json=body | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    texts.append(text_in(json.loads(line.removeprefix("data: "))))
+                if any(texts):
+                    gateway.replica.go.set()
+        (recorded,) = gateway.orchestrator.recorded.values()
+        said = recorded.response.samples[0].message.content
+    assert len(said) == TOKENS
+    assert "".join(texts) == said
+
+
+async def test_over_grpc_a_stream_of_a_conversation_has_its_text_before_its_end(tmp_path):
+    async with stack(tmp_path, SlowEnd("slow", pace_s=0.0)) as gateway, asyncio.timeout(LIMIT_S):
+        asked = episode_pb2.EpisodeServiceGenerateRequest(
+            episode_id=gateway.orchestrator.session.name,
+            conversation={"messages": [{"role": "user", "content": "Where is it?"}]},
+            sampling={"max_tokens": TOKENS},
+        )
+        text = ""
+        async for part in gateway.episodes.GenerateStream(
+            episode_pb2.EpisodeServiceGenerateStreamRequest(request=asked)
+        ):
+            text += "".join(delta.text for delta in part.deltas)
+            if text:
+                gateway.replica.go.set()
+    assert part.result.generations[0].message.content == text
+
+
+async def test_a_stream_whose_reply_another_gateway_recorded_otherwise_ends_with_an_error_and_its_repetition_gets_that(
+    tmp_path,
+):
+    """The text that was shown is not that of the recorded reply, so that its rest cannot be sent."""
+    async with stack(tmp_path, ScriptedReplica("one", pace_s=0.0)) as gateway, gateway.http() as http:
+        record = gateway.orchestrator._record
+
+        async def after_another(principal: str, request: Any) -> Any:
+            twin = session_pb2.RecordGenerationRequest()
+            twin.CopyFrom(request)
+            twin.gateway = "west"
+            twin.generation.response.samples[0].token_ids[0] += 1
+            twin.generation.response.samples[0].message.content = "It is there."
+            await record(principal, twin)
+            return await record(principal, request)
+
+        gateway.orchestrator._record = after_another
+        cut = await http.post(CHAT, json=BODY | {"stream": True})
+        assert "RECORDED_OTHERWISE" in cut.text
+        assert "[DONE]" not in cut.text
+        again = await http.post(CHAT, json=BODY | {"stream": True}, headers=RETRY)
+        assert '"It is there."' in again.text
+        assert len(gateway.replica.requests) == 1
+        whole = await http.post(CHAT, json=BODY)  # no text was shown of it
+        assert whole.json()["choices"][0]["message"]["content"] == "It is there."
 
 
 @pytest.mark.parametrize("stream", [False, True])
