@@ -206,9 +206,8 @@ class CodeReward:
         except TypeError as error:
             raise ConfigError(f"no such limit of the sandbox: {error}") from error
         self._cases_s = self._limits.wall_s * _CASES if cases_s is None else cases_s
-        for name, seconds in {"wall_s": self._limits.wall_s, "cases_s": self._cases_s}.items():
-            if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-                raise ConfigError(f"limits.{name} is {seconds!r}: give seconds, more than 0")
+        if not isinstance(self._cases_s, int | float) or not 0 < self._cases_s < math.inf:
+            raise ConfigError(f"limits.cases_s is {self._cases_s!r}: give seconds, more than 0")
         self.scoring_s = max(self._limits.wall_s, self._cases_s) + STARTS_S + START_S
         self._confined = confined
         if confined:

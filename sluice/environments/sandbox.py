@@ -79,6 +79,10 @@ class Stopped(StrEnum):
     SIGNAL = "SIGNAL"
 
 
+MOST_THREADS = 1024
+"""Largest limit of threads: all of them are counted at each start of one, and the groups of a run share the processes of the machine."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the code may use.
@@ -88,8 +92,11 @@ class Limits:
         cpu_s: Seconds of a core.
         memory_mib: Address space of the process, interpreter included.
         output_kib: Of standard output and standard error together.
-        threads: That run at a time, the first included. It binds in the sandbox alone.
+        threads: That run at a time, the first included; at most `MOST_THREADS`. It binds in the sandbox alone.
         packages: Whether it may import the packages that are installed beside Sluice.
+
+    Raises:
+        ConfigError: if a limit is one that cannot be kept.
     """
 
     wall_s: float = 10.0
@@ -98,6 +105,17 @@ class Limits:
     output_kib: int = 256
     threads: int = 64
     packages: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s"):
+            seconds = getattr(self, name)
+            if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+                raise ConfigError(f"limits.{name} is {seconds!r}: give seconds, more than 0")
+        for name, most in (("memory_mib", math.inf), ("output_kib", math.inf), ("threads", MOST_THREADS)):
+            count = getattr(self, name)
+            if not isinstance(count, int) or not 1 <= count <= most:
+                wanted = "of 1 or more" if most == math.inf else f"from 1 to {most}"
+                raise ConfigError(f"limits.{name} is {count!r}: give a whole number {wanted}")
 
 
 @dataclass(frozen=True)
@@ -167,13 +185,17 @@ def run_python(code: str, *, stdin: str = "", limits: Limits = _DEFAULT, confine
             pass_fds=[its.fileno()] if confined else [],
         )
         its.close()
+        threads = None
         try:
-            threads = _Threads(limits.threads, ours) if confined else None
+            # The first process of bubblewrap is not the one that runs the code.
+            threads = _Threads(limits.threads, ours, None if wrapped else process.pid) if confined else None
             watched = _Watched(process, b"%d\n" % len(given) + given + stdin.encode(), limits, threads)
             return watched.run(_BUBBLEWRAP_SIGNALS if wrapped else math.inf)
         finally:
             process.kill()
             process.wait()
+            if threads is not None:
+                threads.close()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
@@ -224,11 +246,26 @@ class _Threads:
     """Says whether a program may start another thread.
 
     The kernel asks at each start. RLIMIT_NPROC would not do: it counts all processes of a user, and none of root's.
+
+    Args:
+        most: Threads that it may have.
+        link: Brings the descriptor on which the kernel asks.
+        process: That runs the program, if it has not begun and it is known.
     """
 
-    def __init__(self, most: int, link: socket.socket) -> None:
+    def __init__(self, most: int, link: socket.socket, process: int | None) -> None:
         self._most, self._link = most, link
         self._started, self._refused = 1, 0
+        self._tasks: int | None = None
+        if process is not None:
+            # Opened before the process is confined: /proc may hide it afterwards (hidepid), and what is open stays readable.
+            with contextlib.suppress(OSError):
+                self._tasks = os.open(f"/proc/{process}/task", os.O_RDONLY | os.O_DIRECTORY)
+
+    def close(self) -> None:
+        """Close what counts the threads."""
+        if self._tasks is not None:
+            os.close(self._tasks)
 
     def listener(self) -> int:
         """Return the descriptor on which the kernel asks, once the program has been confined."""
@@ -255,9 +292,10 @@ class _Threads:
         return self._refused < _MOST_REFUSALS
 
     def _running(self, thread: int) -> int:
+        """Return how many threads the program of a thread has; where /proc does not say, how many it has started."""
         try:
-            return len(os.listdir(f"/proc/{thread}/task"))  # noqa: PTH208 - names alone
-        except OSError:  # /proc hides processes (hidepid): count those that have ended too
+            return len(os.listdir(f"/proc/{thread}/task" if self._tasks is None else self._tasks))  # noqa: PTH208 - names alone
+        except OSError:
             return self._started
 
 

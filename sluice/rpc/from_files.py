@@ -16,6 +16,9 @@ from sluice.errors import ConfigError
 LOOK_S = 1.0
 """Seconds between two looks whether files have changed. A look asks the system for a few bytes for each file."""
 
+_REPLACED_MOST = 10
+"""Times that files which change while they are read are read again. A renewal replaces them once or twice."""
+
 T = TypeVar("T")
 
 Stamp: TypeAlias = tuple[tuple[int, int, int, int] | None, ...]
@@ -63,11 +66,24 @@ class FromFiles(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.what, self._files, self._make, self._clock = what, tuple(files), make, clock
-        self._stamp = _stamp(self._files)
-        self._value = make(None)
+        self._stamp, self._value = self._first()
         self._looked_s = clock()
         self._broken: Stamp | None = None
         self._warned: Stamp | None = None
+
+    def _first(self) -> tuple[Stamp, T]:
+        """Make the first value; again if the files were replaced while they were read, since what was read may belong to two states."""
+        for _ in range(_REPLACED_MOST):
+            stamp = _stamp(self._files)
+            try:
+                value = self._make(None)
+            except (ConfigError, OSError):
+                if _stamp(self._files) == stamp:
+                    raise
+            else:
+                if _stamp(self._files) == stamp:
+                    return stamp, value
+        return _stamp(self._files), self._make(None)
 
     def current(self) -> T:
         """Return the value; look at the files first, unless that was done a moment ago."""

@@ -228,6 +228,12 @@ class Heard(Observation):
     text: str
     tries: int
 
+class Cut(Heard):
+    truncated: bool
+
+class Left(Cut):
+    terminated: bool = False
+
 class Guess(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
     def reset(self, seed=None, episode_id=None, **kwargs):
@@ -236,6 +242,9 @@ class Guess(Environment):
     def step(self, action, timeout_s=None, **kwargs):
         assert action.loud
         self.tries += 1
+        if action.message in ("cut", "leave"):  # a text that was cut; an environment of Gymnasium at its limit
+            kind = Cut if action.message == "cut" else Left
+            return kind(text="N", tries=self.tries, truncated=True)
         right, late = action.message.strip() == str(self.number), self.tries == 9
         metadata = {"truncated": late and not right}
         return Heard(text="No.", tries=self.tries, done=right or late, reward=1.0 / self.tries if right else None, metadata=metadata)
@@ -275,6 +284,9 @@ async def test_the_environment_of_an_openenv_server_is_played_over_its_protocol(
                 async with guesses.episode(tasks[0], 0) as wrong:
                     turns = [await wrong.step("none of them") for _ in range(9)]
                     assert [(each.done, each.truncated) for each in turns[-2:]] == [(False, False), (True, True)]
+                async with guesses.episode(tasks[0], 0) as limited:
+                    turns = [await limited.step(each) for each in ("cut", "leave")]
+                    assert [(each.done, each.truncated) for each in turns] == [(False, False), (True, True)]
             whole = {**arguments, "action": "", "fixed": {}}
             async with EnvironmentProcesses("openenv", whole, config, (120.0, "start_s")) as guesses:
                 async with guesses.episode(tasks[0], 0) as episode:

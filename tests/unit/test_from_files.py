@@ -100,6 +100,28 @@ def test_what_is_written_while_it_is_read_is_read_again(file: Path, clock: Clock
     assert later(clock, token) == "the-third"
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_files_that_are_replaced_while_a_process_starts_are_read_again(tmp_path: Path, fails: bool) -> None:
+    """As key and certificate, of which one is read before a renewal and one after it."""
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    states = ["other", "third"]
+    for path in (key, certificate):
+        path.write_text("first")
+
+    def read_and_lose_a_race(_before: tuple[str, str] | None) -> tuple[str, str]:
+        read = key.read_text()
+        if states:
+            state = states.pop(0)
+            for path in (key, certificate):
+                path.write_text(state * len(states or "."))  # each state has a size of its own
+        found = (read, certificate.read_text())
+        if fails and found[0] != found[1]:
+            raise ConfigError("the key belongs to another certificate")
+        return found
+
+    assert FromFiles("the pair", [key, certificate], read_and_lose_a_race).current() == ("third", "third")
+
+
 def test_the_first_value_must_be_good(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing"):
         FromFiles("the token", [], lambda _: read_token(tmp_path / "nothing"))

@@ -102,6 +102,60 @@ def test_the_compose_file_is_the_plan_of_the_example(monkeypatch: pytest.MonkeyP
     assert document(plan, words) == written
 
 
+READ_AT_EACH_STEP = """#!{python}
+import os, pathlib, ssl, subprocess, sys
+name = os.path.basename(sys.argv[0])
+os.environ["PATH"] = os.environ["PATH"].partition(":")[2]
+
+if name == "mountpoint":
+    sys.exit(0)
+if name == "sluice":
+    words = [sys.executable, "-m", "sluice.cli.main", *sys.argv[1:]]
+    if sys.argv[1:3] == ["certs", "renew"] and {renewed!r}:
+        words.append("--all")
+    sys.exit(subprocess.run(words).returncode)
+code = subprocess.run([name, *sys.argv[1:]]).returncode
+for service in pathlib.Path({keys!r}).iterdir():
+    if (service / "tls.pem").exists():
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(service / "tls.pem", service / "tls.key")
+        except OSError as error:
+            open({log!r}, "a").write(f"{{service}} after {{sys.argv}}: {{error}}\\n")
+sys.exit(code)
+"""
+"""In place of the programs of `prepare.sh`: runs them, and reads key and certificate of each service as one that starts right then."""
+
+
+def prepared(tmp_path: Path, *, renewed: bool) -> str:
+    """Run `prepare.sh` below a folder; return what a service could not have started with after one of its steps."""
+    keys, programs, log = tmp_path / "keys", tmp_path / "bin", tmp_path / "log"
+    for each in (tmp_path / "authority", keys / "trainer", keys / "gateway", programs):
+        each.mkdir(parents=True, exist_ok=True)
+    text = READ_AT_EACH_STEP.format(python=sys.executable, keys=str(keys), log=str(log), renewed=renewed)
+    for name in ("mountpoint", "sluice", "cp", "mv", "ln", "rm", "find"):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    script = (DOCKER / "prepare.sh").read_text().replace("/run/sluice", str(tmp_path))
+    variables = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PREPARE": "none", "PYTHONPATH": str(ROOT)}
+    command = ["/bin/sh", "-c", script]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return log.read_text() if log.exists() else ""
+
+
+@pytest.mark.slow
+def test_a_service_of_compose_can_start_at_any_moment_of_a_renewal(tmp_path: Path) -> None:
+    assert prepared(tmp_path, renewed=False) == ""
+    trainer = tmp_path / "keys/trainer"
+    first = (trainer / "tls.pem").read_bytes()
+    for _ in range(2):
+        assert prepared(tmp_path, renewed=True) == ""
+    assert (trainer / "tls.pem").read_bytes() == (tmp_path / "authority/trainer.pem").read_bytes() != first
+    assert sorted(each.name for each in trainer.glob("[!.]*")) == ["ca.pem", "principals.toml", "tls.key", "tls.pem"]
+    assert len(list(trainer.glob(".state-*"))) == 2, "this one and the one before"
+    assert "viewer" in (tmp_path / "keys/gateway/principals.toml").read_text(), "the gateway knows tokens"
+
+
 @contextmanager
 def served(tmp_path: Path, program: str) -> Iterator[subprocess.Popen[str]]:
     """Start what runs a service in a container, with a program in place of `sluice`; nothing of it is left."""

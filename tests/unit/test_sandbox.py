@@ -319,6 +319,48 @@ for _ in range(2):
         assert 1 < int(second.split()[0]) <= limits.threads, "the threads of the first round have ended"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount /proc")
+@pytest.mark.parametrize("bubblewrap", [False, True])
+def test_threads_that_have_ended_do_not_count_where_proc_hides_processes(bubblewrap: bool, readable: Path) -> None:
+    """As an ordinary user, in a mount namespace whose /proc has hidepid=2."""
+    if not Path(SYSTEM_PYTHON).exists() or not shutil.which("setpriv"):
+        pytest.skip(f"{SYSTEM_PYTHON} or setpriv is not there")
+    mounted = ["unshare", "--mount", "sh", "-c", 'mount -t proc -o hidepid=2 proc /proc && exec "$@"', "sh"]
+    if subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("/proc cannot be mounted here")
+    program = f"""
+import sys
+sys.path[:0] = [{str(readable)!r}]
+from sluice.environments import sandbox
+from sluice.environments.sandbox import Limits, run_python
+if {bubblewrap} and not sandbox._bubblewrap():
+    sys.exit("no bubblewrap")
+sandbox._bubblewrap = lambda: {bubblewrap}
+ran = run_python('''
+import threading
+threading.stack_size(1 << 16)
+for _ in range(40):
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+end, started = threading.Event(), 1
+try:
+    while True:
+        threading.Thread(target=end.wait).start()
+        started += 1
+except RuntimeError:
+    print(started <= 20)
+end.set()
+''', limits=Limits(wall_s=120.0, threads=20))
+print(ran.stdout, ran.stderr)
+"""
+    user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", SYSTEM_PYTHON, "-I", "-c", program]
+    done = subprocess.run([*mounted, *user], capture_output=True, text=True, timeout=240, check=False)
+    if "no bubblewrap" in done.stderr:
+        pytest.skip("bubblewrap is not there, or may not make namespaces")
+    assert (done.stdout.split(), done.stderr) == (["True"], "")
+
+
 @pytest.mark.parametrize(
     ("code", "limits", "stopped"),
     [

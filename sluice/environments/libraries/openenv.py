@@ -129,7 +129,7 @@ class OpenEnvEpisode:
             return Turn(messages=[{"role": "user", "content": f"This is no action: {error}"}])
         found = await self.exchange("step", action)
         truncated = _is_truncated(found)
-        done, reward = bool(found.get("done")) or found.get("truncated") is True, found.get("reward")
+        done, reward = bool(found.get("done")) or _ends_by_a_limit(found), found.get("reward")
         answer = [] if done else [{"role": "user", "content": self._shown(found["observation"])}]
         return Turn(
             messages=answer, reward=None if reward is None else float(reward), done=done, truncated=done and truncated
@@ -153,8 +153,18 @@ class OpenEnvEpisode:
         return found
 
 
+def _ends_by_a_limit(found: Mapping[str, Any]) -> bool:
+    """Return whether a limit ends the episode, whatever `done` says: Gymnasium's pair `terminated` and `truncated` leaves `done` to the first.
+
+    Alone, `truncated` in an observation that is not the last says that its text was cut, as in the results of tools.
+    """
+    observation = found.get("observation")
+    pair = isinstance(observation, dict) and "terminated" in observation and observation.get("truncated") is True
+    return pair or found.get("truncated") is True
+
+
 def _is_truncated(found: Mapping[str, Any]) -> bool:
-    """Return whether a limit ended the episode. The protocol has no field for it: servers say so in one of these places, as Gymnasium does."""
+    """Return whether a limit ended an episode that has ended. The protocol has no field for it: servers say so in one of these places."""
     observation = found.get("observation")
     places = [found, found.get("metadata"), observation]
     if isinstance(observation, dict):
