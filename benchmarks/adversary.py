@@ -15,7 +15,6 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from benchmarks.children import log_tail, make_model
+from benchmarks.children import log_tail, make_model, scratch
 from benchmarks.gateway import MIB, Doors, Opened, client, open_session, program, quantile, real_gateway
 from sluice.cli.init_model import ModelShape
 from sluice.config import Options, whole_number
@@ -81,11 +80,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="what the adversary sends")
     parser.add_argument("--keep", type=Path, help="directory to keep logs and journals in")
     options = parser.parse_args(argv)
-    with contextlib.ExitStack() as stack:
-        if options.keep is not None:
-            options.keep.mkdir(parents=True)
-        directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-        return asyncio.run(_measure(options, directory.resolve()))
+    with scratch(options.keep) as directory:
+        return asyncio.run(_measure(options, directory))
 
 
 async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str, Any]:

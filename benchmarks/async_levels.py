@@ -14,14 +14,13 @@ import contextlib
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import MODEL_2M, free_port, make_model, median_ratio, service
+from benchmarks.children import MODEL_2M, free_port, make_model, median_ratio, scratch, service
 from benchmarks.overlap import QUESTION, Course, EngineSpeed, Loop, Workload, course, lengths
 from orchestrator_svc.report import read_metrics
 from sluice.client import RolloutClient
@@ -61,11 +60,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     options = parser.parse_args(argv)
     if len(os.sched_getaffinity(0)) < 2:
         raise RuntimeError("sluice bench async gives each side a core of its own: run it with two or more")
-    if options.keep is not None:
-        options.keep.mkdir(parents=True)
-        return asyncio.run(_measure(options, options.keep))
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
-        return asyncio.run(_measure(options, Path(scratch)))
+    with scratch(options.keep) as directory:
+        return asyncio.run(_measure(options, directory))
 
 
 async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str, Any]:

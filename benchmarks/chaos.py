@@ -23,7 +23,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from typing import Any
 import psutil
 
 from benchmarks import faults
-from benchmarks.children import log_tail
+from benchmarks.children import log_tail, scratch
 from benchmarks.faults import Fault
 from orchestrator_svc.audit_command import audit_run
 from orchestrator_svc.journal.segments import JournalError
@@ -83,11 +82,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
         raise ConfigError(
             f"{options.example} has no rl.toml: run this in the root of the repository, or give --example"
         )
-    if options.keep is not None:
-        options.keep.mkdir(parents=True)
-        return asyncio.run(_all_runs(options, options.keep.resolve()))
-    with tempfile.TemporaryDirectory(prefix="sluice-chaos-") as scratch:
-        return asyncio.run(_all_runs(options, Path(scratch)))
+    with scratch(options.keep) as directory:
+        return asyncio.run(_all_runs(options, directory))
 
 
 @dataclass

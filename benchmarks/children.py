@@ -1,4 +1,4 @@
-"""What benchmarks share: models, services and work in a process of its own, the memory of a process, ratios of neighbours."""
+"""What benchmarks share: directories, models, services and work in a process of its own, the memory of a process, ratios of neighbours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -35,6 +36,17 @@ MODEL_2M = ModelShape(hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, ml
 def median_ratio(ones: Iterable[float], others: Iterable[float]) -> float:
     """Return the median of one / other over the rounds: measurements that follow each other saw the same machine."""
     return round(statistics.median(one / other for one, other in zip(ones, others, strict=True)), 3)
+
+
+@contextlib.contextmanager
+def scratch(keep: Path | None) -> Iterator[Path]:
+    """Give a directory for what a benchmark writes: the new one that the user wants to keep, else one that is removed at the end."""
+    if keep is not None:
+        keep.mkdir(parents=True)
+        yield keep.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
+        yield Path(name).resolve()
 
 
 def make_model(directory: Path, shape: ModelShape = MODEL_2M, *, seed: int = 0) -> Path:

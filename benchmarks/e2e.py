@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import BENCH_PACKAGES, log_tail
+from benchmarks.children import BENCH_PACKAGES, log_tail, scratch
 from benchmarks.process_tree import CpuMeter
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.report import read_metrics
@@ -72,11 +71,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
         raise ConfigError(
             f"{options.example} has no rl.toml: run this in the root of the repository, or give --example"
         )
-    if options.keep is not None:
-        options.keep.mkdir(parents=True)
-        return asyncio.run(_measure(options, options.keep))
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
-        return asyncio.run(_measure(options, Path(scratch)))
+    with scratch(options.keep) as directory:
+        return asyncio.run(_measure(options, directory))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ import tomli_w
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.children import log_tail, make_model
+from benchmarks.children import log_tail, make_model, scratch
 from benchmarks.faulty_environments import FAULTY, TASKS, Sound
 from orchestrator_svc.audit_command import audit_run
 
@@ -59,14 +58,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--steps", type=int, default=60, help="steps of the run")
     parser.add_argument("--keep", type=Path, help="directory to keep everything in")
     options = parser.parse_args(argv)
-    with contextlib.ExitStack() as stack:
-        if options.keep is None:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-environment-faults-")))
-        else:
-            directory = options.keep
-            directory.mkdir(parents=True)
-        url = stack.enter_context(judge())
-        settings = write_settings(directory.resolve(), url, options.steps)
+    with scratch(options.keep) as directory, judge() as url:
+        settings = write_settings(directory, url, options.steps)
         seconds, failures = _run(settings, directory)
         return _result(directory / RUN, options.steps, seconds, failures)
 

@@ -17,7 +17,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.children import BENCH_PACKAGES, free_port, log_tail, make_model, median_ratio, service
+from benchmarks.children import BENCH_PACKAGES, free_port, log_tail, make_model, median_ratio, scratch, service
 from benchmarks.loop_lag import lag_ms, lags
 from benchmarks.profiles import profiled
 from sluice.cli.fetch_model import fetch_model
@@ -81,11 +80,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--profile", action="store_true", help="show by py-spy what the CPU time of `cost` is spent on")
     parser.add_argument("--keep", type=Path, help="directory to keep logs and journals in")
     options = parser.parse_args(argv)
-    with contextlib.ExitStack() as stack:
-        if options.keep is not None:
-            options.keep.mkdir(parents=True)
-        directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
-        return asyncio.run(_measure(options, directory.resolve()))
+    with scratch(options.keep) as directory:
+        return asyncio.run(_measure(options, directory))
 
 
 async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str, Any]:

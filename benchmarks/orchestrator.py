@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.children import free_port, service
+from benchmarks.children import free_port, scratch, service
 from benchmarks.loop_lag import lag_ms, lags
 from benchmarks.simulated_tasks import TURNS
 from sluice.client import OrchestratorClient
@@ -75,11 +74,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--set", action="append", default=[], help="further settings of the orchestrator, as KEY=VALUE")
     parser.add_argument("--keep", type=Path, help="directory to keep everything in (logs, journal, metrics)")
     options = parser.parse_args(argv)
-    if options.keep is not None:
-        options.keep.mkdir(parents=True)
-        return asyncio.run(_measure(options, options.keep))
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
-        return asyncio.run(_measure(options, Path(scratch)))
+    with scratch(options.keep) as directory:
+        return asyncio.run(_measure(options, directory))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import contextlib
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from benchmarks.capture.agents import MAX_TOKENS, agents
 from benchmarks.capture.clients import EndedError, Fleet, Played, RefusedError
 from benchmarks.capture.records import keep_segments, read_run
 from benchmarks.capture.warm_up import warm_model
-from benchmarks.children import in_child, log_tail
+from benchmarks.children import in_child, log_tail, scratch
 from orchestrator_svc.audit_command import audit_run
 from orchestrator_svc.journal.segments import JournalError
 from sluice.cli import fork_server
@@ -102,11 +101,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--seed", type=int, default=0, help="decides tasks, faults and kills")
     parser.add_argument("--keep", type=Path, help="directory to keep everything in")
     options = parser.parse_args(argv)
-    with contextlib.ExitStack() as stack:
-        if options.keep is not None:
-            options.keep.mkdir(parents=True)
-        directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-capture-")))
-        return asyncio.run(_runs(options, directory.resolve()))
+    with scratch(options.keep) as directory:
+        return asyncio.run(_runs(options, directory))
 
 
 async def _runs(options: argparse.Namespace, directory: Path) -> Mapping[str, Any]:

@@ -41,6 +41,8 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "m", "messages": USER},
     "/inference/v1/generate": {"token_ids": [5, 6]},
 }
+"""Each route that takes a prompt, with a body that can be served."""
+
 NONSENSE: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [{"n": 0}, {"max_tokens": -1}, {"temperature": "hot"}, {"messages": []}, {"messages": 3}],
     "/v1/completions": [{"n": 0}, {"max_tokens": -1}, {"prompt": ["a", "b"]}, {"echo": True}, {"prompt": [-1]}],

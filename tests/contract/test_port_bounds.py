@@ -37,6 +37,7 @@ MOST = 16
 """Connections at once, in these tests."""
 
 GET = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+WAIT = b"GET /wait HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """The preface of HTTP/2, and empty settings."""
 
@@ -207,6 +208,13 @@ async def http_port(release: asyncio.Event) -> AsyncIterator[int]:
         await server.stop(0)
 
 
+@pytest.fixture(params=[H11Protocol, HttpToolsProtocol])
+def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port has each of the two protocols of uvicorn."""
+    bounded = type("Bounded", (openai_server._BoundedProtocol, request.param), {})
+    monkeypatch.setattr(openai_server, "_HttpProtocol", bounded)
+
+
 async def test_half_heads_make_room_for_a_request() -> None:
     async with http_port(asyncio.Event()) as port, contextlib.AsyncExitStack() as stack:
         halves = [await connect(port, GET) for _ in range(4)]
@@ -221,22 +229,11 @@ async def test_half_heads_make_room_for_a_request() -> None:
 
 
 async def test_requests_that_are_served_keep_their_connections() -> None:
-    release = asyncio.Event()
-    async with http_port(release) as port, contextlib.AsyncExitStack() as stack:
-        served = [await connect(port, b"GET /wait HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") for _ in range(4)]
-        for _, writer in served:
-            stack.callback(writer.close)
-        reader, writer = await connect(port, GET)
-        stack.callback(writer.close)
-        assert await ended(reader) == b""
-        release.set()
-        for each, _ in served:
-            assert (await ended(each)).endswith(b"done")
+    await all_are_served_and_one_more_is_refused(WAIT)
 
 
-@pytest.mark.parametrize("kind", [H11Protocol, HttpToolsProtocol])
-async def test_connections_kept_alive_make_room_for_a_request(kind, monkeypatch) -> None:
-    monkeypatch.setattr(openai_server, "_HttpProtocol", type("Bounded", (openai_server._BoundedProtocol, kind), {}))
+@pytest.mark.usefixtures("protocol")
+async def test_connections_kept_alive_make_room_for_a_request() -> None:
     async with http_port(asyncio.Event()) as port, contextlib.AsyncExitStack() as stack:
         kept = []
         for _ in range(4):
@@ -251,15 +248,20 @@ async def test_connections_kept_alive_make_room_for_a_request(kind, monkeypatch)
         assert (await ended(kept[1][0])).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("kind", [H11Protocol, HttpToolsProtocol])
-async def test_a_request_that_was_sent_ahead_keeps_its_connection(kind, monkeypatch) -> None:
-    monkeypatch.setattr(openai_server, "_HttpProtocol", type("Bounded", (openai_server._BoundedProtocol, kind), {}))
-    release, wait = asyncio.Event(), b"GET /wait HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+@pytest.mark.usefixtures("protocol")
+async def test_a_request_that_was_sent_ahead_keeps_its_connection() -> None:
+    await all_are_served_and_one_more_is_refused(GET + b"\r\n" + WAIT, answered=b"here")
+
+
+async def all_are_served_and_one_more_is_refused(sent: bytes, answered: bytes = b"") -> None:
+    """Send to as many connections as there may be what ends with a request that waits, and begin one more."""
+    release = asyncio.Event()
     async with http_port(release) as port, contextlib.AsyncExitStack() as stack:
-        served = [await connect(port, GET + b"\r\n" + wait) for _ in range(4)]
+        served = [await connect(port, sent) for _ in range(4)]
         for reader, writer in served:
             stack.callback(writer.close)
-            await reader.readuntil(b"here")
+            if answered:
+                await reader.readuntil(answered)
         reader, writer = await connect(port, GET)
         stack.callback(writer.close)
         assert await ended(reader) == b""

@@ -16,6 +16,7 @@ import pytest
 from orchestrator_doubles import RolloutDouble
 from simulated_clock import LIMIT_S
 from test_external_episodes import EXTERNAL
+from test_gateway_bad_input import ROUTES
 from test_gateway_run import opened, served_gateway, traced
 from test_orchestrator_run import DEADLINE_S, Scene, make_scene
 
@@ -31,17 +32,7 @@ from sluice.v1.tokens_pb2 import ChatMessage
 
 pytestmark = pytest.mark.slow
 
-USER: Any = [{"role": "user", "content": "Hello"}]
-SAMPLES: dict[str, Any] = {
-    "/v1/chat/completions": {"model": "m", "messages": USER},
-    "/v1/completions": {"model": "m", "prompt": "Hello"},
-    "/v1/responses": {"model": "m", "input": "Hello"},
-    "/v1/messages": {"model": "m", "max_tokens": 8, "messages": USER},
-    "/v1/messages/count_tokens": {"model": "m", "messages": USER},
-    "/inference/v1/generate": {"token_ids": [5, 6]},
-    "/v1/models": None,
-    "/v1/models/m": None,
-}
+SAMPLES: dict[str, Any] = {**ROUTES, "/v1/models": None, "/v1/models/m": None}
 """The routes that sample, or that a client asks before."""
 
 SETTLES: dict[str, Any] = {"renew": {}, "reward": {"reward": 0.5}, "end": {"reward": 1}}
