@@ -39,14 +39,13 @@ from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error
 from sluice.openai.server import (
     HEALTH_PATH,
     SENT,
+    Connection,
     DisconnectedError,
     EventStream,
     RequestGuard,
     bearer_token,
     certificate_of,
     recorded,
-    sent,
-    while_connected,
 )
 from sluice.rpc import SluiceError
 from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
@@ -396,15 +395,16 @@ class _Given(JSONResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the response."""
         del scope
+        connection = Connection(receive)
         with contextlib.suppress(DisconnectedError, TimeoutError):
             async with contextlib.aclosing(self._parts):
-                await while_connected(receive, self._send(send))
+                await connection.serve(self._send(send, connection))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, connection: Connection) -> None:
         async with asyncio.timeout(SEND_DEADLINE_S):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        await sent(send)
+        await connection.sent(send)
         await anext(self._parts, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -412,7 +412,7 @@ class _Given(JSONResponse):
 async def _while_there(http: Request, work: Coroutine[Any, Any, Outcome]) -> Outcome | Response:
     """Do the work of a request; return an empty response if its client disconnects."""
     try:
-        return await while_connected(http.receive, work)
+        return await Connection(http.receive).serve(work)
     except DisconnectedError:
         return Response(status_code=DISCONNECTED)
 

@@ -40,13 +40,13 @@ from sluice.openai.dialect import (
 from sluice.openai.errors import answer_errors
 from sluice.openai.server import (
     HEALTH_PATH,
+    Connection,
     DisconnectedError,
     EventStream,
     RequestGuard,
     certificate_of,
     peer_of,
     recorded,
-    while_connected,
 )
 from sluice.rpc import SluiceError
 from sluice.rpc.access import ROLLOUT_HTTP, Access
@@ -136,7 +136,7 @@ def _add_generation(app: FastAPI, servicer: RolloutServicer, model_name: str) ->
         head = {"created": int(time.time()), "model": model_name}
         respond = _stream if body.stream else _whole
         try:
-            return await while_connected(http.receive, respond(servicer, requests, responses, head))
+            return await Connection(http.receive).serve(respond(servicer, requests, responses, head))
         except DisconnectedError:
             return Response(status_code=DISCONNECTED)
 

@@ -619,47 +619,59 @@ class DisconnectedError(Exception):
     """The client closed its connection."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work of a request whose body was read. If the client disconnects, cancel the work and wait until it has ended.
+class Connection:
+    """The connection of a client whose request was read.
 
-    Raises:
-        DisconnectedError: if the client disconnected.
+    Args:
+        receive: Gives what the client sends.
+
+    Attributes:
+        has_left: Whether the client has disconnected.
     """
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise DisconnectedError
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
-        if not working.cancelled():
-            working.exception()  # nobody reads an error that the work raised while it was cancelled
 
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.has_left = False
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    async def serve(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do the work of the request. If the client disconnects, cancel the work and wait until it has ended.
 
+        Raises:
+            DisconnectedError: if the client disconnected.
+        """
+        working, leaving = asyncio.create_task(work), asyncio.create_task(self._wait())
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise DisconnectedError
+        finally:
+            working.cancel()
+            leaving.cancel()
+            await asyncio.wait({working, leaving})
+            if not working.cancelled():
+                working.exception()  # nobody reads an error that the work raised while it was cancelled
 
-async def sent(send: Send) -> None:
-    """Wait until what was sent has left this process for the client's connection. If that is closed, `while_connected` ends the caller here.
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = True
 
-    Raises:
-        TimeoutError: after `SEND_DEADLINE_S`.
-    """
-    async with asyncio.timeout(SEND_DEADLINE_S):
-        await send(
-            {"type": "http.response.body", "body": b"", "more_body": True}
-        )  # a server waits for room before it writes
-    for _ in range(_STEPS_TO_LEAVE):
-        await asyncio.sleep(0)
+    async def sent(self, send: Send) -> None:
+        """Wait until what was sent has left this process, called within the work of `serve`.
 
+        A client that has read all may close at once, and that must not count: so nothing is waited for once there is room.
 
-_STEPS_TO_LEAVE = 6
-"""Steps of the event loop in which the end of a connection gets to `while_connected`, and from there to the work that it cancels."""
+        Raises:
+            DisconnectedError: if the client disconnected before.
+            TimeoutError: after `SEND_DEADLINE_S`.
+        """
+        async with asyncio.timeout(SEND_DEADLINE_S):
+            # A server writes, and waits for room before it writes again. At the end of a connection it tells `_wait` first.
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+        if self.has_left:
+            raise DisconnectedError
+
 
 SENT = b""
 """An event of a stream for nobody: what follows it is asked for when all before it was sent."""
@@ -681,16 +693,17 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the response."""
         del scope
+        connection = Connection(receive)
         with contextlib.suppress(DisconnectedError, TimeoutError):
-            await while_connected(receive, self._send(send))
+            await connection.serve(self._send(send, connection))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, connection: Connection) -> None:
         async with contextlib.aclosing(self._events):
             async with asyncio.timeout(SEND_DEADLINE_S):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for event in self._events:
                 if event == SENT:
-                    await sent(send)
+                    await connection.sent(send)
                     continue
                 async with asyncio.timeout(SEND_DEADLINE_S):
                     await send({"type": "http.response.body", "body": event, "more_body": True})

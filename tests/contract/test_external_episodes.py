@@ -141,7 +141,7 @@ async def test_other_environments_are_trained_while_no_agent_comes_and_its_share
     settings = {"environment": "", "environments": mix, "pacing": {"enabled": False}, "external": {"notice_s": IDLE_S}}
     limits = {"start_s": 1e6, "lost_s": 1e6, "step_s": 1e6, "update_s": 1e6, "episode_s": 1e6}
     async with asyncio.timeout(DEADLINE_S), gateway(scene.target) as agent:
-        running = scene.start(**settings, max_steps=12, deadlines=limits, clock=clock)
+        running = scene.start(**settings, max_steps=60, deadlines=limits, clock=clock)
         await until_serving(running, agent)
         await clock.until(lambda: max(scene.trainer.history, default=0) >= 4, step_s=0.5)
         assert not running.done()
@@ -158,7 +158,7 @@ async def test_other_environments_are_trained_while_no_agent_comes_and_its_share
             await clock.until(running.done, step_s=0.5)
             await running
     report = scene.report()
-    assert (report["state"], report["steps"], report["groups_failed"]) == ("succeeded", 12, {})
+    assert (report["state"], report["steps"], report["groups_failed"]) == ("succeeded", 60, {})
     put_off = [fact.group_dropped for _, fact in read_facts(scene.run_dir) if fact.HasField("group_dropped")]
     assert {(each.reason, each.redraw) for each in put_off} == {("NO_AGENT", True)}
     groups = {each.group_id for batch in scene.trainer.history.values() for each in batch}

@@ -116,6 +116,9 @@ class MemorySessions:
             raise SluiceError.failed_precondition("SESSION_ENDED", "the session ended: open another one")
         return session.found
 
+    async def find_ended(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
+        return self._known(ref, settles=True).found
+
     async def generate(
         self, session: session_pb2.FindSessionResponse, request: CapturedRequest, identity: RequestIdentity
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
