@@ -79,9 +79,9 @@ sys.path.append(str(ROOT / "tests/contract"))
 from certificates import Authority  # noqa: E402 - lies beside the tests of the contracts
 
 ONLY_AFTER_FAULTS = re.compile(
-    r"dropped|failed|preemptions|sampling_events|environment_failures|skipped|fallbacks|alert:|relay"
+    r"dropped|failed|preemptions|sampling_events|environment_failures|skipped|fallbacks|alert:|relay|security_files"
 )
-"""Queries about what a run without faults does not have."""
+"""Queries about what a run without faults, and without files for TLS and principals, does not have."""
 
 
 @pytest.fixture(scope="module")
