@@ -60,9 +60,14 @@ class SimulatedClock(Clock):
             if seconds is None:
                 yield limit
                 return
+
+            def end() -> None:
+                if not limit.expired():
+                    limit.reschedule(loop.time())
+
             if seconds <= 0:
-                limit.reschedule(loop.time())
-            with self._wait(seconds, lambda: limit.reschedule(loop.time())):
+                end()
+            with self._wait(seconds, end):
                 yield limit
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
