@@ -509,7 +509,7 @@ class RecordedSessions:
             raise SluiceError.aborted(
                 RECORDED_OTHERWISE,
                 "another gateway was faster, and the recorded reply is not the one that this stream began with; send the same request"
-                " again to get it",
+                " again, marked as a retry, to get it",
             )
         yield _result(kept)
 
