@@ -41,7 +41,9 @@ def weightsync(tmp_path: Path) -> ChildSpec:
 
 def processes_of(spec: ChildSpec) -> tuple[psutil.Process, psutil.Process]:
     """Return the fork server and the service."""
-    (server,) = [each for each in psutil.Process().children() if each.cmdline()[1:] == [*spec.fork_server[1:]]]
+    # A process of another test may have ended and still be listed: it has no command.
+    commands = {each: each.as_dict(["cmdline"], ad_value=[])["cmdline"] for each in psutil.Process().children()}
+    (server,) = [each for each, command in commands.items() if command[1:] == [*spec.fork_server[1:]]]
     (service,) = server.children()
     return server, service
 
