@@ -385,7 +385,7 @@ class WorkerExtension:
         return _guarded(begin)
 
     def sluice_verified(self, budget_s: float) -> Answer:
-        """Compare for so many seconds: ("pending", None), or ("ok", [tensors that differ, tensors of unknown form])."""
+        """Compare for so many seconds: ("pending", None), or ("ok", [tensors that differ, `LiveCheck.unchecked`])."""
         check = self._live_check
         if check is None:
             return ("err", "nothing is being compared")
@@ -396,7 +396,7 @@ class WorkerExtension:
             return ("pending", None)
         if check.different:
             self.weight_transfer_engine.forget_loaded()
-        return ("ok", [sorted(check.different), sorted(check.unchecked)])
+        return ("ok", [sorted(check.different), {kind: sorted(names) for kind, names in check.unchecked.items()}])
 
     def sluice_add_adapter(self, label: str, number: int, path: str) -> Answer:
         """Load a LoRA adapter beside the weights, which are not touched."""
