@@ -195,8 +195,15 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         fraction = request.fraction if request.HasField("fraction") else 1.0
         if not 0 < fraction <= 1:
             raise SluiceError.invalid_argument("fraction", "above 0 and at most 1")
-        version, different = await self._weights.verify(fraction)
-        return pb.VerifyWeightsResponse(policy_version=version.to_proto(), different=different)
+        version, found = await self._weights.verify(fraction)
+        return pb.VerifyWeightsResponse(
+            policy_version=version.to_proto(),
+            different=found.different,
+            unchecked=[
+                pb.UncheckedWeights(layers=each.layers, tensors=each.tensors, example=each.example)
+                for each in found.unchecked
+            ],
+        )
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         """Stop sampling until Resume or the end of the time to live."""

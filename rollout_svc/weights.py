@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ import structlog
 
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.adapters import AdaptersFullError
-from rollout_svc.engines.base import EngineError, EngineTimeoutError
+from rollout_svc.engines.base import EngineError, EngineTimeoutError, UncheckedWeights
 from rollout_svc.supervision import EngineSupervisor
 from sluice.config import CommonConfig, FailedForGoodError
 from sluice.rpc import SluiceError, connect
@@ -32,6 +33,14 @@ MODES = {
 }
 _APPLY_STEPS = 3
 """Steps of an apply (prepare; pause and load; go back if that fails), each of which may take `deadlines.apply_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a comparison of the live weights with their files found: tensors that differ, and those that it could not look at."""
+
+    different: list[str]
+    unchecked: tuple[UncheckedWeights, ...]
 
 
 class ReplicaWeights:
@@ -119,33 +128,35 @@ class ReplicaWeights:
         except EngineError as error:
             raise SluiceError.unavailable("RELOAD_FAILED", str(error)) from error
 
-    async def verify(self, fraction: float) -> tuple[Version, list[str]]:
+    async def verify(self, fraction: float) -> tuple[Version, Verification]:
         """Compare the engine's live weights, or a fraction of their tensors, with the files of their version.
 
         Returns:
-            The version of the weights, and the tensors that differ.
+            The version of the weights, and what the comparison found.
 
         Raises:
             SluiceError: FAILED_PRECONDITION if the files are not on this host or the engine cannot compare them,
                 DEADLINE_EXCEEDED if the comparison takes too long, UNAVAILABLE if the engine failed.
         """
 
-        async def compare(staged: StagedVersion | None) -> list[str]:
-            return await self._engine.ready.verify_weights(staged, fraction)
+        async def compare(staged: StagedVersion | None) -> Verification:
+            engine = self._engine.ready
+            different = await engine.verify_weights(staged, fraction)
+            return Verification(different, engine.status().unchecked)
 
         try:
             if self._receiver is None:
                 return BASE, await compare(None)
-            version, different = await self._receiver.verify(compare)
+            version, found = await self._receiver.verify(compare)
         except EngineTimeoutError as error:
             raise SluiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "VERIFY_DEADLINE", str(error)) from error
         except EngineError as error:
             if not self._engine.current.status().healthy:
                 raise SluiceError.unavailable("VERIFY_FAILED", f"{error}; retry when it serves again") from error
             raise SluiceError.failed_precondition("VERIFY_REFUSED", str(error)) from error
-        if different:
-            log.error("live weights differ from their files", version=str(version), tensors=different[:3])
-        return version, different
+        if found.different:
+            log.error("live weights differ from their files", version=str(version), tensors=found.different[:3])
+        return version, found
 
     async def load_adapter(self, name: str, version: Version) -> None:
         """Fetch an adapter version and give it a name for requests. Idempotent.

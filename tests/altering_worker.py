@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from weightsync.vllm import live_check
+from weightsync.vllm.patch import why_no_patch
 from weightsync.vllm.worker import WorkerExtension
 
 __all__ = ["NAME", "AlteringExtension"]
@@ -17,6 +20,7 @@ class AlteringExtension(WorkerExtension):
     """Alters live weights behind the back of everyone."""
 
     model_runner: Any
+    weight_transfer_engine: Any
 
     def set_one(self, module: str) -> tuple[str, Any]:
         """Alter one value of a live weight; packed ones are packed anew."""
@@ -30,3 +34,26 @@ class AlteringExtension(WorkerExtension):
         owner.weight = torch.nn.Parameter(weight, requires_grad=False)
         owner.quant_method.process_weights_after_loading(owner)
         return ("ok", None)
+
+    def set_one_of_an_expert(self, module: str, parameter: str, expert: int, part: int, parts: int) -> tuple[str, Any]:
+        """Alter one packed value of an expert, in the second block of rows of one of the tensors that a parameter is made of."""
+        packed = getattr(self.model_runner.model.get_submodule(module), parameter).data[expert]
+        packed.view(parts, -1)[part].view(2, -1)[1, 5] += 1.0
+        return ("ok", None)
+
+    def compare_in_pieces(self, octets: int) -> tuple[str, Any]:
+        """Compare live weights in pieces of so many bytes, as large ones are."""
+        live_check._PIECE_BYTES = octets
+        return ("ok", None)
+
+    def pack_by_zentorch(self, yes: bool) -> tuple[str, Any]:
+        """Say of all experts that another library packed them, as on some processors."""
+        for module in self.model_runner.model.modules():
+            if isinstance(module, UnquantizedFusedMoEMethod):
+                module.moe_kernel.fused_experts._use_zentorch = yes
+        return ("ok", None)
+
+    def patched(self, paths: list[str]) -> tuple[str, Any]:
+        """Return why the model cannot take patches."""
+        engine = self.weight_transfer_engine
+        return ("ok", why_no_patch(engine.model, engine.plan(paths)))

@@ -8,7 +8,16 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from sluice.versions import Version, VersionSpan, span_lengths
 from weightsync.staged import StagedVersion, TensorSpec
@@ -35,8 +44,33 @@ def save_model(directory: Path, seed: int, *, tied: bool = False, dtype: torch.d
         eos_token_id=EOS,
         pad_token_id=0,
     )
+    return _save(Qwen3ForCausalLM, config, directory, dtype)
+
+
+def save_experts_model(directory: Path, seed: int, *, size: int, dtype: torch.dtype) -> Path:
+    """Write such a model of four experts of a size, of which each token takes two."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        moe_intermediate_size=size,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    return _save(Qwen3MoeForCausalLM, config, directory, dtype)
+
+
+def _save(kind: type[PreTrainedModel], config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Path:
     config.dtype = dtype
-    model = Qwen3ForCausalLM(config)
+    model = kind(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -63,9 +97,9 @@ def text_of(ids: Sequence[int]) -> str:
     return "".join(chr(256 + id_) for id_ in ids)
 
 
-def load(directory: Path) -> Qwen3ForCausalLM:
+def load(directory: Path) -> PreTrainedModel:
     """The model in transformers."""
-    return Qwen3ForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
 
 
 @torch.no_grad()

@@ -175,13 +175,28 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class UncheckedWeights:
+    """Weights that an engine cannot compare with their file.
+
+    Attributes:
+        layers: Kind of layer that holds them, such as ``RoutedExperts (Fp8MoEMethod)``.
+        tensors: How many tensors of the file.
+        example: Name of one of them.
+    """
+
+    layers: str
+    tensors: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """Version and load of an engine.
 
     ``version`` samples the requests that name no adapter. Counters count from the start; ``kv_cache_usage`` is a fraction
     from 0 to 1. ``healthy`` says whether the engine can sample. ``steps`` stand still when it hangs. ``preemptions`` are samples
     that lost their place in the KV cache and were computed again. ``switching`` says that it samples nothing until it has other
-    weights.
+    weights. ``unchecked`` are the weights that the last `verify_weights` could not compare, one entry for each kind of layer.
     """
 
     version: Version
@@ -196,6 +211,7 @@ class EngineStatus:
     steps: int = 0
     preemptions: int = 0
     switching: bool = False
+    unchecked: tuple[UncheckedWeights, ...] = ()
 
 
 class InferenceEngine(Protocol):
@@ -274,7 +290,8 @@ class InferenceEngine(Protocol):
             fraction: Fraction of the tensors to compare, above 0; 1 for all. Which ones depends on the version.
 
         Returns:
-            The tensors that differ; the next `apply` of the version loads it again.
+            The tensors that differ; the next `apply` of the version loads it again. Those that it cannot compare are left out:
+            `status` names them.
 
         Raises:
             EngineError: if the comparison fails.

@@ -1020,6 +1020,7 @@ class VerifyWeightsResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     DIFFERENT_FIELD_NUMBER: _builtins.int
+    UNCHECKED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version of the engine's weights."""
@@ -1028,19 +1029,54 @@ class VerifyWeightsResponse(_message.Message):
     def different(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the tensors that differ from the files; empty if none does."""
 
+    @_builtins.property
+    def unchecked(self) -> _containers.RepeatedCompositeFieldContainer[Global___UncheckedWeights]:
+        """Weights that could not be compared, one entry for each kind of layer; empty if all could."""
+
     def __init__(
         self,
         *,
         policy_version: _common_pb2.PolicyVersion | None = ...,
         different: _abc.Iterable[_builtins.str] | None = ...,
+        unchecked: _abc.Iterable[Global___UncheckedWeights] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["different", b"different", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["different", b"different", "policy_version", b"policy_version", "unchecked", b"unchecked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyWeightsResponse: _TypeAlias = VerifyWeightsResponse  # noqa: Y015
+
+@_typing.final
+class UncheckedWeights(_message.Message):
+    """Weights whose form in the engine's memory is not known, such as quantised ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    EXAMPLE_FIELD_NUMBER: _builtins.int
+    layers: _builtins.str
+    """Kind of layer that holds them."""
+    tensors: _builtins.int
+    """Number of tensors of the files."""
+    example: _builtins.str
+    """Name of one of them."""
+    def __init__(
+        self,
+        *,
+        layers: _builtins.str = ...,
+        tensors: _builtins.int = ...,
+        example: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["example", b"example", "layers", b"layers", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UncheckedWeights: _TypeAlias = UncheckedWeights  # noqa: Y015
 
 @_typing.final
 class PauseRequest(_message.Message):

@@ -17,7 +17,7 @@ from weightsync_stack import RUN, Stack, running_stack
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.drain import Drain
-from rollout_svc.engines.base import EngineError, EngineTimeoutError
+from rollout_svc.engines.base import EngineError, EngineTimeoutError, UncheckedWeights
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
@@ -114,6 +114,17 @@ async def test_a_live_weight_that_differs_is_named_and_loaded_anew_by_the_next_u
 async def test_a_replica_verifies_the_version_that_it_holds_and_no_other(replica):
     with pytest.raises(ConfigError, match="leave the version out"):
         await replica.verify("1.1")
+
+
+async def test_weights_that_cannot_be_compared_are_named(replica, capsys, monkeypatch):
+    status = replace(replica.engine.status(), unchecked=(UncheckedWeights("Experts (Packed)", 24, "experts.0.weight"),))
+    monkeypatch.setattr(replica.engine, "status", lambda: status)
+    assert await replica.verify() == 0
+    unchecked, outcome = capsys.readouterr().out.splitlines()
+    assert unchecked.startswith(
+        "NOT COMPARED: 24 tensors in layers of kind Experts (Packed), such as experts.0.weight: "
+    )
+    assert outcome == f"replica {replica.target} computes with version 0.0: every other live tensor equals its file"
 
 
 @pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5])

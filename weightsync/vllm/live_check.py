@@ -2,7 +2,8 @@
 
 For each copy that the model's loader makes, the part of the file is compared with its place in the model. On a CPU a linear
 layer has no plain weight any more, but a kernel with a packed one inside. Multiplied with the columns of the identity, the kernel
-gives its weights exactly: every product but one is zero.
+gives its weights exactly: every product but one is zero. Experts have packed weights too, but no kernel for one of them: there
+the file's values are packed as vLLM packs them, and compared in that form.
 
 The comparison runs in small pieces between the engine's steps, not beside them: a packed kernel keeps the addresses that it works
 on, and must not run twice at a time.
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
 from safetensors import safe_open
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -24,6 +28,14 @@ from weightsync.vllm.load_plan import LoadPlan, PlannedCopy
 
 PACKED = "cpu_linear"
 """Attribute in which vLLM's CPU layers keep the kernel with the packed weight."""
+
+PARTS_OF_EXPERTS = {"w13_weight": 2, "w2_weight": 1}
+"""By parameter of vLLM's experts: how many tensors of a file it holds for one expert, below each other (gate and up, or down)."""
+
+_PACKED_ROWS = 32
+"""Rows of an expert that vLLM packs by themselves; some of its kernels pack 16 or 4, which makes no difference."""
+
+_NOT_COPIED = "weights that the model's loader does not copy as they are"
 
 _IDENTITY_COLUMNS = 32
 """Inputs per product; some milliseconds for the largest layers of today's models."""
@@ -43,12 +55,12 @@ class LiveCheck:
 
     Attributes:
         different: Tensors of the version whose live values differ.
-        unchecked: Tensors whose live form is not known here, such as quantised ones.
+        unchecked: Tensors whose live form is not known here, such as quantised ones, by kind of layer.
     """
 
     def __init__(self, model: torch.nn.Module, plan: LoadPlan, paths: Sequence[str], share: float, seed: int) -> None:
         self.different: set[str] = set()
-        self.unchecked: set[str] = set()
+        self.unchecked: dict[str, set[str]] = {}
         self._model = model
         self._plan = plan
         self._files = ExitStack()
@@ -61,7 +73,7 @@ class LiveCheck:
             chosen = random.Random(seed).sample(chosen, max(1, round(share * len(chosen))))  # noqa: S311 - no secret
         else:
             copied = {copy.name for copy in plan.copies}
-            self.unchecked |= {name for name, reads in plan.reads.items() if reads and name not in copied}
+            self._leave_out(_NOT_COPIED, [name for name, reads in plan.reads.items() if reads and name not in copied])
         self._steps = self._run([(name, by_parameter[name]) for name in chosen])
 
     def advance(self, budget_s: float) -> bool:
@@ -77,30 +89,33 @@ class LiveCheck:
         """Close the files."""
         self._files.close()
 
+    def _leave_out(self, kind: str, names: Iterable[str]) -> None:
+        for name in names:
+            self.unchecked.setdefault(kind, set()).add(name)
+
     def _run(self, parameters: Sequence[tuple[str, Sequence[PlannedCopy]]]) -> Iterator[None]:
         for parameter, copies in parameters:
             module, attribute = _owner(self._model, parameter)
             shape, dtype = self._plan.shapes[parameter]
-            if not has_known_form(module):
-                self.unchecked |= {copy.name for copy in copies}
-                continue
             plain = getattr(module, attribute, None)
-            looked = False
-            if plain is not None and tuple(plain.shape) == shape:
-                yield from self._compare(plain.detach(), copies, exact=True)
-                looked = True
-            if attribute == "weight" and PACKED in module.__dict__ and len(shape) == 2:
-                values = torch.empty(shape, dtype=dtype)
-                yield from _unpack(module, values)
-                yield from self._compare(values, copies, exact=False)
-                looked = True
-            if not looked:
-                self.unchecked |= {copy.name for copy in copies}
+            unchecked = {copy.name for copy in copies}
+            if has_known_form(module):
+                if plain is not None and tuple(plain.shape) == shape and plain.is_contiguous():
+                    yield from self._compare(plain.detach(), copies, exact=True)
+                    unchecked = set()
+                if attribute == "weight" and PACKED in module.__dict__ and len(shape) == 2:
+                    values = torch.empty(shape, dtype=dtype)
+                    yield from _unpack(module, values)
+                    yield from self._compare(values, copies, exact=False)
+                    unchecked = set()
+            elif (packing := packing_of_experts(module)) and attribute in PARTS_OF_EXPERTS:
+                places = _places_in_experts(plain, shape, copies, PARTS_OF_EXPERTS[attribute])
+                for copy, place in places.items():
+                    yield from self._compare_packed(place, copy, packing)
+                unchecked = {copy.name for copy in copies if copy not in places}
+            self._leave_out(kind_of(module), unchecked)
 
     def _compare(self, live: torch.Tensor, copies: Sequence[PlannedCopy], *, exact: bool) -> Iterator[None]:
-        if not live.is_contiguous():
-            self.unchecked |= {copy.name for copy in copies}
-            return
         for copy in copies:
             found, wanted = copy.target.of(live), copy.source.of(self._tensors[copy.name])
             for rows in _pieces(found):
@@ -109,6 +124,20 @@ class LiveCheck:
                     self.different.add(copy.name)
                     break
                 yield
+
+    def _compare_packed(self, live: torch.Tensor, copy: PlannedCopy, packing: str) -> Iterator[None]:
+        """Compare packed rows [rows, columns] of an expert with a copy into them, which vLLM fills up with zeros."""
+        wanted = copy.source.of(self._tensors[copy.name])
+        rows, columns = wanted.shape
+        step = max(1, _PIECE_BYTES // (_PACKED_ROWS * live[0].nbytes)) * _PACKED_ROWS
+        for begin in range(0, len(live), step):
+            found = live[begin : begin + step]
+            expected = torch.zeros_like(found)
+            expected[: max(0, rows - begin), :columns] = wanted[begin : begin + step]
+            if not _same_bits(found, cpu_prepack_moe_weight(expected[None], packing)[0]):
+                self.different.add(copy.name)
+                break
+            yield
 
 
 def _open(paths: Sequence[str], stack: ExitStack) -> Mapping[str, torch.Tensor]:
@@ -133,6 +162,46 @@ def has_known_form(module: torch.nn.Module) -> bool:
     """Whether its weights are as they were loaded, apart from packing. Other methods rearrange them."""
     method = getattr(module, "quant_method", None)
     return method is None or type(method) in {UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
+
+
+def kind_of(module: torch.nn.Module) -> str:
+    """Return what an operator knows a layer by: its class, and how it keeps its weights."""
+    method = getattr(module, "quant_method", None)
+    return type(module).__name__ if method is None else f"{type(module).__name__} ({type(method).__name__})"
+
+
+def packing_of_experts(module: torch.nn.Module) -> str:
+    """Return the instruction set for which vLLM packed the weights of experts; empty where that is not known."""
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, UnquantizedFusedMoEMethod) or method.moe_kernel is None:
+        return ""
+    experts = method.moe_kernel.fused_experts
+    known = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch  # noqa: SLF001 - no public name for it
+    return str(experts.isa) if known else ""
+
+
+def _places_in_experts(
+    live: torch.Tensor, shape: tuple[int, ...], copies: Sequence[PlannedCopy], parts: int
+) -> dict[PlannedCopy, torch.Tensor]:
+    """Return the packed rows [rows, columns] of each copy that fills one of the parts of an expert.
+
+    Args:
+        live: Packed weights [experts, rows, columns]; each part may have more rows and columns than was loaded.
+        shape: That of the weights before packing.
+        copies: What the loader copies into them.
+        parts: Tensors per expert.
+    """
+    if not live.is_contiguous():
+        return {}
+    experts, rows, columns = shape
+    rows //= parts
+    of_parts = live.detach().view(experts * parts, live.shape[1] // parts, live.shape[2])
+    filled = ((rows, columns), (columns, 1))
+    return {
+        copy: of_parts[copy.target.offset // (rows * columns)]
+        for copy in copies
+        if (copy.target.sizes, copy.target.strides) == filled and copy.target.offset % (rows * columns) == 0
+    }
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[slice | tuple[()]]:

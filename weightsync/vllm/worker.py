@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,9 +26,11 @@ from vllm.config import CompilationMode
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -192,12 +195,16 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _load(self, model: torch.nn.Module, paths: list[str]) -> None:
-        initialize_layerwise_reload(model)
-        try:
-            model.load_weights(self._tensors(paths))
-        finally:
-            # After a failure too: what was buffered must not be counted towards the next attempt.
-            finalize_layerwise_reload(model, self.model_config)
+        with experts_packed_again(model):
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(self._tensors(paths))
+            except Exception:
+                forget_buffered(model)
+                raise
+            finally:
+                # After a failure too: what was buffered must not be counted towards the next attempt.
+                finalize_layerwise_reload(model, self.model_config)
         refresh_tied_head(model)
 
     def _tensors(self, paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -385,7 +392,7 @@ class WorkerExtension:
         return _guarded(begin)
 
     def sluice_verified(self, budget_s: float) -> Answer:
-        """Compare for so many seconds: ("pending", None), or ("ok", [tensors that differ, tensors of unknown form])."""
+        """Compare for so many seconds: ("pending", None), or ("ok", [tensors that differ, `LiveCheck.unchecked`])."""
         check = self._live_check
         if check is None:
             return ("err", "nothing is being compared")
@@ -396,7 +403,7 @@ class WorkerExtension:
             return ("pending", None)
         if check.different:
             self.weight_transfer_engine.forget_loaded()
-        return ("ok", [sorted(check.different), sorted(check.unchecked)])
+        return ("ok", [sorted(check.different), {kind: sorted(names) for kind, names in check.unchecked.items()}])
 
     def sluice_add_adapter(self, label: str, number: int, path: str) -> Answer:
         """Load a LoRA adapter beside the weights, which are not touched."""
@@ -427,6 +434,36 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+@contextmanager
+def experts_packed_again(model: torch.nn.Module) -> Iterator[None]:
+    """On a CPU, have vLLM pack the weights of experts that are loaded meanwhile.
+
+    vLLM packs them only for a layer that has no kernel yet. For a layer that has one it copies plain weights to the place of the
+    packed ones, which the kernel then misreads. On an accelerator the kernels stay: CUDA graphs hold on to their addresses.
+    """
+    methods = [getattr(module, "quant_method", None) for module in model.modules()] if current_platform.is_cpu() else []
+    kernels = {method: method.moe_kernel for method in methods if isinstance(method, UnquantizedFusedMoEMethod)}
+    for method in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels.items():
+            if method.moe_kernel is None:  # nothing was loaded into its layer
+                method.moe_kernel = kernel
+
+
+def forget_buffered(model: torch.nn.Module) -> None:
+    """Give up the layers that a failed load left unfinished, so that they get their former weights back.
+
+    vLLM would otherwise load what it has buffered of such a layer: it fails at the same tensor again, now and at each later load.
+    """
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        info.loaded_weights.clear()
+        info.load_numel = 0
 
 
 def check_complete(paths: list[str], wanted: list[str], optional: set[str]) -> None:

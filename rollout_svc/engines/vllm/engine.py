@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
@@ -30,6 +30,7 @@ from rollout_svc.engines.base import (
     Progress,
     ServedTemplate,
     Stage,
+    UncheckedWeights,
 )
 from rollout_svc.engines.model_files import model_directory, read_base_model
 from rollout_svc.engines.steps import awaiting_weights, paced
@@ -113,6 +114,8 @@ class VllmEngine(LoraEngine):
         self._paused: PauseMode | None = None
         self._scrubbing = False
         self._broken = ""
+        self._unchecked: tuple[UncheckedWeights, ...] = ()
+        self._told: set[str] = set()
         self._numbers = itertools.count()
         self._active: dict[str, set[TrackedRequest]] = {}
         self._submitted: dict[TrackedRequest, None] = {}
@@ -397,13 +400,18 @@ class VllmEngine(LoraEngine):
             return await run_to_end(asyncio.ensure_future(self._switch(None)))
 
     async def verify_weights(self, staged: StagedVersion | None, fraction: float = 1.0) -> list[str]:
-        """See `InferenceEngine`. Tensors whose form in the engine is not known, such as quantised ones, are only logged."""
+        """See `InferenceEngine`. Tensors whose form in the engine is not known, such as quantised ones, cannot be compared."""
         async with self._commands:
             deadline_s = VERIFY_PHASES * self._options.phase_deadline_s
             found = await verify(self._llm, self._weights.files(staged), fraction, deadline_s)
             self._weights.suspect |= bool(found.tensors)
-            if found.unchecked:
-                log.warning("live weights of unknown form", count=len(found.unchecked), first=found.unchecked[0])
+            self._unchecked = tuple(
+                UncheckedWeights(kind, len(names), names[0]) for kind, names in found.unchecked.items()
+            )
+            for each in self._unchecked:
+                if each.layers not in self._told:
+                    self._told.add(each.layers)
+                    log.warning("live weights cannot be compared with their file", **asdict(each))
             return found.tensors
 
     async def _apply(self, staged: StagedVersion) -> ApplyReport:
@@ -504,6 +512,7 @@ class VllmEngine(LoraEngine):
             steps=processes.recorder.steps.count if processes is not None else 0,
             preemptions=processes.recorder.preemptions if processes is not None else 0,
             switching=self._switching,
+            unchecked=self._unchecked,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -294,10 +294,15 @@ async def load(llm: AsyncLLM, files: WeightFiles, end: float, clock: Clock) -> f
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Names of the tensors whose live values differ, and of those whose form in the engine is unknown, such as quantised ones."""
+    """What a comparison found.
+
+    Attributes:
+        tensors: Names of the tensors whose live values differ.
+        unchecked: Names of those whose form in the engine is unknown, such as quantised ones, by kind of layer.
+    """
 
     tensors: list[str]
-    unchecked: list[str]
+    unchecked: Mapping[str, list[str]]
 
 
 async def verify(llm: AsyncLLM, files: WeightFiles, share: float, deadline_s: float) -> Difference:
@@ -332,5 +337,10 @@ async def verify(llm: AsyncLLM, files: WeightFiles, share: float, deadline_s: fl
     failed = next((str(value) for kind, value in replies if kind != "ok"), "")
     if failed:
         raise EngineError(f"version {files.version} could not be compared with the live weights: {failed}")
-    different, unchecked = (sorted({name for _, found in replies for name in found[part]}) for part in (0, 1))
-    return Difference(different, unchecked)
+    found = [value for _, value in replies]
+    different = sorted({name for tensors, _ in found for name in tensors})
+    kinds = sorted({kind for _, unchecked in found for kind in unchecked})
+    return Difference(
+        different,
+        {kind: sorted({name for _, unchecked in found for name in unchecked.get(kind, ())}) for kind in kinds},
+    )
