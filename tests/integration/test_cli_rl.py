@@ -232,6 +232,8 @@ def test_ctrl_c_stops_everything_and_the_run_is_resumed_ends_by_itself_and_is_no
     flags = ("--replicas", "2", "--orchestrator.checkpoint.every-steps", "1")
     run = started("--orchestrator.max-steps", WITHOUT_END, *flags)
     run.until("step 3/")
+    if "rollout-0 serves" not in run.seen:  # the other replica may be first
+        run.until("rollout-0 serves")
     assert served_runs(run) == {"orchestrator": "runs/small", "trainer": "runs/small", "rollout": "runs/small"}
     settings = tomllib.loads((run.directory / "config.toml").read_text())
     assert len(settings["peers"]["rollout"]) == 2
