@@ -1,4 +1,4 @@
-"""Write docs/rpc-reference.md from the comments of the contracts, docs/cli.md from the parsers, docs/limits.md: `make references`.
+"""Write docs/rpc-reference.md from the comments of the contracts, docs/cli.md from the parsers, docs/limits.md, docs/rules.md: `make references`.
 
 With `--check` nothing is written, and the exit code is 1 if a page is not what it would be.
 """
@@ -19,6 +19,7 @@ from sluice.cli import main as program
 from sluice.config import command_names, service_names
 from sluice.limits import LIMITS
 from sluice.rpc.access import roles_for
+from sluice.watch.rules import RULES, Family, Rule
 
 DOCS = Path(__file__).parent
 PROTOS = DOCS.parent / "proto"
@@ -270,6 +271,24 @@ A run ends by itself only for what no data can cause: settings that do not fit e
 disk that cannot be written."""
 
 
+def rules_page() -> str:
+    """Return the page of the rules that say what is wrong with a run."""
+    parts = ["# Rules of a run", "<!-- Written by `make references` from sluice/watch/rules.py. -->", RULES_OPENING]
+    for family in Family:
+        rows = [(f"`{each.name}`", lasts(each), each.why, each.remedy) for each in RULES if each.family is family]
+        parts += [f"## {family.capitalize()}", table(("rule", "wrong for", "why it matters", "what to do"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def lasts(rule: Rule) -> str:
+    """Return for how long something must be wrong."""
+    return f"{rule.seconds:g} s" if rule.seconds else "a step" if rule.steps == 1 else f"{rule.steps} steps"
+
+
+RULES_OPENING = """What says that something is wrong with a run ([monitor.md](monitor.md) has who shows it). The limits are settings of the
+table `watch` ([configuration.md](configuration.md)); a rule counts once it is wrong for as long as its row says, without a break."""
+
+
 def main() -> None:
     """Write the pages, or compare them.
 
@@ -285,6 +304,7 @@ def main() -> None:
         ("rpc-reference.md", rpc_page(contracts())),
         ("cli.md", cli_page()),
         ("limits.md", limits_page()),
+        ("rules.md", rules_page()),
     ):
         path = DOCS / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -62,6 +62,7 @@ from sluice.sampling.replica import Replica
 from sluice.telemetry import StateMetrics
 from sluice.v1 import episode_pb2_grpc, journal_pb2, orchestrator_pb2_grpc, session_pb2_grpc
 from sluice.v1 import orchestrator_pb2 as pb
+from sluice.watch.files import watch_of
 
 log = structlog.get_logger(__name__)
 
@@ -343,6 +344,7 @@ async def _built(
             curriculum=curriculum,
             refusals=desk.lending.refusals,
             missing=desk.missing,
+            watch=await asyncio.to_thread(watch_of, common),
             clock=clock,
         )
         reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environments=processes)

@@ -334,6 +334,7 @@ class RunReporter:
                     }
                     for each in self._status.environments()
                 ],
+                "findings": [each.as_json() for each in self._status.watch.findings],
                 **facts,
             }
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import structlog
@@ -25,6 +26,9 @@ from sluice.sampling.replica import Replica
 from sluice.telemetry import LoopLag, counter, gauge
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
+from sluice.watch.live import LoadReader
+from sluice.watch.rules import RULES, Row
+from sluice.watch.watch import Finding, Watch
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +42,9 @@ _AGENTS = "agents/"
 
 _NUMBERS_PER_START = 1 << 32
 """Sequence numbers of one process: more than it can emit, so that those of the next process are all greater."""
+
+_LOOK_S = 5.0
+"""Seconds between two looks at replicas and environments for what is wrong with them."""
 
 _NOTABLE = 0.1
 """Share of the time below which waiting is not worth reporting."""
@@ -56,6 +63,7 @@ class RunStatus:
 
     Attributes:
         history: The last trajectories whose outcome is known.
+        watch: Says what is wrong with the run.
         waits_for: What the run waits for that somebody may have to repair or start, by a name of the cause.
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, the pace, or a version that no replica serves yet stopped dispatch.
@@ -74,6 +82,7 @@ class RunStatus:
         curriculum: Curriculum,
         refusals: Refusals | None = None,
         missing: MissingAgents | None = None,
+        watch: Watch | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         self._curriculum, self._clock = curriculum, clock
@@ -84,6 +93,7 @@ class RunStatus:
         self.waits_for: dict[str, str] = {}
         self._missing_agents = missing or MissingAgents((), 0.0)
         self.metrics: dict[str, float] = {}
+        self.watch, self._loads, self._looked = watch or Watch(), LoadReader(), 0.0
         self.max_staleness_seen = 0
         now = self._clock()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
@@ -133,6 +143,7 @@ class RunStatus:
             step=version.number, policy_version=version.to_proto(), metrics=self.metrics
         )
         self.events.append(orchestrator_pb2.RunEvent(step_finished=finished))
+        self._log_findings(self.watch.step(Row(version.number, time.time(), self.metrics)))
 
     def evaluation_finished(self, version: Version, environment: str, metrics: Mapping[str, float]) -> None:
         """Report an evaluation."""
@@ -170,6 +181,19 @@ class RunStatus:
             max_staleness=scheduler.bound.max_staleness,
         )
         self.events.append(orchestrator_pb2.RunEvent(load=load))
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._look_at_load(time.time())
+
+    def _look_at_load(self, wall: float) -> None:
+        """Say what is wrong with replicas and environments, at a time in seconds since 1970."""
+        self.watch.set_live(self.state == orchestrator_pb2.RUN_STATE_RUNNING, wall)
+        self._log_findings(self.watch.load(self._loads.read(self.describe(), wall)))
+
+    def _log_findings(self, begun: Iterable[Finding]) -> None:
+        # No warning: `sluice rl` would show it twice.
+        for each in begun:
+            log.info("finding", rule=each.rule.name, broken=each.broken, what=each.what, remedy=each.rule.remedy)
 
     def _look_for_agents(self, now: float) -> None:
         """Say which environments wait for agents that do not come, in the log once."""
@@ -290,6 +314,12 @@ class RunStatus:
         happened = {name: float(count) for name, count in self._pool.counts.items()}
         yield counter("sluice_run_sampling_events", "What happened to requests at replicas.", happened, "event")
         yield gauge("sluice_run_step_metric", "Metrics of the last step, as in metrics.jsonl.", self.metrics, "name")
+        levels = dict.fromkeys((each.name for each in RULES), 0.0)
+        levels |= {each.rule.name: 2.0 if each.broken else 1.0 for each in self.watch.active}
+        text = (
+            "What is wrong with the run, by rule: 0 nothing, 1 somebody should look, 2 it is worth nothing like this."
+        )
+        yield gauge("sluice_run_finding", text, levels, "rule")
         yield from self._scrape_replicas()
 
     def _scrape_replicas(self) -> Iterator[Metric]:

@@ -60,6 +60,7 @@ BUILT_IN = {
     "fetch-model": "download a small pretrained model and check its digests",
     "env": "list environments, show what one needs, play one of its episodes",
     "report": "summarise a finished run",
+    "monitor": "look at a run, live or ended: what is wrong with it, its metrics, its samples",
     "status": "show the state of a run while it lives",
     "pause": "stop drawing tasks of a run",
     "resume": "draw tasks of a paused run again",

@@ -31,6 +31,7 @@ from sluice.config import ConfigError, Options, whole_number
 from sluice.engines import ENGINES
 from sluice.host_files import write_whole
 from sluice.plan.local import shared_cores
+from sluice.run_files import is_held
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Supervisor, run_until_signal
 
 ENVIRONMENT_FILE = "env.py"
@@ -149,7 +150,7 @@ def make_room(directory: Path, console: Console) -> None:
     """
     if not directory.exists() or not any(directory.iterdir()):
         return
-    if rl.is_held(directory):
+    if is_held(directory):
         raise ConfigError(f"another process runs in {directory}: stop it first")
     number = 1
     while (aside := directory.with_name(f"{directory.name}.{number}")).exists():

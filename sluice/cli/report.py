@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice.config import ConfigError, Options
+from sluice.run_files import METRICS_FILE, REPORT_FILE
 from sluice.versions import Version
 
 Step = dict[str, float]
 """One line of ``metrics.jsonl``: ``step``, ``time`` (seconds since 1970) and scalars by name, without null values."""
 
-METRICS_FILE = "metrics.jsonl"
-REPORT_FILE = "report.json"
 PLOT_FILE = "reward.png"
 
 _MIX_HEADINGS = ("wanted", "had", "drawn", "accepted", "replaced", "failed", "passed on", "overlong")

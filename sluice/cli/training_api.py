@@ -18,7 +18,6 @@ from rich.console import Console
 from sluice.cli.live_view import RunView
 from sluice.cli.rl import (
     EXIT_CODES,
-    JOURNAL_FILE,
     add_plan_options,
     claim,
     plan_with,
@@ -33,6 +32,7 @@ from sluice.plan import Plan, Purpose
 from sluice.plan.local import child_specs, known_host, this_machine
 from sluice.rpc.access import Access
 from sluice.rpc.tls import pem_files
+from sluice.run_files import JOURNAL_FILE
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
 
 

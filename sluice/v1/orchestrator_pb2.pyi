@@ -525,6 +525,7 @@ class Replica(_message.Message):
     ELIGIBLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name."""
     address: _builtins.str
@@ -535,6 +536,8 @@ class Replica(_message.Message):
     """Why not, if it is not."""
     running: _builtins.int
     """Samples being generated for this run."""
+    generated_tokens: _builtins.int
+    """Tokens that it sampled since it started, for all its callers."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version that it serves."""
@@ -548,10 +551,11 @@ class Replica(_message.Message):
         eligible: _builtins.bool = ...,
         reason: _builtins.str = ...,
         running: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eligible", b"eligible", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eligible", b"eligible", "generated_tokens", b"generated_tokens", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
