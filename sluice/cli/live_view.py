@@ -26,7 +26,8 @@ from sluice.cli.report import METRIC_NAMES
 from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
-from sluice.supervise.supervisor import LEVELS, ChildState, LogLine
+from sluice.supervise.log_records import LEVELS, LogLine
+from sluice.supervise.supervisor import ChildState
 from sluice.v1 import orchestrator_pb2
 
 _REFRESH_S = 0.25

@@ -31,7 +31,8 @@ from sluice.config import ConfigError, Options, whole_number
 from sluice.engines import ENGINES
 from sluice.host_files import write_whole
 from sluice.plan.local import shared_cores
-from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Supervisor, run_until_signal
+from sluice.supervise.log_records import LogLine
+from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Supervisor, run_until_signal
 
 ENVIRONMENT_FILE = "env.py"
 REPORT_FILE = "report.json"
