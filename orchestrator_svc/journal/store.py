@@ -75,8 +75,8 @@ class GroupDamagedError(JournalError):
     """A payload cannot be read any more; the rest of the journal can be used."""
 
 
-def read_facts(run_dir: Path) -> Iterator[tuple[int, journal_pb2.Fact]]:
-    """Yield the facts of a run in order, each with its number; also while the run is alive, which is not disturbed.
+def read_facts(run_dir: Path, after: int = 0) -> Iterator[tuple[int, journal_pb2.Fact]]:
+    """Yield the facts of a run after number `after` in order, each with its number; also while the run is alive, which is not disturbed.
 
     `ledger.folded` turns them into the state of the run.
 
@@ -93,7 +93,7 @@ def read_facts(run_dir: Path) -> Iterator[tuple[int, journal_pb2.Fact]]:
                 return  # a process is just making it
             if "facts" not in tables:
                 raise JournalError(f"{path} was written by an older release: start the run once, which migrates it")
-            yield from _stored_facts(connection)
+            yield from _stored_facts(connection, after)
     except (sqlite3.DatabaseError, DecodeError) as error:
         raise JournalError(f"{path} is not a readable journal ({error})") from error
 
