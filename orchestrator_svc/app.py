@@ -118,6 +118,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
             gc.freeze()  # what is loaded by now stays, and is not looked at again
             gc.set_threshold(*_COLLECTIONS)
             sys.setswitchinterval(_SWITCH_S)
+            server.readiness.add(status.waits_for_others)
             await server.set_serving(True)
             ended = asyncio.Event()
             running = asyncio.create_task(
@@ -127,7 +128,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
             left_s = 0.0
             try:
                 with StateMetrics(status.scrape):
-                    async with missing_peers_reported({"trainer": common.peers.trainer}, common):
+                    async with missing_peers_reported({"trainer": common.peers.trainer}, common, server.readiness):
                         left_s = await server.serve_until_signal(ended)
             except asyncio.CancelledError:
                 await server.stop(0)
@@ -187,7 +188,7 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicers: _Servic
     server.add(add, servicers.orchestrator.registered, SERVICE_NAME)
     server.add(session_pb2_grpc.add_SessionServiceServicer_to_server, servicers.sessions.registered, SESSIONS)
     server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicers.episodes.registered, EPISODES)
-    server.set_serving(False)
+    server.set_serving(False, "its journal, which it reads")
     return server
 
 

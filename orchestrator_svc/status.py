@@ -228,6 +228,14 @@ class RunStatus:
             waits_for=list(self.waits_for.values()),
         )
 
+    def waits_for_others(self) -> Iterator[str]:
+        """Yield what has to come before the run goes on: replicas, and what `waits_for` names."""
+        replicas = self._pool.replicas
+        if all(each.why_not() for each in replicas):
+            known = f"none of the {len(replicas)} that are known gets work" if replicas else "none is known yet"
+            yield f"replicas: {known}"
+        yield from self.waits_for.values()
+
     def scrape(self) -> Iterator[Metric]:
         """Yield the run as Prometheus metrics."""
         ledger, bound, now = self._ledger, self._scheduler.bound, self._clock()

@@ -13,7 +13,7 @@ import itertools
 import os
 import secrets
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -228,6 +228,13 @@ class EnvironmentProcesses:
             self._described.cancel()
             self._give_up("the run ends")
             await self._watchdog.stop()  # which kills what is left
+
+    def waits_for(self) -> Iterator[str]:
+        """Yield why no call is answered at the moment, if that is so. Without calls it needs no process: the next call starts one."""
+        if self._given_up:
+            yield f"the environment {self.name}: it was given up, since its processes ended too often"
+        elif self._waiting and not self._workers:
+            yield f"a process of the environment {self.name}, which is started again"
 
     async def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the tasks of a split; the same seed gives the same tasks in the same order. They are in a file if they are large.

@@ -93,6 +93,13 @@ class Trainer:
         """Why the epoch ended, or why the last checkpoint was not written; empty if neither happened."""
         return str(self._failure) if self._failure is not None else self.checkpoints.last_error
 
+    def waits_for(self) -> Iterator[str]:
+        """Yield what an orchestrator has to do before the trainer trains."""
+        if self._failure is not None:
+            yield f"an orchestrator that begins a newer epoch, since training stopped: {self._failure.reason}"
+        elif self._training is None:
+            yield "an orchestrator that begins an epoch"
+
     @property
     def published(self) -> Version | None:
         """Newest version that weight sync has committed in this epoch."""
