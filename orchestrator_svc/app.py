@@ -283,7 +283,7 @@ async def _built(
         if config.release_quarantine:
             _release(journal, curriculum)
         recorder = _recorder(common, config)
-        stack.push_async_callback(_close_files, journal, recorder)
+        await stack.enter_async_context(_files_open(journal, recorder))
 
         posed = partial(_posed, curriculum)
         desk = Desk(
@@ -479,6 +479,16 @@ class _Servicers(NamedTuple):
     def ready(self, orchestrator: OrchestratorServicer, sessions: SessionServicer, episodes: EpisodeServicer) -> None:
         """Answer the calls from now on."""
         self.orchestrator.servicer, self.sessions.servicer, self.episodes.servicer = orchestrator, sessions, episodes
+
+
+@contextlib.asynccontextmanager
+async def _files_open(journal: Journal, recorder: Recorder) -> AsyncIterator[None]:
+    """Show the state of the journal while the block lasts, and close the run's files behind it."""
+    try:
+        with StateMetrics(journal.scrape):
+            yield
+    finally:
+        await _close_files(journal, recorder)
 
 
 async def _close_files(journal: Journal, recorder: Recorder) -> None:

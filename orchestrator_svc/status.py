@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
@@ -45,6 +46,9 @@ _NOTABLE = 0.1
 _MOST_QUARANTINED = 100
 """Tasks in quarantine that GetRun and the report name, as the contract says."""
 
+_TOKENS = {"sampled": "tokens", "kept": "tokens_kept", "lost": "tokens_lost"}
+"""Counts of the pool by the kind of their tokens: of whole samples; kept, or lost, where a request moved to another replica."""
+
 _DEFAULT_PAGE = 50
 _LARGEST_PAGE = 500
 _PAGE_BYTES = 3 << 20
@@ -57,6 +61,7 @@ class RunStatus:
     Attributes:
         history: The last trajectories whose outcome is known.
         waits_for: What the run waits for that somebody may have to repair or start, by a name of the cause.
+        evaluations: The last evaluation of each environment.
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, the pace, or a version that no replica serves yet stopped dispatch.
         rollout_idle: The part of it in which no group was running either.
@@ -84,6 +89,9 @@ class RunStatus:
         self.waits_for: dict[str, str] = {}
         self._missing_agents = missing or MissingAgents((), 0.0)
         self.metrics: dict[str, float] = {}
+        self.evaluations: dict[str, Mapping[str, float]] = {}
+        self._last_step_time = self._checkpoint_time = 0.0
+        self._checkpoint = 0
         self.max_staleness_seen = 0
         now = self._clock()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
@@ -127,6 +135,7 @@ class RunStatus:
 
     def step_finished(self, version: Version, metrics: Mapping[str, float]) -> None:
         """Report an applied batch."""
+        self._last_step_time = time.time()
         self.metrics = dict(metrics)
         self.max_staleness_seen = max(self.max_staleness_seen, int(metrics.get("staleness/max", 0)))
         finished = orchestrator_pb2.StepFinished(
@@ -136,6 +145,7 @@ class RunStatus:
 
     def evaluation_finished(self, version: Version, environment: str, metrics: Mapping[str, float]) -> None:
         """Report an evaluation."""
+        self.evaluations[environment] = metrics
         finished = orchestrator_pb2.EvaluationFinished(
             policy_version=version.to_proto(), environment=environment, metrics=metrics
         )
@@ -143,6 +153,7 @@ class RunStatus:
 
     def checkpoint_written(self, name: str, version: Version) -> None:
         """Report a complete checkpoint."""
+        self._checkpoint_time, self._checkpoint = time.time(), version.number
         written = orchestrator_pb2.CheckpointWritten(name=name, policy_version=version.to_proto())
         self.events.append(orchestrator_pb2.RunEvent(checkpoint_written=written))
 
@@ -298,7 +309,29 @@ class RunStatus:
         happened = {name: float(count) for name, count in self._pool.counts.items()}
         yield counter("sluice_run_sampling_events", "What happened to requests at replicas.", happened, "event")
         yield gauge("sluice_run_step_metric", "Metrics of the last step, as in metrics.jsonl.", self.metrics, "name")
+        yield from self._scrape_progress()
         yield from self._scrape_replicas()
+
+    def _scrape_progress(self) -> Iterator[Metric]:
+        generated = self._pool.counts
+        tokens = {kind: float(generated[name]) for kind, name in _TOKENS.items()}
+        yield counter("sluice_run_tokens", "Tokens sampled for the run by this process, by kind.", tokens, "kind")
+        for name, text, value in (
+            ("last_step_timestamp_seconds", "Unix time of the last applied batch; 0 before it.", self._last_step_time),
+            (
+                "checkpoint_timestamp_seconds",
+                "Unix time of the last checkpoint of this process; 0 before it.",
+                self._checkpoint_time,
+            ),
+            ("checkpoint_number", "Number of the version of that checkpoint.", float(self._checkpoint)),
+            ("waits", "Causes for which the run waits, as `sluice status` lists them.", float(len(self.waits_for))),
+        ):
+            yield gauge(f"sluice_run_{name}", text, value)
+        if "reward/mean" in self.metrics:
+            yield gauge("sluice_run_reward_mean", "Mean reward of the last batch.", self.metrics["reward/mean"])
+        found = {(of, name): value for of, metrics in self.evaluations.items() for name, value in metrics.items()}
+        text = "Metrics of the last evaluation of each environment."
+        yield gauge("sluice_run_evaluation", text, found, "environment", "name")
 
     def _scrape_replicas(self) -> Iterator[Metric]:
         replicas, ledger = self._pool.replicas, self._ledger

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import structlog
+from prometheus_client import Counter as CounterMetric
+from prometheus_client import Histogram
 
 from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError
@@ -39,6 +41,23 @@ from sluice.environments.worker import (
 )
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome, settle
+
+CALLS = CounterMetric(
+    "sluice_environment_calls",
+    "Calls of an environment's code, by outcome: ok, the reason of a failure, lost with its process, or cancelled by the caller.",
+    ("environment", "outcome"),
+)
+CALL_SECONDS = Histogram(
+    "sluice_environment_call_seconds",
+    "Time of a call of an environment's code, from its request to its answer, waiting for a process included.",
+    ("environment",),
+    buckets=(0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800),
+)
+RESTARTS = CounterMetric(
+    "sluice_environment_processes_restarts",
+    "Processes of an environment that took the place of one that ended.",
+    ("environment",),
+)
 
 log = structlog.get_logger(__name__)
 
@@ -393,12 +412,19 @@ class EnvironmentProcesses:
         call = self._submit(method, task_id, arguments, limit, worker)
         call.alone = alone
         self._pump()
+        outcome = "cancelled"
         try:
             value = await call.answer
+            outcome = "ok"
         except EnvironmentFailedError as error:
+            named = error.culprit or error.reason == Reason.GIVEN_UP
+            outcome = error.reason.removeprefix("ENVIRONMENT_").lower() if named else "lost"
             if error.culprit:
                 self.failures[error.reason] += 1
             raise
+        finally:
+            CALLS.labels(self.name, outcome).inc()
+            CALL_SECONDS.labels(self.name).observe(self._clock() - call.since)
         if call.worker is None:
             raise RuntimeError("a call was answered by no process")
         return value, call.worker
@@ -614,6 +640,7 @@ class EnvironmentProcesses:
                 f" fault (the last one: {end.text}): repair the environment, or raise {self._section}.max_restarts"
             )
         else:
+            RESTARTS.labels(self.name).inc()
             self._start_at = max(self._start_at, self._clock() + delay)
         for call in [*running, *worker.waiting]:
             self._again(call, end, ran=call.number in worker.running)

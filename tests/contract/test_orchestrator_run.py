@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -42,11 +43,12 @@ from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.clock import CLOCK, Clock
-from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
+from sluice.config import ConfigError, FailedForGoodError, SecurityConfig, UnfinishedError
 from sluice.environments.base import Task
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.rpc import SluiceError
 from sluice.rpc.access import INFO_SERVICE
+from sluice.rpc.channel import waits_of
 from sluice.tasks import settle
 from sluice.v1 import (
     common_pb2,
@@ -196,6 +198,7 @@ async def test_a_run_that_stays_is_served_and_scraped_after_its_end(scene) -> No
     def value(metric: str, **labels: str) -> float | None:
         return REGISTRY.get_sample_value(f"sluice_run_{metric}", labels)
 
+    started = time.time()
     running = scene.start(serve_after_end=True)
     async with scene.client() as client:
         with contextlib.suppress(SluiceError):
@@ -206,7 +209,13 @@ async def test_a_run_that_stays_is_served_and_scraped_after_its_end(scene) -> No
         assert (value("policy_number"), value("max_steps"), value("trajectories_trained_total")) == (4, 4, 16)
         assert (value("replicas", state="fit"), value("live_groups"), value("queued_batches")) == (1, 0, 0)
         assert value("replica_lag", replica=scene.replicas[0].name) >= 0
-        assert value("step_metric", name="reward/mean") is not None
+        assert value("step_metric", name="reward/mean") == value("reward_mean")
+        assert started <= value("last_step_timestamp_seconds") <= time.time()
+        assert started <= value("checkpoint_timestamp_seconds") <= time.time()
+        assert (value("checkpoint_number"), value("waits")) == (4, 0)
+        assert value("tokens_total", kind="sampled") == 8 * (2 + 3)
+        assert (value("journal_lag_seconds"), value("journal_behind")) == (0, 0)
+        assert await waits_of(scene.target, SecurityConfig()) == []
         await scene.terminate()
         async with asyncio.timeout(DEADLINE_S):
             await running

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import REGISTRY
 from small_models import save_model
 from trainer_stack import settings, trainer_config, weight_service
+from weightsync_stack import running_stack
 
 import gateway_svc.app
 import trainer_svc.app
@@ -158,3 +159,16 @@ async def test_a_gateway_waits_for_orchestrator_and_replicas_and_its_http_port_s
     finally:
         serving.cancel()
         await asyncio.wait({serving})
+
+
+async def test_a_weight_service_waits_for_storage_that_has_room(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, min_free_bytes=1 << 62, heartbeat_s=1.0) as stack:
+        while not (waits := list(stack.runs.waits_for())):
+            stack.runs.retention_due.set()
+            await asyncio.sleep(0)
+        assert "bytes short" in waits[0]
+    async with running_stack(tmp_path) as stack:
+        stack.runs.retention_due.set()
+        while stack.runs.retention_due.is_set():  # noqa: ASYNC110 - the duty looks when it gets to it
+            await asyncio.sleep(0)
+        assert list(stack.runs.waits_for()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 from trainer_stack import RUN, Stack, batch, settings, stack, tiny_model, trainer_config, trainer_service, trajectory
 
@@ -110,6 +112,27 @@ async def test_reports_carry_what_objectives_md_lists(running: Stack) -> None:
     }
     assert expected <= set(metrics)
     assert metrics["reward_mean"] == 0.5
+
+
+async def test_steps_and_checkpoints_are_shown_to_prometheus(running: Stack) -> None:
+    def value(metric: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"sluice_trainer_{metric}", labels) or 0.0
+
+    started, tokens, steps = (
+        time.time(),
+        value("tokens_total", kind="all"),
+        value("phase_seconds_count", phase="forward"),
+    )
+    await running.submit(1)
+    metrics = (await running.report(1)).metrics
+    await running.client.save_checkpoint(RUN)  # after the step, whatever of it comes behind its report
+    assert value("tokens_total", kind="all") - tokens == metrics["tokens"]
+    assert value("phase_seconds_count", phase="forward") - steps == 1
+    assert value("phase_seconds_count", phase="wait_batch") >= 1
+    assert value("grad_norm") == pytest.approx(metrics["grad_norm"])
+    assert value("peak_memory_bytes") == metrics["peak_memory_bytes"] > 1 << 20
+    assert started <= value("last_step_timestamp_seconds") <= value("checkpoint_timestamp_seconds") <= time.time()
+    assert value("checkpoints_total", outcome="written") >= 1
 
 
 async def test_a_repeated_batch_is_answered_and_trained_once(running: Stack) -> None:

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import grpc
 import structlog
-from prometheus_client import Counter, Histogram, Metric
+from prometheus_client import Metric
 
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
@@ -25,17 +25,10 @@ from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
 from trainer_svc.service.admission import Admission, Ticket
 from trainer_svc.service.batches import Batch
 from trainer_svc.service.learner import Applied, ComputeThread, Learner, Restored
+from trainer_svc.service.metrics import SKIPPED_STEPS, STEP_SECONDS, WAITED_SECONDS, observe_checkpoint, observe_step
 from trainer_svc.service.publication import PolicyPublisher, Publication
 from trainer_svc.service.rank_group import OUT_OF_STEP
 from weightsync.publisher import PushReport
-
-STEP_SECONDS = Histogram(
-    "sluice_trainer_step_seconds",
-    "Time to apply a batch, without its publication.",
-    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800),
-)
-WAITED_SECONDS = Counter("sluice_trainer_waited_seconds", "Time in which the trainer had no batch.")
-SKIPPED_STEPS = Counter("sluice_trainer_skipped_steps", "Optimizer steps skipped: loss or gradient not finite.")
 
 log = structlog.get_logger(__name__)
 
@@ -125,6 +118,7 @@ class Trainer:
                 published.number,
             ),
             ("queued_batches", "Batches accepted that are not applied.", self.admission.queued),
+            ("max_queued_batches", "Most batches that may wait.", self.config.queue_batches),
         ):
             yield gauge(f"sluice_trainer_{name}", text, float(value))
         steps = float(self.learner.optimizer_steps)
@@ -351,11 +345,14 @@ class Trainer:
             if pushing is not None:
                 await asyncio.wait({pushing})  # its failure ends the group; its deadline bounds the wait
             push_wait_s = perf_counter() - waiting
+            comparing = perf_counter()
             offer = await self._compute.run(
                 partial(self.learner.encode, self._publisher, self.config.deadlines.push_s),
                 deadline_s=self.config.deadlines.step_s,
                 what="comparing the weights with the version before",
             )
+            compare_s = perf_counter() - comparing
+            observe_step(applied.metrics, {"wait_batch": waited_s, "wait_push": push_wait_s, "compare": compare_s})
             pushing = pushes.create_task(self._publication.publish(offer))
             every = self.config.checkpoint.every_steps
             if every and version.number % every == 0:
@@ -496,6 +493,7 @@ class CheckpointWriter:
 
     def _note(self, error: BaseException | None) -> None:
         self.last_error = "" if error is None else str(error)
+        observe_checkpoint(written=error is None)
         if error is not None:
             log.error("checkpoint failed; training continues", error=str(error), exc_info=error)
 
