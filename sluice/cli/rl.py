@@ -45,6 +45,7 @@ from sluice.plan.local import (
     free_names,
     known_host,
     local_peers,
+    metrics_targets,
     on_free_ports,
     this_machine,
     unused_ports,
@@ -58,6 +59,9 @@ from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_s
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
+METRICS_FILE = "metrics_targets.json"
+"""Lists where the services of a live run serve their metrics, for `file_sd_configs` of Prometheus; a list of none after it has ended."""
+
 JOURNAL_FILE = "journal.sqlite"
 """Written by the orchestrator. A run without it never began, for example because its settings were wrong."""
 
@@ -132,13 +136,15 @@ def run_on_free_ports(
 
 def _run_once(options: argparse.Namespace, view: RunView, plan: Plan, config: RunConfig) -> Outcome:
     """Run all services on the ports of the plan."""
-    with private_settings(config) as private:
+    with private_settings(config) as private, listed_metrics(plan, config) as listed:
         public = write_settings(config)
         file, logs = private or public, config.run_dir / "logs"
         devices, own_threads = visible_devices(os.environ), options.threads is not None
         specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
         supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
+        if listed:
+            view.say(f"metrics of {listed} services: {config.run_dir / METRICS_FILE} names their ports for Prometheus")
         if plan.has("gateway"):
             host, ports = known_host(config, "gateway"), plan.place("gateway")
             http, grpc = f"{host}:{ports.port('http')}", f"{host}:{ports.port()}"
@@ -277,6 +283,21 @@ def write_settings(run: RunConfig) -> Path:
     path = run.run_dir / CONFIG_FILE
     host_files.write_whole(path, dump_toml(run))
     return path
+
+
+@contextlib.contextmanager
+def listed_metrics(plan: Plan, run: RunConfig) -> Iterator[int]:
+    """List for Prometheus where the services serve metrics while the block lasts; give how many do."""
+    path, targets = run.run_dir / METRICS_FILE, metrics_targets(plan, run)
+    if not targets:
+        path.unlink(missing_ok=True)
+        yield 0
+        return
+    host_files.write_whole(path, json.dumps(targets, indent=1) + "\n")
+    try:
+        yield len(targets)
+    finally:
+        host_files.write_whole(path, "[]\n")
 
 
 @contextlib.contextmanager

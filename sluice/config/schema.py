@@ -398,6 +398,10 @@ class CommonConfig(Section):
         gt=0,
         description="Seconds that a service waits at its start for another one that it needs, until it logs which one is missing, where and why. It continues to wait, and logs again after the same time.",
     )
+    metrics_ports: bool = Field(
+        False,
+        description="Whether each service that `sluice rl` starts serves its Prometheus metrics on a free port of its own, at `server.metrics_host`, unless `server.metrics_port` names one. `metrics_targets.json` in the run's directory lists them for Prometheus.",
+    )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         "info", description="Least severe log level that is written."
     )
