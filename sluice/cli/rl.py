@@ -59,8 +59,9 @@ from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_s
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
-METRICS_FILE = "metrics_targets.json"
-"""Lists where the services of a live run serve their metrics, for `file_sd_configs` of Prometheus; a list of none after it has ended."""
+METRICS_SUFFIX = ".metrics_targets.json"
+"""Ends the name of the file that lists where the services of a live run serve their metrics, for `file_sd_configs` of Prometheus. It lies
+beside the run's directory, since Prometheus takes patterns of names but not of directories."""
 
 JOURNAL_FILE = "journal.sqlite"
 """Written by the orchestrator. A run without it never began, for example because its settings were wrong."""
@@ -144,7 +145,7 @@ def _run_once(options: argparse.Namespace, view: RunView, plan: Plan, config: Ru
         supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
         if listed:
-            view.say(f"metrics of {listed} services: {config.run_dir / METRICS_FILE} names their ports for Prometheus")
+            view.say(f"metrics of {listed} services: {metrics_file(config)} names their ports for Prometheus")
         if plan.has("gateway"):
             host, ports = known_host(config, "gateway"), plan.place("gateway")
             http, grpc = f"{host}:{ports.port('http')}", f"{host}:{ports.port()}"
@@ -285,19 +286,21 @@ def write_settings(run: RunConfig) -> Path:
     return path
 
 
+def metrics_file(run: RunConfig) -> Path:
+    """Return the file that names the services of a live run to Prometheus."""
+    return run.output_dir / f"{run.run}{METRICS_SUFFIX}"
+
+
 @contextlib.contextmanager
 def listed_metrics(plan: Plan, run: RunConfig) -> Iterator[int]:
     """List for Prometheus where the services serve metrics while the block lasts; give how many do."""
-    path, targets = run.run_dir / METRICS_FILE, metrics_targets(plan, run)
-    if not targets:
-        path.unlink(missing_ok=True)
-        yield 0
-        return
-    host_files.write_whole(path, json.dumps(targets, indent=1) + "\n")
+    path, targets = metrics_file(run), metrics_targets(plan, run)
+    if targets:
+        host_files.write_whole(path, json.dumps(targets, indent=1) + "\n")
     try:
         yield len(targets)
     finally:
-        host_files.write_whole(path, "[]\n")
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -400,7 +400,7 @@ class CommonConfig(Section):
     )
     metrics_ports: bool = Field(
         False,
-        description="Whether each service that `sluice rl` starts serves its Prometheus metrics on a free port of its own, at `server.metrics_host`, unless `server.metrics_port` names one. `metrics_targets.json` in the run's directory lists them for Prometheus.",
+        description="Whether each service that `sluice rl` starts serves its Prometheus metrics on a free port of its own, at `server.metrics_host`, unless `server.metrics_port` names one. `RUN.metrics_targets.json` in `output_dir` lists them for Prometheus while the run lives.",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         "info", description="Least severe log level that is written."
