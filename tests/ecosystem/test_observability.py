@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,29 @@ def test_the_dashboards_are_those_of_the_table() -> None:
         assert written == DASHBOARDS["text"](name), "run python deploy/observability/dashboards.py"
         panels = [each for each in json.loads(written)["panels"] if each["type"] != "row"]
         assert len({each["title"] for each in panels}) == len(panels)
+
+
+@needs_prometheus
+def test_the_settings_for_containers_are_those_of_a_prometheus_and_name_the_port_of_the_overlay(tmp_path: Path) -> None:
+    for name in ("ca.pem", "prometheus.token", "viewer.token"):
+        (tmp_path / name).write_text("")
+    config = tmp_path / "prometheus-compose.yml"
+    config.write_text((FOLDER / config.name).read_text())
+    command = [str(TOOLS / "promtool"), "check", "config", "--syntax-only", str(config)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    ports = {
+        table["server"].get("metrics_port")
+        for table in tomllib.loads((ROOT / "deploy/docker/run.toml").read_text()).values()
+        if isinstance(table, dict) and "server" in table
+    }
+    (port,) = ports
+    jobs = yaml.safe_load(config.read_text())["scrape_configs"]
+    addresses = {target for job in jobs for each in job.get("static_configs", ()) for target in each["targets"]}
+    assert addresses == {f"{name}:{port}" for name in ("weightsync", "trainer", "orchestrator", "gateway")}
+    assert [each["port"] for job in jobs for each in job.get("dns_sd_configs", ())] == [port]
+    services = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+    assert {each.partition(":")[0] for each in addresses} | {"rollout"} <= services.keys()
 
 
 class Prometheus:
