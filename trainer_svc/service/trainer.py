@@ -505,10 +505,7 @@ def _step_report(
     with ``/`` before a table's key), and:
 
         wait_batch_seconds, wait_push_seconds     for this batch; for the push of an earlier version
-        idle_share                                both waits' share of waits and step
-        tokens_per_second                         tokens of the trained rows, prompts included, per second of step
-        push_seconds, push_bytes                  the last push that ended, its commit included
-        weights/diff_s, /push_s, /commit_s        its parts: comparing with the version before, sending, committing
+        weights/diff_s, /push_s, /commit_s        the last push that ended: comparing with the version before, sending, committing
         weights/bytes_sent, /dense_bytes          what travelled, and what a dense copy has
         weights/changed_fraction                  values that differ from the version before, of those compared
         weights/delta                             1 if the difference travelled, 0 for whole tensors
@@ -520,24 +517,13 @@ def _step_report(
         push_wait_s: Seconds until the push of an earlier version had ended.
         pushed: The last push that ended; None before the first.
     """
-    idle_s = batch_wait_s + push_wait_s
-    tokens = applied.metrics.tokens if applied.metrics is not None else 0
     of_step = dict(applied.metrics.as_flat()) if applied.metrics is not None else {}
     for name in of_step.keys() & batch.metrics.keys():
         if name.startswith("dropped_tokens/"):  # some were dropped on arrival, further ones in the step
             of_step[name] += batch.metrics[name]
-    metrics = {
-        **batch.metrics,
-        **of_step,
-        "wait_batch_seconds": batch_wait_s,
-        "wait_push_seconds": push_wait_s,
-        "idle_share": idle_s / (idle_s + applied.seconds),
-        "tokens_per_second": tokens / applied.seconds,
-    }
+    metrics = {**batch.metrics, **of_step, "wait_batch_seconds": batch_wait_s, "wait_push_seconds": push_wait_s}
     if pushed is not None:
         metrics |= {
-            "push_seconds": pushed.push_s + pushed.commit_s,
-            "push_bytes": float(pushed.bytes_sent),
             "weights/diff_s": pushed.diff_s,
             "weights/push_s": pushed.push_s,
             "weights/commit_s": pushed.commit_s,
@@ -551,7 +537,8 @@ def _step_report(
         version=str(batch.target),
         seconds=round(applied.seconds, 3),
         skipped=applied.record.skipped,
-        **{name: round(metrics[name], 4) for name in ("loss", "reward_mean", "staleness_max") if name in metrics},
+        staleness_max=batch.oldest,
+        **{name: round(metrics[name], 4) for name in ("loss", "grad_norm") if name in metrics},
     )
     report = _recorded(applied.record)
     report.metrics.update({name: value for name, value in metrics.items() if math.isfinite(value)})
