@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import threading
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -418,7 +419,16 @@ async def _built(
 
 def _recorder(common: CommonConfig, config: OrchestratorConfig) -> Recorder:
     texts = TrajectoryFiles(common.run_dir / "trajectories", config.disk.trajectories_mb << 20)
-    return Recorder(common.run_dir, texts if config.write_trajectories else None)
+    return Recorder(common.run_dir, texts if config.write_trajectories else None, _settings(common, config))
+
+
+def _settings(common: CommonConfig, config: OrchestratorConfig) -> dict[str, Any]:
+    """Return the run's settings. Those of the other services are known only where `sluice rl` wrote them beside the run."""
+    try:
+        written = tomllib.loads((common.run_dir / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        written = {}
+    return {**written, **common.model_dump(mode="json"), "orchestrator": config.model_dump(mode="json")}
 
 
 def _release(journal: Journal, curriculum: Curriculum) -> None:

@@ -592,7 +592,10 @@ class OrchestratorConfig(EpisodeConfig):
         False,
         description="When the run has ended, keep answering questions about it (GetRun, metrics) until a signal; false: end too. For engines that start whatever ends again, such as a StatefulSet of Kubernetes.",
     )
-    write_trajectories: bool = Field(True, description="Write trajectories, with text, to trajectories/step_*.jsonl.")
+    write_trajectories: bool = Field(
+        True,
+        description="Write trajectories, with text, to trajectories/step_*.jsonl, and some of them for TensorBoard.",
+    )
     load_report_s: float = Field(1.0, gt=0, description="Seconds between two reports of the load.")
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7104), description="Where the orchestrator listens."

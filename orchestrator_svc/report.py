@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import evictions
 from sluice.tasks import Turn, discard_outcome
 from sluice.telemetry import MetricsWriter
+from sluice.tensorboard_log import shows_samples, spread
 from sluice.threads import SerialThread
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import ENDLESS, Lineage, Version, sampled_tokens
@@ -364,10 +366,13 @@ class Recorder:
     Args:
         run_dir: The run's directory.
         texts: Takes the trajectories of each step; None if they are not written.
+        settings: The run's settings, some of which TensorBoard shows.
     """
 
-    def __init__(self, run_dir: Path, texts: TrajectoryFiles | None) -> None:
-        self._run_dir, self._texts = run_dir, texts
+    def __init__(
+        self, run_dir: Path, texts: TrajectoryFiles | None, settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self._run_dir, self._texts, self._settings = run_dir, texts, settings
         self._thread = SerialThread("recorder")
         self._writer: MetricsWriter | None = None
         self._waiting: deque[asyncio.Future[Any]] = deque()
@@ -388,6 +393,11 @@ class Recorder:
                 whole = Each(records, SharedRecord.whole)
                 rows = (json.dumps(trajectory_row(each, number_of), ensure_ascii=False) + "\n" for each in whole)
                 self._texts.write(step, rows)
+                if records and shows_samples(step):
+                    rewards = [_reward(each) for each in records]
+                    self._metrics().samples(
+                        step, [trajectory_row(whole[place], number_of) for place in spread(rewards)]
+                    )
 
         await self._soon(write)
 
@@ -439,7 +449,7 @@ class Recorder:
 
     def _metrics(self) -> MetricsWriter:
         if self._writer is None:
-            self._writer = MetricsWriter(self._run_dir)
+            self._writer = MetricsWriter(self._run_dir, self._settings)
         return self._writer
 
     async def _soon(self, write: Callable[[], None]) -> None:
@@ -464,6 +474,10 @@ class Recorder:
                 )
             if self._waiting and self._waiting[0] is first:  # another caller may have taken it meanwhile
                 self._waiting.popleft().result()
+
+
+def _reward(record: SharedRecord) -> float | None:
+    return record.trajectory.reward if record.trajectory.HasField("reward") else None
 
 
 def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, number_of: Callable[[Version], int]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import signal
 import tempfile
@@ -25,6 +26,8 @@ from orchestrator_doubles import (
 )
 from prometheus_client import REGISTRY
 from simulated_clock import SimulatedClock
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
 from orchestrator_svc import evaluation as evaluation_module
 from orchestrator_svc import training as training_module
@@ -45,6 +48,7 @@ from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.environments.base import Task
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.metric_names import OWN_LOSS, find
 from sluice.rpc import SluiceError
 from sluice.rpc.access import INFO_SERVICE
 from sluice.tasks import settle
@@ -214,6 +218,8 @@ async def test_a_run_that_stays_is_served_and_scraped_after_its_end(scene) -> No
 
 
 async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
+    scene.run_dir.mkdir(parents=True)
+    (scene.run_dir / "config.toml").write_text("[trainer]\nlr = 0.5\n")
     events = scene.watch()
     report = await scene.run()
     assert (report["state"], report["steps"], report["seed"]) == ("succeeded", 4, 0)
@@ -228,7 +234,21 @@ async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
     assert len(rows) == 4
     assert {(row["completion"], row["reward"]) for row in rows} == {("ab", 0.5), ("aab", 2 / 3)}
     assert {(row["completion"], row["advantage"] > 0) for row in rows} == {("ab", False), ("aab", True)}
-    assert list((scene.run_dir / "tensorboard").iterdir())
+    shown = EventAccumulator(str(scene.run_dir / "tensorboard" / scene.run_dir.name))
+    shown.Reload()
+    (samples,) = shown.Tensors("samples")
+    text = samples.tensor_proto.string_val[0].decode()
+    assert samples.step == 1
+    assert re.findall(r"#### reward (\S+),", text) == ["0.5", "0.5", "0.6667", "0.6667"]
+    assert "<pre>\naab</pre>" in text
+    session = shown.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    settings = parse_session_start_info_plugin_data(session).hparams
+    assert settings["orchestrator.group_size"].number_value == 2
+    assert settings["trainer.lr"].number_value == 0.5, "sluice rl wrote it beside the run"
+    metrics = [json.loads(line) for line in (scene.run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = {name for values in metrics for name in values} - {"step", "time"}
+    assert set(shown.Tags()["scalars"]) == names
+    assert {name for name in names if find(name) in (None, OWN_LOSS)} == set(), "each has a row in metric_names.py"
     assert scene.trainer.checkpoints == [4]
     kinds = [event.WhichOneof("kind") for event in await events]
     assert kinds.count("step_finished") == 4
