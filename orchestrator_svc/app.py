@@ -418,7 +418,7 @@ async def _built(
 
 def _recorder(common: CommonConfig, config: OrchestratorConfig) -> Recorder:
     texts = TrajectoryFiles(common.run_dir / "trajectories", config.disk.trajectories_mb << 20)
-    return Recorder(common.run_dir, texts if config.write_trajectories else None)
+    return Recorder(common.run_dir, texts if config.write_trajectories else None, with_tokens=config.write_tokens)
 
 
 def _release(journal: Journal, curriculum: Curriculum) -> None:

@@ -593,6 +593,11 @@ class OrchestratorConfig(EpisodeConfig):
         description="When the run has ended, keep answering questions about it (GetRun, metrics) until a signal; false: end too. For engines that start whatever ends again, such as a StatefulSet of Kubernetes.",
     )
     write_trajectories: bool = Field(True, description="Write trajectories, with text, to trajectories/step_*.jsonl.")
+    write_tokens: int = Field(
+        0,
+        ge=0,
+        description="Trajectories of each step whose row in trajectories/step_*.jsonl also has its token ids, mask and log-probabilities of the sampler, taken from as many groups as possible. A token takes about 15 bytes. 0: none.",
+    )
     load_report_s: float = Field(1.0, gt=0, description="Seconds between two reports of the load.")
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7104), description="Where the orchestrator listens."

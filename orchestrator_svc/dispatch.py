@@ -370,6 +370,7 @@ class Dispatcher:
                 )
                 for each in records:
                     each.trajectory.objective = settings.objective
+                    _note_life(each.own, group)
                 most_tokens = task.max_tokens or settings.sampling.max_tokens
                 scored = sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
         except (JournalError, NoAgentError):
@@ -560,6 +561,14 @@ class Dispatcher:
         self._counted_at = self._ledger.batches_made
         if grown:
             self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
+
+
+def _note_life(record: orchestrator_pb2.TrajectoryRecord, group: Group) -> None:
+    """Note where a trajectory comes from, when its group was drawn, and that it is scored unless its workflow said when."""
+    record.environment = group.environment
+    record.draw_time.FromMicroseconds(round(group.drawn_s * 1e6))
+    if not record.HasField("score_time"):
+        record.score_time.GetCurrentTime()
 
 
 def _problem(reason: str, group: Group, settings: EnvironmentConfig) -> str:

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
@@ -364,10 +365,11 @@ class Recorder:
     Args:
         run_dir: The run's directory.
         texts: Takes the trajectories of each step; None if they are not written.
+        with_tokens: Trajectories of a step that are written with their tokens: those of as many groups as there are.
     """
 
-    def __init__(self, run_dir: Path, texts: TrajectoryFiles | None) -> None:
-        self._run_dir, self._texts = run_dir, texts
+    def __init__(self, run_dir: Path, texts: TrajectoryFiles | None, *, with_tokens: int = 0) -> None:
+        self._run_dir, self._texts, self._with_tokens = run_dir, texts, with_tokens
         self._thread = SerialThread("recorder")
         self._writer: MetricsWriter | None = None
         self._waiting: deque[asyncio.Future[Any]] = deque()
@@ -385,8 +387,11 @@ class Recorder:
             self._metrics().write(step, metrics)
             if self._texts is not None:
                 number_of = cache(lineage.number)  # many trajectories, few versions
-                whole = Each(records, SharedRecord.whole)
-                rows = (json.dumps(trajectory_row(each, number_of), ensure_ascii=False) + "\n" for each in whole)
+                chosen = _spread(records, self._with_tokens)
+                rows = (
+                    _line(trajectory_row(each, number_of, with_tokens=place in chosen))
+                    for place, each in enumerate(Each(records, SharedRecord.whole))
+                )
                 self._texts.write(step, rows)
 
         await self._soon(write)
@@ -466,30 +471,80 @@ class Recorder:
                 self._waiting.popleft().result()
 
 
-def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, number_of: Callable[[Version], int]) -> dict[str, Any]:
-    """Return a trajectory for people: text, reward, advantage, the versions that sampled it, its outcome.
+def _spread(records: Sequence[SharedRecord], count: int) -> Collection[int]:
+    """Return the places of so many trajectories: the first of each group, then the second of each, and so on."""
+    if not count:
+        return ()
+    seen: Counter[str] = Counter()
+    ranks = []
+    for each in records:
+        ranks.append(seen[each.trajectory.group_id])
+        seen[each.trajectory.group_id] += 1
+    return set(sorted(range(len(records)), key=lambda place: ranks[place])[:count])
 
-    `number_of` returns the number that a version counts as, such as `Lineage.number`.
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def trajectory_row(
+    record: orchestrator_pb2.TrajectoryRecord, number_of: Callable[[Version], int], *, with_tokens: bool = False
+) -> dict[str, Any]:
+    """Return a trajectory for people: text, reward and its parts, advantage, who sampled it when, its outcome.
+
+    Times are seconds since 1970. `environment`, `replica` and the times are None where an earlier release, or a workflow of the user, did
+    not note them; `turn_rewards` is there only if the environment gave some, as pairs of turn and reward.
+
+    Args:
+        record: The trajectory.
+        number_of: Returns the number that a version counts as, such as `Lineage.number`.
+        with_tokens: Whether to add `token_ids`, prompt first, the `mask_runs` that say which of them were sampled to be trained, and
+            their `logprobs`, those of the sampler: the trainer reports none of single tokens.
     """
     trajectory = record.trajectory
     messages = record.conversation.messages
     ages = [age for age, _ in _token_ages(trajectory, number_of, record.step - 1)] if record.step else []
+    turn_rewards = [[each.turn, each.reward] for each in trajectory.turn_rewards]
     return {
         "step": record.step,
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
         "task_id": trajectory.task_id,
+        "environment": record.environment or None,
         "prompt": [_message(each) for each in messages[:-1]],
         "completion": messages[-1].content if messages else "",
         "reward": trajectory.reward if trajectory.HasField("reward") else None,
+        "metrics": dict(sorted(record.metrics.items())),
+        **({"turn_rewards": turn_rewards} if turn_rewards else {}),
         "advantage": trajectory.advantages[0] if len(trajectory.advantages) == 1 else list(trajectory.advantages),
         "prompt_tokens": trajectory.mask_runs[0] if trajectory.mask_runs else 0,
         "tokens": sampled_tokens(trajectory),
         "finish_reason": tokens_pb2.FinishReason.Name(trajectory.finish_reason).removeprefix("FINISH_REASON_").lower(),
         "versions": [[span.start, str(Version.from_proto(span.policy_version))] for span in trajectory.version_spans],
         "staleness": max(ages, default=None),
+        "replica": ", ".join(record.replicas) or None,
+        "drawn": _seconds(record, "draw_time"),
+        "sampled": _seconds(record, "sample_time"),
+        "scored": _seconds(record, "score_time"),
         "outcome": "trained" if record.outcome == tokens_pb2.TRAJECTORY_OUTCOME_TRAINED else "dropped",
         "reason": record.reason,
+        **(_tokens(trajectory) if with_tokens else {}),
+    }
+
+
+def _seconds(record: orchestrator_pb2.TrajectoryRecord, field: str) -> float | None:
+    """Return a time of a trajectory in seconds since 1970; None if it is not known."""
+    if not record.HasField(field):  # type: ignore[arg-type]  # the stubs list the names
+        return None
+    time_of: Timestamp = getattr(record, field)
+    return time_of.ToMicroseconds() / 1e6 or None
+
+
+def _tokens(trajectory: tokens_pb2.Trajectory) -> dict[str, Any]:
+    return {
+        "token_ids": list(trajectory.token_ids),
+        "mask_runs": list(trajectory.mask_runs),
+        "logprobs": list(trajectory.logprobs),
     }
 
 

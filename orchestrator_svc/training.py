@@ -607,6 +607,9 @@ class Training:
                 UnfitRewardsError
             ):  # of another estimator, as the settings were changed to; it is trained
                 records = await self._with_advantages(found)
+        for group, own in found:
+            for each in own:  # an earlier release did not note it
+                each.own.environment = group.environment
         bound = self._scheduler.bound_of(batch)
         summary = await summarise(step, applied, records, self._ledger.lineage, bound, past=past)
         if len(self._config.mix) > 1:

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar, overload
 
 import xxhash
 
-from sluice.v1 import orchestrator_pb2, tokens_pb2
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 
 _Made = TypeVar("_Made")
 
@@ -111,6 +111,13 @@ class SharedRecord:
     def whole_trajectory(self) -> tokens_pb2.Trajectory:
         """Return the trajectory of `whole`."""
         return self.whole().trajectory
+
+
+def note_sampled(record: orchestrator_pb2.TrajectoryRecord, response: rollout_pb2.GenerateResponse) -> None:
+    """Note which replicas sampled the next tokens of a trajectory, and when; an answer of an earlier release does not say it."""
+    record.replicas.extend(each for each in response.replicas if each not in record.replicas)
+    if response.HasField("sample_time"):
+        record.sample_time.CopyFrom(response.sample_time)
 
 
 class Each(Sequence[_Made]):
