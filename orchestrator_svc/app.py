@@ -40,6 +40,7 @@ from orchestrator_svc.sessions.desk import Desk, Posed, Waiting, run_secret
 from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
 from orchestrator_svc.sessions.workflow import External
 from orchestrator_svc.setting_aside import SetAsideShare
+from orchestrator_svc.side_files import DroppedFile
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.training import Training
@@ -300,7 +301,7 @@ async def _built(
             for each in config.mix
             if each.workflow == EXTERNAL
         }
-        changed, events = asyncio.Event(), EventLog(journal.ledger.start)
+        changed, events = asyncio.Event(), EventLog(journal.ledger.start, recorder.event)
 
         def on_replica(replica: Replica) -> None:
             events.append(replica_event(replica))
@@ -376,6 +377,7 @@ async def _built(
             runners=runners,
             space=disks.space,
             desk=desk,
+            recorder=recorder,
             changed=changed,
             clock=clock,
         )
@@ -388,6 +390,7 @@ async def _built(
             trainer=trainer,
             pool=pool,
             space=disks.space,
+            recorder=recorder,
             changed=changed,
             clock=clock,
         )
@@ -417,8 +420,12 @@ async def _built(
 
 
 def _recorder(common: CommonConfig, config: OrchestratorConfig) -> Recorder:
-    texts = TrajectoryFiles(common.run_dir / "trajectories", config.disk.trajectories_mb << 20)
-    return Recorder(common.run_dir, texts if config.write_trajectories else None, with_tokens=config.write_tokens)
+    if not config.write_trajectories:
+        return Recorder(common.run_dir, None)
+    directory, disk = common.run_dir / "trajectories", config.disk
+    dropped = DroppedFile(directory, disk.dropped_mb << 20) if disk.dropped_mb else None
+    texts = TrajectoryFiles(directory, disk.trajectories_mb << 20)
+    return Recorder(common.run_dir, texts, dropped, with_tokens=config.write_tokens)
 
 
 def _release(journal: Journal, curriculum: Curriculum) -> None:

@@ -317,6 +317,11 @@ class DiskConfig(Section):
         ge=0,
         description="Size of trajectories/step_*.jsonl in all, in MiB; with more, those of the oldest steps are removed. Only `sluice rescore` and people read them. 0: no bound.",
     )
+    dropped_mb: int = Field(
+        64,
+        ge=0,
+        description="Size of trajectories/dropped.jsonl, the trajectories that never reached a batch, in MiB; when it is full it becomes dropped.1.jsonl, in place of the one before. 0: they are not written.",
+    )
 
 
 class ExternalConfig(Section):

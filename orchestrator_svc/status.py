@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import structlog
@@ -145,6 +145,10 @@ class RunStatus:
         """Report a complete checkpoint."""
         written = orchestrator_pb2.CheckpointWritten(name=name, policy_version=version.to_proto())
         self.events.append(orchestrator_pb2.RunEvent(checkpoint_written=written))
+
+    def setting_changed(self, changed: orchestrator_pb2.ChangedSetting) -> None:
+        """Report a setting that has another value, or a task that was released."""
+        self.events.append(orchestrator_pb2.RunEvent(setting_changed=changed))
 
     def report_load(self) -> None:
         """Report the load since the last report, and who is missing."""
@@ -356,9 +360,11 @@ class EventLog:
 
     Args:
         start: Number of this process among those of the run, from 1.
+        keep: Gets each event when it has its number; returns at once. None: events are not kept elsewhere.
     """
 
-    def __init__(self, start: int = 1) -> None:
+    def __init__(self, start: int = 1, keep: Callable[[orchestrator_pb2.RunEvent], None] | None = None) -> None:
+        self._keep = keep
         self._events: deque[orchestrator_pb2.RunEvent] = deque(maxlen=KEPT)
         self._next = (start - 1) * _NUMBERS_PER_START + 1
         self._changed = asyncio.Event()
@@ -374,6 +380,8 @@ class EventLog:
         self._events.append(event)
         self._next += 1
         self._changed.set()
+        if self._keep is not None:
+            self._keep(event)
 
     def end(self) -> None:
         """End the log: no event will follow."""

@@ -40,7 +40,8 @@ KINDS = (
         ("journal",),
         "bounded by orchestrator.checkpoint.every_mb: a checkpoint deletes those that the one before it covers",
     ),
-    Kind("trajectories", ("trajectories",), "bounded by orchestrator.disk.trajectories_mb"),
+    Kind("trajectories", ("trajectories",), "bounded by orchestrator.disk.trajectories_mb and dropped_mb"),
+    Kind("events", ("events*.jsonl",), "bounded: two files of 64 MiB"),
     Kind(
         "checkpoints",
         ("checkpoints",),

@@ -271,7 +271,7 @@ class MetricsWriter:
 
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
-        _cut_torn_line(path)
+        cut_torn_line(path)
         self._lines = path.open("a", encoding="utf-8", buffering=1)
         self._events = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=10)
 
@@ -302,7 +302,7 @@ class MetricsWriter:
         self._events.close()
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
     """Remove the end of a file behind its last line, so that the next line is not written into what a kill left."""
     if not path.exists():
         return

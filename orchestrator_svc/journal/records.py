@@ -98,6 +98,11 @@ class SharedRecord:
         """Upper bound on the size of the whole trajectory, serialized."""
         return self.own.trajectory.ByteSize() + (self.beginning.trajectory_bytes if self.beginning else 0)
 
+    @property
+    def text_bytes(self) -> int:
+        """Size of its own messages, serialized."""
+        return self.own.conversation.ByteSize()
+
     def whole(self) -> orchestrator_pb2.TrajectoryRecord:
         """Return the whole record: `own` itself if nothing comes before it, else a copy."""
         if self.beginning is None:

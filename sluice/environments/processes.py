@@ -45,6 +45,9 @@ log = structlog.get_logger(__name__)
 _MOST_PROCESSES = 4
 """Processes that are started at most if the settings name no number."""
 
+_MOST_SCORINGS = 4096
+"""Durations of scorings that are kept while nobody takes them."""
+
 _COROUTINES = 64
 """Calls at a time in a process whose environment has coroutine methods, if the settings name no number."""
 
@@ -181,6 +184,7 @@ class EnvironmentProcesses:
         self._section, self._group_size = section, group_size
         self._clock = clock
         self._scoring = ScoringTime(config.score_s)
+        self._scoring_s: deque[float] = deque(maxlen=_MOST_SCORINGS)
         self._most = config.count or min(os.cpu_count() or 1, _MOST_PROCESSES)
         self._coroutines = False
         self._numbers, self._process_numbers = itertools.count(1), itertools.count(1)
@@ -271,6 +275,17 @@ class EnvironmentProcesses:
         """Return the rewards of some completions of a task, as `judge` finds them."""
         return [each.reward for each in await self.judge(task, completions)]
 
+    @property
+    def failed_calls(self) -> int:
+        """Calls that failed so far; a reward that is missing is none."""
+        return self.failures.total() - self.failures["missing"]
+
+    def take_scoring_s(self) -> list[float]:
+        """Return the seconds that each `judge` took that ended since the last call, the wait for a process included; the last 4,096."""
+        taken = list(self._scoring_s)
+        self._scoring_s.clear()
+        return taken
+
     async def judge(self, task: Task, completions: Sequence[str]) -> list[Score]:
         """Return what some completions of a task are worth; the reward is None where it is missing.
 
@@ -281,6 +296,7 @@ class EnvironmentProcesses:
             EnvironmentFailedError: if the environment is given up.
         """
         problems: dict[str, str] = {}
+        began = self._clock()
         together = await self._scored(task, completions, problems)
         alone = [place for place, score in enumerate(together) if score.reward is None]
         again = await asyncio.gather(
@@ -288,6 +304,7 @@ class EnvironmentProcesses:
         )
         for place, score in zip(alone, again, strict=True):
             together[place] = score
+        self._scoring_s.append(self._clock() - began)
         missing = sum(score.reward is None for score in together)
         for problem, reason in problems.items():
             tell = log.warning if missing else log.info
