@@ -147,7 +147,7 @@ def _trainer_s(steps: Sequence[Metrics]) -> float:
 
 
 def _train_s(step: Metrics) -> float:
-    return step["trainer/tokens"] / step["trainer/tokens_per_second"]
+    return step["trainer/tokens"] / step["trainer/tokens_per_s"]
 
 
 def _bounds(
@@ -155,7 +155,7 @@ def _bounds(
 ) -> dict[str, Course]:
     """Return the fastest course of a session by level, and with each side alone."""
     # A token costs the trainer about the same in any batch; take the session that was disturbed least.
-    per_token = min(statistics.median(1 / step["trainer/tokens_per_second"] for step in steps) for steps in synchronous)
+    per_token = min(statistics.median(1 / step["trainer/tokens_per_s"] for step in steps) for steps in synchronous)
     train_s = []
     for first in range(0, len(answer_tokens), options.batch):
         tokens = sum(answer_tokens[first : first + options.batch]) + options.batch * PROMPT_TOKENS

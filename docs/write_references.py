@@ -1,4 +1,4 @@
-"""Write docs/rpc-reference.md from the comments of the contracts, docs/cli.md from the parsers, docs/limits.md: `make references`.
+"""Write the generated pages of docs/, from contracts, parsers, limits, rules and names of metrics: `make references`.
 
 With `--check` nothing is written, and the exit code is 1 if a page is not what it would be.
 """
@@ -18,7 +18,9 @@ from grpc_tools import protoc
 from sluice.cli import main as program
 from sluice.config import command_names, service_names
 from sluice.limits import LIMITS
+from sluice.metric_names import METRICS, OWN_LOSS, SECTIONS
 from sluice.rpc.access import roles_for
+from sluice.watch.rules import RULES, Family, Rule
 
 DOCS = Path(__file__).parent
 PROTOS = DOCS.parent / "proto"
@@ -270,6 +272,59 @@ A run ends by itself only for what no data can cause: settings that do not fit e
 disk that cannot be written."""
 
 
+def rules_page() -> str:
+    """Return the page of the rules that say what is wrong with a run."""
+    parts = ["# Rules of a run", "<!-- Written by `make references` from sluice/watch/rules.py. -->", RULES_OPENING]
+    for family in Family:
+        rows = [(f"`{each.name}`", lasts(each), each.why, each.remedy) for each in RULES if each.family is family]
+        parts += [f"## {family.capitalize()}", table(("rule", "wrong for", "why it matters", "what to do"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def lasts(rule: Rule) -> str:
+    """Return for how long something must be wrong."""
+    return f"{rule.seconds:g} s" if rule.seconds else "a step" if rule.steps == 1 else f"{rule.steps} steps"
+
+
+RULES_OPENING = """What says that something is wrong with a run ([monitor.md](monitor.md) has who shows it). The limits are settings of the
+table `watch` ([configuration.md](configuration.md)); a rule counts once it is wrong for as long as its row says, without a break."""
+
+
+def metrics_page() -> str:
+    """Return the page of a run's metrics."""
+    parts = [
+        "# Metrics of a run",
+        "<!-- Written by `make references` from sluice/metric_names.py. -->",
+        METRICS_OPENING,
+    ]
+    for section, question in SECTIONS.items():
+        rows = [(f"`{each.name}`", each.unit, each.text) for each in (*METRICS, OWN_LOSS) if each.section == section]
+        parts += [f"## {section}", question, table(("metric", "unit", "meaning"), rows)]
+    return "\n\n".join([*parts, METRICS_END]) + "\n"
+
+
+METRICS_OPENING = """Every step of a run writes these metrics into `metrics.jsonl` and for TensorBoard; a metric that was not measured is left out. Words in
+capital letters stand for a name or a number, and a part in brackets may be missing: `eval[/ENVIRONMENT]/reward_mean` is `eval/reward_mean`
+in a run with one environment, and `eval/sums/reward_mean` in a run with several. A share is a number from 0 to 1."""
+
+METRICS_END = """## In TensorBoard
+
+    tensorboard --logdir outputs/RUN/tensorboard
+
+The logs of a run lie in `outputs/RUN/tensorboard/RUN`, so that its curves have its name. `--logdir outputs` shows all runs, each as
+`RUN/tensorboard/RUN`. Nothing is sent anywhere.
+
+| tab | shows |
+|---|---|
+| Custom Scalars | the charts that matter in the five sections of this page, several curves in one chart. A chart stays empty if the run does not measure it. Look here first |
+| Scalars | every metric, with the sentence of this page behind the (i) of its card |
+| Time Series | the same without the sentences; cards can be pinned |
+| Text | `samples`: five samples of step 1 and of each 25th step, from the worst to the best reward, with prompt, completion and numbers. Not with `write_trajectories = false` |
+| HParams | the runs as a table: the settings that are compared most, beside the last reward, evaluation and seconds of a step |
+
+A run that continues appends to its curves. Layout and settings are those of its first start."""
+
+
 def main() -> None:
     """Write the pages, or compare them.
 
@@ -285,6 +340,8 @@ def main() -> None:
         ("rpc-reference.md", rpc_page(contracts())),
         ("cli.md", cli_page()),
         ("limits.md", limits_page()),
+        ("rules.md", rules_page()),
+        ("metrics.md", metrics_page()),
     ):
         path = DOCS / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -35,6 +35,7 @@ async def serve(common: CommonConfig, config: EnvServerConfig, clock: Clock = CL
         server.add(
             environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, servicer, "sluice.v1.EnvironmentService"
         )
+        server.readiness.add(processes.waits_for)
         closing = asyncio.create_task(servicer.run(), name="idle episodes")
         try:
             await server.start()

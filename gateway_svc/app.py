@@ -67,12 +67,20 @@ async def serve(
     servicer = EpisodeServicer(sessions, config.capture)
     server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicer, EPISODE_SERVICE_NAME)
     http = HttpServer(
-        create_app(sessions, config.capture, server.access, config.server.host, call_log=server.call_log),
+        create_app(
+            sessions,
+            config.capture,
+            server.access,
+            config.server.host,
+            call_log=server.call_log,
+            readiness=server.readiness,
+        ),
         config.server.host,
         config.server.http_port or 0,
         common.security,
         most_connections=config.server.max_connections,
     )
+    server.readiness.add(partial(_waits_for, pool))
     gc.collect()
     gc.freeze()  # what is loaded by now stays, and is not looked at again
     gc.set_threshold(*_COLLECTIONS)
@@ -87,7 +95,7 @@ async def serve(
         duties = (pool.run(), follow_list(pool, stub, name), LoopLag().run())
         tasks += [asyncio.create_task(_and_end(each, ended)) for each in duties]
         with StateMetrics(partial(_scrape, pool)):
-            async with missing_peers_reported({"orchestrator": common.peers.orchestrator}, common):
+            async with missing_peers_reported({"orchestrator": common.peers.orchestrator}, common, server.readiness):
                 await server.serve_until_signal(ended, http.stop)
     finally:
         for task in tasks:
@@ -100,6 +108,14 @@ async def serve(
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _waits_for(pool: ReplicaPool) -> Iterator[str]:
+    """Yield that no replica samples for the gateway, if that is so."""
+    replicas = pool.replicas
+    if all(each.why_not() for each in replicas):
+        known = f"none of the {len(replicas)} listed gets work" if replicas else "the orchestrator lists none"
+        yield f"replicas: {known}"
 
 
 def _scrape(pool: ReplicaPool) -> Iterator[Metric]:

@@ -45,6 +45,7 @@ from sluice.openai.server import (
     RequestGuard,
     bearer_token,
     certificate_of,
+    ready_answer,
     recorded,
 )
 from sluice.rpc import SluiceError
@@ -52,6 +53,7 @@ from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
 from sluice.rpc.call_log import CallLog
 from sluice.rpc.principals import Role
 from sluice.rpc.quota import Usage
+from sluice.rpc.readiness import READY_PATH, Readiness
 from sluice.v1 import episode_pb2, session_pb2
 
 SESSION_HEADER = "x-session-id"
@@ -230,6 +232,7 @@ def create_app(
     clock: Clock = CLOCK,
     *,
     call_log: CallLog | None = None,
+    readiness: Readiness | None = None,
 ) -> SessionPaths:
     """Build the app.
 
@@ -240,6 +243,7 @@ def create_app(
         host: Address that the server is bound to.
         clock: The time that requests are held for.
         call_log: Takes what admins do to sessions.
+        readiness: What the service waits for; None: nothing.
     """
     door = Door(sessions, access)
     guard = Middleware(
@@ -259,7 +263,7 @@ def create_app(
         routes=[
             *_dialects(Capture(sessions, door, capture, clock)),
             *_sessions(sessions, door, call_log),
-            *_description(sessions, door),
+            *_description(sessions, door, readiness or Readiness()),
         ],
         middleware=[guard],
         exception_handlers={SluiceError: _refused, HTTPException: _refused},
@@ -645,7 +649,7 @@ def _name(http: Request) -> str:
     return str(http.path_params["name"])
 
 
-def _description(sessions: Sessions, door: Door) -> list[Route]:
+def _description(sessions: Sessions, door: Door, readiness: Readiness) -> list[Route]:
     created = int(time.time())
 
     async def card(name: str | None) -> dict[str, Any]:
@@ -667,6 +671,9 @@ def _description(sessions: Sessions, door: Door) -> list[Route]:
     async def health(_http: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
+    async def ready(_http: Request) -> JSONResponse:
+        return ready_answer(readiness)
+
     async def metrics(_http: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
@@ -674,6 +681,7 @@ def _description(sessions: Sessions, door: Door) -> list[Route]:
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route(HEALTH_PATH, health, methods=["GET"]),
+        Route(READY_PATH, ready, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
     ]
 

@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import threading
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from orchestrator_svc.sessions.desk import Desk, Posed, Waiting, run_secret
 from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
 from orchestrator_svc.sessions.workflow import External
 from orchestrator_svc.setting_aside import SetAsideShare
+from orchestrator_svc.side_files import DroppedFile
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.training import Training
@@ -62,6 +64,7 @@ from sluice.sampling.replica import Replica
 from sluice.telemetry import StateMetrics
 from sluice.v1 import episode_pb2_grpc, journal_pb2, orchestrator_pb2_grpc, session_pb2_grpc
 from sluice.v1 import orchestrator_pb2 as pb
+from sluice.watch.files import watch_of
 
 log = structlog.get_logger(__name__)
 
@@ -118,6 +121,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
             gc.freeze()  # what is loaded by now stays, and is not looked at again
             gc.set_threshold(*_COLLECTIONS)
             sys.setswitchinterval(_SWITCH_S)
+            server.readiness.add(status.waits_for_others)
             await server.set_serving(True)
             ended = asyncio.Event()
             running = asyncio.create_task(
@@ -127,7 +131,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
             left_s = 0.0
             try:
                 with StateMetrics(status.scrape):
-                    async with missing_peers_reported({"trainer": common.peers.trainer}, common):
+                    async with missing_peers_reported({"trainer": common.peers.trainer}, common, server.readiness):
                         left_s = await server.serve_until_signal(ended)
             except asyncio.CancelledError:
                 await server.stop(0)
@@ -187,7 +191,7 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicers: _Servic
     server.add(add, servicers.orchestrator.registered, SERVICE_NAME)
     server.add(session_pb2_grpc.add_SessionServiceServicer_to_server, servicers.sessions.registered, SESSIONS)
     server.add(episode_pb2_grpc.add_EpisodeServiceServicer_to_server, servicers.episodes.registered, EPISODES)
-    server.set_serving(False)
+    server.set_serving(False, "its journal, which it reads")
     return server
 
 
@@ -282,7 +286,7 @@ async def _built(
         if config.release_quarantine:
             _release(journal, curriculum)
         recorder = _recorder(common, config)
-        stack.push_async_callback(_close_files, journal, recorder)
+        await stack.enter_async_context(_files_open(journal, recorder))
 
         posed = partial(_posed, curriculum)
         desk = Desk(
@@ -300,7 +304,7 @@ async def _built(
             for each in config.mix
             if each.workflow == EXTERNAL
         }
-        changed, events = asyncio.Event(), EventLog(journal.ledger.start)
+        changed, events = asyncio.Event(), EventLog(journal.ledger.start, recorder.event)
 
         def on_replica(replica: Replica) -> None:
             events.append(replica_event(replica))
@@ -343,6 +347,7 @@ async def _built(
             curriculum=curriculum,
             refusals=desk.lending.refusals,
             missing=desk.missing,
+            watch=await asyncio.to_thread(watch_of, common),
             clock=clock,
         )
         reporter = RunReporter(common, config, journal.ledger, status, recorder, engine=engine, environments=processes)
@@ -376,6 +381,7 @@ async def _built(
             runners=runners,
             space=disks.space,
             desk=desk,
+            recorder=recorder,
             changed=changed,
             clock=clock,
         )
@@ -388,6 +394,7 @@ async def _built(
             trainer=trainer,
             pool=pool,
             space=disks.space,
+            recorder=recorder,
             changed=changed,
             clock=clock,
         )
@@ -417,8 +424,22 @@ async def _built(
 
 
 def _recorder(common: CommonConfig, config: OrchestratorConfig) -> Recorder:
-    texts = TrajectoryFiles(common.run_dir / "trajectories", config.disk.trajectories_mb << 20)
-    return Recorder(common.run_dir, texts if config.write_trajectories else None)
+    settings = _settings(common, config)
+    if not config.write_trajectories:
+        return Recorder(common.run_dir, None, settings=settings)
+    directory, disk = common.run_dir / "trajectories", config.disk
+    dropped = DroppedFile(directory, disk.dropped_mb << 20) if disk.dropped_mb else None
+    texts = TrajectoryFiles(directory, disk.trajectories_mb << 20)
+    return Recorder(common.run_dir, texts, dropped, with_tokens=config.write_tokens, settings=settings)
+
+
+def _settings(common: CommonConfig, config: OrchestratorConfig) -> dict[str, Any]:
+    """Return the run's settings. Those of the other services are known only where `sluice rl` wrote them beside the run."""
+    try:
+        written = tomllib.loads((common.run_dir / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        written = {}
+    return {**written, **common.model_dump(mode="json"), "orchestrator": config.model_dump(mode="json")}
 
 
 def _release(journal: Journal, curriculum: Curriculum) -> None:
@@ -478,6 +499,16 @@ class _Servicers(NamedTuple):
     def ready(self, orchestrator: OrchestratorServicer, sessions: SessionServicer, episodes: EpisodeServicer) -> None:
         """Answer the calls from now on."""
         self.orchestrator.servicer, self.sessions.servicer, self.episodes.servicer = orchestrator, sessions, episodes
+
+
+@contextlib.asynccontextmanager
+async def _files_open(journal: Journal, recorder: Recorder) -> AsyncIterator[None]:
+    """Show the state of the journal while the block lasts, and close the run's files behind it."""
+    try:
+        with StateMetrics(journal.scrape):
+            yield
+    finally:
+        await _close_files(journal, recorder)
 
 
 async def _close_files(journal: Journal, recorder: Recorder) -> None:

@@ -317,6 +317,11 @@ class DiskConfig(Section):
         ge=0,
         description="Size of trajectories/step_*.jsonl in all, in MiB; with more, those of the oldest steps are removed. Only `sluice rescore` and people read them. 0: no bound.",
     )
+    dropped_mb: int = Field(
+        64,
+        ge=0,
+        description="Size of trajectories/dropped.jsonl, the trajectories that never reached a batch, in MiB; when it is full it becomes dropped.1.jsonl, in place of the one before. 0: they are not written.",
+    )
 
 
 class ExternalConfig(Section):
@@ -592,7 +597,15 @@ class OrchestratorConfig(EpisodeConfig):
         False,
         description="When the run has ended, keep answering questions about it (GetRun, metrics) until a signal; false: end too. For engines that start whatever ends again, such as a StatefulSet of Kubernetes.",
     )
-    write_trajectories: bool = Field(True, description="Write trajectories, with text, to trajectories/step_*.jsonl.")
+    write_trajectories: bool = Field(
+        True,
+        description="Write trajectories, with text, to trajectories/step_*.jsonl, and some of them for TensorBoard.",
+    )
+    write_tokens: int = Field(
+        0,
+        ge=0,
+        description="Trajectories of each step whose row in trajectories/step_*.jsonl also has its token ids, mask and log-probabilities of the sampler, taken from as many groups as possible. A token takes about 15 bytes. 0: none.",
+    )
     load_report_s: float = Field(1.0, gt=0, description="Seconds between two reports of the load.")
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7104), description="Where the orchestrator listens."

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from orchestrator_svc.config import EnvironmentConfig
+from orchestrator_svc.config import EnvironmentConfig, PoolsConfig
 from orchestrator_svc.journal.ledger import Reason, Redraw
 from orchestrator_svc.live_settings import ratio_key
 from orchestrator_svc.shares import Shares
@@ -308,9 +308,15 @@ class Curriculum:
         source = self._sources[group.environment]
         source.running -= 1
         source.counts.accepted += accepted
-        bound, rewards = source.settings.pools.solved_reward, group.rewards
-        source.stream.ended(group.task_id, sum(each >= bound for each in rewards) / len(rewards) if rewards else None)
+        rewards = group.rewards
+        solved = sum(self.is_solved(group.environment, each) for each in rewards)
+        source.stream.ended(group.task_id, solved / len(rewards) if rewards else None)
         return source
+
+    def is_solved(self, environment: str, reward: float) -> bool:
+        """Return whether an episode with this reward counts as solved: it is at least `pools.solved_reward` of its environment."""
+        source = self._sources.get(environment)  # a run may have had others before
+        return reward >= (PoolsConfig() if source is None else source.settings.pools).solved_reward
 
     def _dropped(self, fact: journal_pb2.GroupDropped) -> None:
         if fact.reason in ENDED:

@@ -18,14 +18,15 @@ from orchestrator_svc.config import EXTERNAL, EnvironmentConfig, OrchestratorCon
 from orchestrator_svc.curriculum import FAULTS, SHARED, Curriculum, overlong_counter
 from orchestrator_svc.first_rewards import FirstRewards
 from orchestrator_svc.free_space import FreeSpace
-from orchestrator_svc.journal.episodes import JournaledEpisodes
+from orchestrator_svc.journal.episodes import JournaledEpisodes, unfinished
 from orchestrator_svc.journal.ledger import Group, Reason, Stage
 from orchestrator_svc.journal.records import SharedRecord
 from orchestrator_svc.journal.segments import JournalError
-from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.outage import Outage
 from orchestrator_svc.pacing import Pace
 from orchestrator_svc.quarantine import released
+from orchestrator_svc.report import Dropped, Recorder
 from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.sessions.absence import NoAgentError
 from orchestrator_svc.sessions.desk import Desk
@@ -62,11 +63,12 @@ class _GroupFailedError(Exception):
         reason: Why.
         problem: The same for people.
         heals: Whether waiting may help.
+        records: What its episodes brought, if they came to their end.
     """
 
-    def __init__(self, reason: str, problem: str, *, heals: bool = True) -> None:
+    def __init__(self, reason: str, problem: str, *, heals: bool = True, records: Sequence[SharedRecord] = ()) -> None:
         super().__init__(problem)
-        self.reason, self.problem, self.heals = reason, problem, heals
+        self.reason, self.problem, self.heals, self.records = reason, problem, heals, records
 
 
 class Dispatcher:
@@ -78,6 +80,7 @@ class Dispatcher:
         runners: Run the groups of each environment, with one engine.
         space: Says whether the run waits for room on a disk.
         desk: Offers the groups that agents outside run.
+        recorder: Writes the text of what brings nothing to train.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -93,12 +96,13 @@ class Dispatcher:
         runners: Mapping[str, GroupRunner],
         space: FreeSpace,
         desk: Desk,
+        recorder: Recorder,
         changed: asyncio.Event,
         clock: Clock = CLOCK,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._runners, self.curriculum, self._changed = runners, curriculum, changed
-        self._pace, self._paced_s, self._clock = pace, 0.0, clock
+        self._pace, self._paced_s, self._clock, self._recorder = pace, 0.0, clock, recorder
         self._ledger = journal.ledger
         self._engine = next(iter(runners.values())).engine
         self._pool, self._lockstep = self._engine.pool, self._engine.lockstep
@@ -334,6 +338,8 @@ class Dispatcher:
         try:
             scored = await self._scored(group, task, settings)
         except _GroupFailedError as failed:
+            found = [Dropped(each, failed.reason) for each in failed.records]
+            self._recorder.dropped([*found, *await self._of_lost_episodes(group, failed.reason, failed.records)])
             self._drop(group, failed.reason, failed.problem, heals=failed.heals)
         except NoAgentError:
             log.info("a group is put off: no agent came for it", group=group.name, environment=group.environment)
@@ -370,6 +376,7 @@ class Dispatcher:
                 )
                 for each in records:
                     each.trajectory.objective = settings.objective
+                    _note_life(each.own, group)
                 most_tokens = task.max_tokens or settings.sampling.max_tokens
                 scored = sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
         except (JournalError, NoAgentError):
@@ -392,8 +399,28 @@ class Dispatcher:
         lost = 0 if settings.workflow == EXTERNAL else group.episodes - _count(scored.everyone)
         if lost > 0 and _count(scored.records) == 1 and settings.advantage in ESTIMATORS:
             problem = f"{lost} of {group.episodes} episodes were lost, and {settings.advantage} cannot compare the only one left"
-            raise _GroupFailedError(_reason_of(group.lost), problem)
+            raise _GroupFailedError(_reason_of(group.lost), problem, records=scored.everyone)
         return scored
+
+    async def _of_lost_episodes(self, group: Group, reason: str, ended: Sequence[SharedRecord]) -> list[Dropped]:
+        """Return what was sampled of the episodes of a running group that did not come to their end.
+
+        Args:
+            group: The group.
+            reason: Why those failed that do not say it themselves.
+            ended: What the other episodes brought.
+        """
+        lost, known = group.lost, {each.trajectory.episode_id for each in ended}
+        try:
+            sampled = await unfinished(self._journal, group)
+        except GroupDamagedError as error:
+            log.warning("what failed cannot be shown", group=group.name, error=str(error))
+            return []
+        return [
+            Dropped(record, lost.get(episode, reason))
+            for episode, record in sampled.items()
+            if record.trajectory.episode_id not in known
+        ]
 
     async def _end(self, group: Group, scored: ScoredGroup) -> None:
         """Record what the episodes of a group brought, and accept it unless they brought nothing to train."""
@@ -408,6 +435,15 @@ class Dispatcher:
         )
         if replaced:
             scored.leave_out(Reason.NO_SIGNAL)
+        if group.lost and group.generations:
+            self._recorder.dropped(await self._of_lost_episodes(group, Reason.EPISODE_FAILED, scored.everyone))
+        self._recorder.dropped(
+            [
+                Dropped(each, reason)
+                for each in scored.everyone
+                if (reason := scored.untrainable.get(each.trajectory.trajectory_id))
+            ]
+        )
         kept = self._journal.keep_trajectories(group.number, await self._journal.encoded(scored.records))
         ended = journal_pb2.EpisodesEnded(
             group=group.number,
@@ -560,6 +596,14 @@ class Dispatcher:
         self._counted_at = self._ledger.batches_made
         if grown:
             self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
+
+
+def _note_life(record: orchestrator_pb2.TrajectoryRecord, group: Group) -> None:
+    """Note where a trajectory comes from, when its group was drawn, and that it is scored unless its workflow said when."""
+    record.environment = group.environment
+    record.draw_time.FromMicroseconds(round(group.drawn_s * 1e6))
+    if not record.HasField("score_time"):
+        record.score_time.GetCurrentTime()
 
 
 def _problem(reason: str, group: Group, settings: EnvironmentConfig) -> str:

@@ -11,18 +11,22 @@ import json
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
 
+from orchestrator_svc.completions import completion_ids, lengths_by_reward, text_metrics
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
 from orchestrator_svc.journal.records import Each, SharedRecord
+from orchestrator_svc.side_files import DroppedFile, EventFile, dropped_row
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.trajectory_files import TrajectoryFiles
 from sluice.config import CommonConfig
@@ -32,6 +36,7 @@ from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import evictions
 from sluice.tasks import Turn, discard_outcome
 from sluice.telemetry import MetricsWriter
+from sluice.tensorboard_log import shows_samples, spread
 from sluice.threads import SerialThread
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import ENDLESS, Lineage, Version, sampled_tokens
@@ -44,12 +49,18 @@ _WAITING = 16
 _DISK_S = 300.0
 """Seconds that the disk may take for one of them; a disk that needs longer is gone."""
 
+_MOST_BESIDE_BYTES = 64 << 20
+"""Size of all that may wait to be written and that the run does not wait for; one larger trajectory may."""
+
 _EPOCH = "policy/epoch"
 
 _ALWAYS = "completion/mean_tokens"
 """A metric that each step has, and no evaluation."""
 
 _STALENESS_PREFIX = "staleness/tokens_at_"
+
+_MOST_AGES = 64
+"""Ages up to which no tokens are written as 0: a bound of thousands must not make as many curves."""
 
 NOT_TRAINED = "not_trained/"
 """Begins the counters of sampled tokens of external agents that may not be trained; the reason follows."""
@@ -82,18 +93,30 @@ async def summarise(
     lineage: Lineage,
     max_staleness: int,
     *,
+    is_solved: Callable[[str, float], bool],
     past: bool = False,
 ) -> AppliedStep:
     """Return what an applied batch says of data and staleness; set outcome, reason and step of each record that can still be read.
 
     Tokens of a trained trajectory that are older than `max_staleness` were cut from the loss and are not counted.
+
+    Args:
+        step: The trainer's report.
+        applied: The fact of it.
+        records: The trajectories of the batch.
+        lineage: Says what number a version counts as.
+        max_staleness: Bound of the batch.
+        is_solved: Says of an environment and a reward whether the episode counts as solved.
+        past: Whether no orchestrator saw it being applied.
     """
     results = {result.trajectory_id: result for result in step.results}
     ages: Counter[int] = Counter()
     number_of = cache(lineage.number)  # many tokens, few versions
     turn = Turn()
+    completions = []
     for record in records:
         await turn.give_way()
+        completions.append(completion_ids(record.trajectory, record.beginning.tokens if record.beginning else 0))
         result = results.get(record.trajectory.trajectory_id)
         own = record.own
         own.step = step.sequence_no
@@ -104,7 +127,9 @@ async def summarise(
         for age, tokens in _token_ages(record.trajectory, number_of, step.sequence_no - 1):
             if age <= max_staleness:
                 ages[age] += tokens
-    metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
+    metrics = _reward_metrics(records, is_solved) | _length_metrics(records) | _age_metrics(ages, max_staleness)
+    metrics |= lengths_by_reward([each.trajectory for each in records])
+    metrics |= await asyncio.to_thread(text_metrics, completions)
     metrics |= mean_measures(record.own.metrics for record in records)
     tokens = sum(result.trained_tokens for result in step.results)
     if tokens or not applied.trained:  # otherwise the report was lost
@@ -140,20 +165,30 @@ def _token_ages(
         end = span.start
 
 
-def _reward_metrics(records: Sequence[SharedRecord]) -> dict[str, float]:
+def _reward_metrics(records: Sequence[SharedRecord], is_solved: Callable[[str, float], bool]) -> dict[str, float]:
     by_group: dict[str, list[float]] = {}
+    unsolved: set[str] = set()
     for each in records:
-        if each.trajectory.HasField("reward"):
-            by_group.setdefault(each.trajectory.group_id, []).append(each.trajectory.reward)
+        trajectory = each.trajectory
+        if trajectory.HasField("reward"):
+            by_group.setdefault(trajectory.group_id, []).append(trajectory.reward)
+            if not is_solved(each.own.environment, trajectory.reward):
+                unsolved.add(trajectory.group_id)
     degenerate = float(sum(len(set(values)) == 1 for values in by_group.values()))
     if not by_group:
         return {"groups/degenerate": degenerate}
     rewards = np.concatenate([*by_group.values()])
+    low, median, high = np.percentile(rewards, (10, 50, 90))
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/max": float(rewards.max()),
+        "reward/p10": float(low),
+        "reward/p50": float(median),
+        "reward/p90": float(high),
         "groups/degenerate": degenerate,
+        "groups/all_zero": float(sum(not any(values) for values in by_group.values())),
+        "groups/all_solved": float(len(by_group) - len(unsolved)),
         "groups/count": float(len(by_group)),
     }
 
@@ -177,16 +212,18 @@ def _length_metrics(records: Sequence[SharedRecord]) -> dict[str, float]:
     }
 
 
-def _age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
+def _age_metrics(ages: Mapping[int, int], max_staleness: int) -> dict[str, float]:
+    """Return how old trained tokens were; of each age up to the bound how many, so that a curve falls to 0 where there are none."""
     tokens = sum(ages.values())
+    counts = dict.fromkeys(range(min(max_staleness, _MOST_AGES) + 1), 0) | dict(ages)
+    metrics = {f"{_STALENESS_PREFIX}{age}": float(count) for age, count in sorted(counts.items())}
     if not tokens:
-        return {}
-    metrics = {
+        return metrics
+    return metrics | {
         "staleness/mean": math.fsum(age * count for age, count in ages.items()) / tokens,
         "staleness/max": float(max(ages)),
         "staleness/share_ge_1": sum(count for age, count in ages.items() if age >= 1) / tokens,
     }
-    return metrics | {f"{_STALENESS_PREFIX}{age}": float(count) for age, count in sorted(ages.items())}
 
 
 class RunReporter:
@@ -208,6 +245,7 @@ class RunReporter:
         self._generated_before = ledger.generated.copy()
         self._last_step = time.monotonic()
         self._counted: Counter[str] = Counter()
+        self._failed_before = self._failed_calls()
         self._shares = status.shares()
 
     async def step(self, step: AppliedStep) -> None:
@@ -230,7 +268,12 @@ class RunReporter:
         more, self._counted = counts - self._counted, counts
         idle, blocked, rollout_idle = (share.take(now) for share in self._shares)
         elapsed, self._last_step = now - self._last_step, now
+        failed, before = self._failed_calls(), self._failed_before
+        self._failed_before = failed
+        scoring = [seconds for each in self._environments.values() for seconds in each.take_scoring_s()]
         return {
+            "environment/failed_calls": float(failed - before),
+            **({"environment/score_seconds_p95": float(np.percentile(scoring, 95))} if scoring else {}),
             "time/step_s": elapsed,
             "tokens/generated": float(more["tokens"]),
             "tokens/generated_per_s": more["tokens"] / elapsed if elapsed > 0 else 0.0,
@@ -246,6 +289,10 @@ class RunReporter:
             "load/rollout_idle": rollout_idle,
             "orchestrator/loop_lag_p99_ms": self._status.loop_lag.take_p99_s() * 1e3,
         }
+
+    def _failed_calls(self) -> int:
+        """Return the calls of environments that failed so far."""
+        return sum(each.failed_calls for each in self._environments.values())
 
     async def steps(self) -> Mapping[int, int]:
         """Return the last epoch in which each step was recorded, by this process and earlier ones."""
@@ -334,6 +381,7 @@ class RunReporter:
                     }
                     for each in self._status.environments()
                 ],
+                "findings": [each.as_json() for each in self._status.watch.findings],
                 **facts,
             }
         )
@@ -358,16 +406,40 @@ def environment_row(environment: orchestrator_pb2.RunEnvironment) -> dict[str, A
     }
 
 
+class Dropped(NamedTuple):
+    """A trajectory that never reached a batch, and why, as a reason of GetRun."""
+
+    record: SharedRecord
+    reason: str
+
+
 class Recorder:
     """Writes files in a thread while the run continues.
+
+    The run waits for a disk that is far behind with its metrics and trajectories, and ends if it fails. It never waits for what is written
+    beside them, events and what was dropped: what a slow or broken disk does not take is left out, and the log says so.
 
     Args:
         run_dir: The run's directory.
         texts: Takes the trajectories of each step; None if they are not written.
+        dropped: Takes those that never reached a batch; None if they are not written.
+        with_tokens: Trajectories of a step that are written with their tokens: those of as many groups as there are.
+        settings: The run's settings, some of which TensorBoard shows.
     """
 
-    def __init__(self, run_dir: Path, texts: TrajectoryFiles | None) -> None:
-        self._run_dir, self._texts = run_dir, texts
+    def __init__(
+        self,
+        run_dir: Path,
+        texts: TrajectoryFiles | None,
+        dropped: DroppedFile | None = None,
+        *,
+        with_tokens: int = 0,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._run_dir, self._texts, self._settings, self._with_tokens = run_dir, texts, settings, with_tokens
+        self._dropped, self._events = dropped, EventFile(run_dir)
+        self._beside_bytes = self._left_out = 0
+        self._is_closed = False
         self._thread = SerialThread("recorder")
         self._writer: MetricsWriter | None = None
         self._waiting: deque[asyncio.Future[Any]] = deque()
@@ -385,11 +457,64 @@ class Recorder:
             self._metrics().write(step, metrics)
             if self._texts is not None:
                 number_of = cache(lineage.number)  # many trajectories, few versions
-                whole = Each(records, SharedRecord.whole)
-                rows = (json.dumps(trajectory_row(each, number_of), ensure_ascii=False) + "\n" for each in whole)
+                chosen, whole = _spread(records, self._with_tokens), Each(records, SharedRecord.whole)
+                rows = (
+                    _line(trajectory_row(each, number_of, with_tokens=place in chosen))
+                    for place, each in enumerate(whole)
+                )
                 self._texts.write(step, rows)
+                if records and shows_samples(step):
+                    rewards = [_reward(each) for each in records]
+                    self._metrics().samples(
+                        step, [trajectory_row(whole[place], number_of) for place in spread(rewards)]
+                    )
 
         await self._soon(write)
+
+    def dropped(self, lost: Sequence[Dropped]) -> None:
+        """Write trajectories that never reached a batch. Returns at once; nothing may change them afterwards."""
+        file = self._dropped
+        if file is None or not lost:
+            return
+
+        def write() -> None:
+            file.write(dropped_row(trajectory_row(each.record.whole(), _no_number), each.reason) for each in lost)
+
+        self._beside(write, sum(each.record.trajectory_bytes + each.record.text_bytes for each in lost))
+
+    def event(self, event: orchestrator_pb2.RunEvent) -> None:
+        """Write an event. Returns at once."""
+        if self._events.takes(event):
+            self._beside(lambda: self._events.write(event), event.ByteSize())
+
+    def _beside(self, write: Callable[[], None], size: int) -> None:
+        """Write what the run does not wait for, unless too much of it waits already."""
+        if self._is_closed:
+            return
+        if self._beside_bytes and self._beside_bytes + size > _MOST_BESIDE_BYTES:
+            self._leave_out(f"{self._beside_bytes:,} bytes wait for the disk")
+            return
+        self._beside_bytes += size
+        self._thread.submit(write).add_done_callback(partial(self._written_beside, size))
+
+    def _written_beside(self, size: int, writing: asyncio.Future[None]) -> None:
+        self._beside_bytes -= size
+        if writing.cancelled():
+            return
+        if (error := writing.exception()) is not None:
+            self._leave_out(str(error))
+        elif self._left_out:
+            log.warning("events and dropped trajectories are written again", left_out=self._left_out)
+            self._left_out = 0
+
+    def _leave_out(self, why: str) -> None:
+        self._left_out += 1
+        if self._left_out == 1:
+            log.error(
+                "events, or rows of dropped trajectories, are left out until the disk takes them; the run continues",
+                path=str(self._run_dir),
+                error=why,
+            )
 
     async def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record scalars of an evaluation."""
@@ -431,6 +556,7 @@ class Recorder:
                 self._writer.close()
 
         self._waiting.append(self._thread.submit(close))
+        self._is_closed = True
         self._thread.end()
         try:
             await self._drain(0)
@@ -439,7 +565,7 @@ class Recorder:
 
     def _metrics(self) -> MetricsWriter:
         if self._writer is None:
-            self._writer = MetricsWriter(self._run_dir)
+            self._writer = MetricsWriter(self._run_dir, self._settings)
         return self._writer
 
     async def _soon(self, write: Callable[[], None]) -> None:
@@ -466,30 +592,89 @@ class Recorder:
                 self._waiting.popleft().result()
 
 
-def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, number_of: Callable[[Version], int]) -> dict[str, Any]:
-    """Return a trajectory for people: text, reward, advantage, the versions that sampled it, its outcome.
+def _reward(record: SharedRecord) -> float | None:
+    return record.trajectory.reward if record.trajectory.HasField("reward") else None
 
-    `number_of` returns the number that a version counts as, such as `Lineage.number`.
+
+def _no_number(version: Version) -> int:
+    """Return the number that a version counts as for a trajectory without a step: nobody asks for its staleness."""
+    raise ValueError(f"a trajectory of version {version} has no step")
+
+
+def _spread(records: Sequence[SharedRecord], count: int) -> Collection[int]:
+    """Return the places of so many trajectories: the first of each group, then the second of each, and so on."""
+    if not count:
+        return ()
+    seen: Counter[str] = Counter()
+    ranks = []
+    for each in records:
+        ranks.append(seen[each.trajectory.group_id])
+        seen[each.trajectory.group_id] += 1
+    return set(sorted(range(len(records)), key=lambda place: ranks[place])[:count])
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def trajectory_row(
+    record: orchestrator_pb2.TrajectoryRecord, number_of: Callable[[Version], int], *, with_tokens: bool = False
+) -> dict[str, Any]:
+    """Return a trajectory for people: text, reward and its parts, advantage, who sampled it when, its outcome.
+
+    Times are seconds since 1970. `environment`, `replica` and the times are None where an earlier release, or a workflow of the user, did
+    not note them; `turn_rewards` is there only if the environment gave some, as pairs of turn and reward.
+
+    Args:
+        record: The trajectory.
+        number_of: Returns the number that a version counts as, such as `Lineage.number`.
+        with_tokens: Whether to add `token_ids`, prompt first, the `mask_runs` that say which of them were sampled to be trained, and
+            their `logprobs`, those of the sampler: the trainer reports none of single tokens.
     """
     trajectory = record.trajectory
     messages = record.conversation.messages
     ages = [age for age, _ in _token_ages(trajectory, number_of, record.step - 1)] if record.step else []
+    turn_rewards = [[each.turn, each.reward] for each in trajectory.turn_rewards]
     return {
         "step": record.step,
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
         "task_id": trajectory.task_id,
+        "environment": record.environment or None,
         "prompt": [_message(each) for each in messages[:-1]],
         "completion": messages[-1].content if messages else "",
         "reward": trajectory.reward if trajectory.HasField("reward") else None,
+        "metrics": dict(sorted(record.metrics.items())),
+        **({"turn_rewards": turn_rewards} if turn_rewards else {}),
         "advantage": trajectory.advantages[0] if len(trajectory.advantages) == 1 else list(trajectory.advantages),
         "prompt_tokens": trajectory.mask_runs[0] if trajectory.mask_runs else 0,
         "tokens": sampled_tokens(trajectory),
         "finish_reason": tokens_pb2.FinishReason.Name(trajectory.finish_reason).removeprefix("FINISH_REASON_").lower(),
         "versions": [[span.start, str(Version.from_proto(span.policy_version))] for span in trajectory.version_spans],
         "staleness": max(ages, default=None),
+        "replica": ", ".join(record.replicas) or None,
+        "drawn": _seconds(record, "draw_time"),
+        "sampled": _seconds(record, "sample_time"),
+        "scored": _seconds(record, "score_time"),
         "outcome": "trained" if record.outcome == tokens_pb2.TRAJECTORY_OUTCOME_TRAINED else "dropped",
         "reason": record.reason,
+        **(_tokens(trajectory) if with_tokens else {}),
+    }
+
+
+def _seconds(record: orchestrator_pb2.TrajectoryRecord, field: str) -> float | None:
+    """Return a time of a trajectory in seconds since 1970; None if it is not known."""
+    if not record.HasField(field):  # type: ignore[arg-type]  # the stubs list the names
+        return None
+    time_of: Timestamp = getattr(record, field)
+    return time_of.ToMicroseconds() / 1e6 or None
+
+
+def _tokens(trajectory: tokens_pb2.Trajectory) -> dict[str, Any]:
+    return {
+        "token_ids": list(trajectory.token_ids),
+        "mask_runs": list(trajectory.mask_runs),
+        "logprobs": list(trajectory.logprobs),
     }
 
 
@@ -548,7 +733,7 @@ def build_report(steps: Mapping[int, Mapping[str, float]], facts: Mapping[str, A
         "tokens_trained": round(sum(values.get("tokens/trained", 0.0) for values in trained.values())),
         "max_staleness_seen": max((age for age, count in ages.items() if count), default=0),
         "staleness_share_ge_1": sum(count for age, count in ages.items() if age >= 1) / tokens if tokens else 0.0,
-        "staleness_tokens": {str(age): count for age, count in sorted(ages.items())},
+        "staleness_tokens": {str(age): count for age, count in sorted(ages.items()) if count},
         "mismatch_kl_mean": mean("trainer/mismatch_kl"),
         "step_s_mean": mean("time/step_s"),
         "trainer_idle_share": mean("load/trainer_idle"),

@@ -244,6 +244,8 @@ class Run:
             )
         self._dispatcher.apply_limits(self._settings.common.max_staleness)
         await self._journal.durable()
+        for setting in changed:
+            self._status.setting_changed(setting)
         return changed
 
     async def _begin(self) -> None:
@@ -379,6 +381,8 @@ class Run:
     async def _end(self) -> None:
         self._desk.end()
         await self._journal.durable()
+        if not self._stop_reason:
+            await self._training.note_left()
         await self._report("stopped" if self._stop_reason else "succeeded")
         self._status.enter(orchestrator_pb2.RUN_STATE_SUCCEEDED, self._stop_reason)
 

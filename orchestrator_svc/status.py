@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import structlog
@@ -25,6 +26,9 @@ from sluice.sampling.replica import Replica
 from sluice.telemetry import LoopLag, counter, gauge
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
+from sluice.watch.live import LoadReader
+from sluice.watch.rules import RULES, Row
+from sluice.watch.watch import Finding, Watch
 
 log = structlog.get_logger(__name__)
 
@@ -39,11 +43,17 @@ _AGENTS = "agents/"
 _NUMBERS_PER_START = 1 << 32
 """Sequence numbers of one process: more than it can emit, so that those of the next process are all greater."""
 
+_LOOK_S = 5.0
+"""Seconds between two looks at replicas and environments for what is wrong with them."""
+
 _NOTABLE = 0.1
 """Share of the time below which waiting is not worth reporting."""
 
 _MOST_QUARANTINED = 100
 """Tasks in quarantine that GetRun and the report name, as the contract says."""
+
+_TOKENS = {"sampled": "tokens", "kept": "tokens_kept", "lost": "tokens_lost"}
+"""Counts of the pool by the kind of their tokens: of whole samples; kept, or lost, where a request moved to another replica."""
 
 _DEFAULT_PAGE = 50
 _LARGEST_PAGE = 500
@@ -56,7 +66,9 @@ class RunStatus:
 
     Attributes:
         history: The last trajectories whose outcome is known.
+        watch: Says what is wrong with the run.
         waits_for: What the run waits for that somebody may have to repair or start, by a name of the cause.
+        evaluations: The last evaluation of each environment.
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, the pace, or a version that no replica serves yet stopped dispatch.
         rollout_idle: The part of it in which no group was running either.
@@ -74,6 +86,7 @@ class RunStatus:
         curriculum: Curriculum,
         refusals: Refusals | None = None,
         missing: MissingAgents | None = None,
+        watch: Watch | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         self._curriculum, self._clock = curriculum, clock
@@ -84,6 +97,10 @@ class RunStatus:
         self.waits_for: dict[str, str] = {}
         self._missing_agents = missing or MissingAgents((), 0.0)
         self.metrics: dict[str, float] = {}
+        self.watch, self._loads, self._looked = watch or Watch(), LoadReader(), 0.0
+        self.evaluations: dict[str, Mapping[str, float]] = {}
+        self._last_step_time = self._checkpoint_time = 0.0
+        self._checkpoint = 0
         self.max_staleness_seen = 0
         now = self._clock()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
@@ -127,15 +144,18 @@ class RunStatus:
 
     def step_finished(self, version: Version, metrics: Mapping[str, float]) -> None:
         """Report an applied batch."""
+        self._last_step_time = time.time()
         self.metrics = dict(metrics)
         self.max_staleness_seen = max(self.max_staleness_seen, int(metrics.get("staleness/max", 0)))
         finished = orchestrator_pb2.StepFinished(
             step=version.number, policy_version=version.to_proto(), metrics=self.metrics
         )
         self.events.append(orchestrator_pb2.RunEvent(step_finished=finished))
+        self._log_findings(self.watch.step(Row(version.number, time.time(), self.metrics)))
 
     def evaluation_finished(self, version: Version, environment: str, metrics: Mapping[str, float]) -> None:
         """Report an evaluation."""
+        self.evaluations[environment] = metrics
         finished = orchestrator_pb2.EvaluationFinished(
             policy_version=version.to_proto(), environment=environment, metrics=metrics
         )
@@ -143,8 +163,13 @@ class RunStatus:
 
     def checkpoint_written(self, name: str, version: Version) -> None:
         """Report a complete checkpoint."""
+        self._checkpoint_time, self._checkpoint = time.time(), version.number
         written = orchestrator_pb2.CheckpointWritten(name=name, policy_version=version.to_proto())
         self.events.append(orchestrator_pb2.RunEvent(checkpoint_written=written))
+
+    def setting_changed(self, changed: orchestrator_pb2.ChangedSetting) -> None:
+        """Report a setting that has another value, or a task that was released."""
+        self.events.append(orchestrator_pb2.RunEvent(setting_changed=changed))
 
     def report_load(self) -> None:
         """Report the load since the last report, and who is missing."""
@@ -170,6 +195,19 @@ class RunStatus:
             max_staleness=scheduler.bound.max_staleness,
         )
         self.events.append(orchestrator_pb2.RunEvent(load=load))
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._look_at_load(time.time())
+
+    def _look_at_load(self, wall: float) -> None:
+        """Say what is wrong with replicas and environments, at a time in seconds since 1970."""
+        self.watch.set_live(self.state == orchestrator_pb2.RUN_STATE_RUNNING, wall)
+        self._log_findings(self.watch.load(self._loads.read(self.describe(), wall)))
+
+    def _log_findings(self, begun: Iterable[Finding]) -> None:
+        # No warning: `sluice rl` would show it twice.
+        for each in begun:
+            log.info("finding", rule=each.rule.name, broken=each.broken, what=each.what, remedy=each.rule.remedy)
 
     def _look_for_agents(self, now: float) -> None:
         """Say which environments wait for agents that do not come, in the log once."""
@@ -227,6 +265,14 @@ class RunStatus:
             refused=self.refusals.describe(),
             waits_for=list(self.waits_for.values()),
         )
+
+    def waits_for_others(self) -> Iterator[str]:
+        """Yield what has to come before the run goes on: replicas, and what `waits_for` names."""
+        replicas = self._pool.replicas
+        if all(each.why_not() for each in replicas):
+            known = f"none of the {len(replicas)} that are known gets work" if replicas else "none is known yet"
+            yield f"replicas: {known}"
+        yield from self.waits_for.values()
 
     def scrape(self) -> Iterator[Metric]:
         """Yield the run as Prometheus metrics."""
@@ -290,7 +336,35 @@ class RunStatus:
         happened = {name: float(count) for name, count in self._pool.counts.items()}
         yield counter("sluice_run_sampling_events", "What happened to requests at replicas.", happened, "event")
         yield gauge("sluice_run_step_metric", "Metrics of the last step, as in metrics.jsonl.", self.metrics, "name")
+        levels = dict.fromkeys((each.name for each in RULES), 0.0)
+        levels |= {each.rule.name: 2.0 if each.broken else 1.0 for each in self.watch.active}
+        text = (
+            "What is wrong with the run, by rule: 0 nothing, 1 somebody should look, 2 it is worth nothing like this."
+        )
+        yield gauge("sluice_run_finding", text, levels, "rule")
+        yield from self._scrape_progress()
         yield from self._scrape_replicas()
+
+    def _scrape_progress(self) -> Iterator[Metric]:
+        generated = self._pool.counts
+        tokens = {kind: float(generated[name]) for kind, name in _TOKENS.items()}
+        yield counter("sluice_run_tokens", "Tokens sampled for the run by this process, by kind.", tokens, "kind")
+        for name, text, value in (
+            ("last_step_timestamp_seconds", "Unix time of the last applied batch; 0 before it.", self._last_step_time),
+            (
+                "checkpoint_timestamp_seconds",
+                "Unix time of the last checkpoint of this process; 0 before it.",
+                self._checkpoint_time,
+            ),
+            ("checkpoint_number", "Number of the version of that checkpoint.", float(self._checkpoint)),
+            ("waits", "Causes for which the run waits, as `sluice status` lists them.", float(len(self.waits_for))),
+        ):
+            yield gauge(f"sluice_run_{name}", text, value)
+        if "reward/mean" in self.metrics:
+            yield gauge("sluice_run_reward_mean", "Mean reward of the last batch.", self.metrics["reward/mean"])
+        found = {(of, name): value for of, metrics in self.evaluations.items() for name, value in metrics.items()}
+        text = "Metrics of the last evaluation of each environment."
+        yield gauge("sluice_run_evaluation", text, found, "environment", "name")
 
     def _scrape_replicas(self) -> Iterator[Metric]:
         replicas, ledger = self._pool.replicas, self._ledger
@@ -356,9 +430,11 @@ class EventLog:
 
     Args:
         start: Number of this process among those of the run, from 1.
+        keep: Gets each event when it has its number; returns at once. None: events are not kept elsewhere.
     """
 
-    def __init__(self, start: int = 1) -> None:
+    def __init__(self, start: int = 1, keep: Callable[[orchestrator_pb2.RunEvent], None] | None = None) -> None:
+        self._keep = keep
         self._events: deque[orchestrator_pb2.RunEvent] = deque(maxlen=KEPT)
         self._next = (start - 1) * _NUMBERS_PER_START + 1
         self._changed = asyncio.Event()
@@ -374,6 +450,8 @@ class EventLog:
         self._events.append(event)
         self._next += 1
         self._changed.set()
+        if self._keep is not None:
+            self._keep(event)
 
     def end(self) -> None:
         """End the log: no event will follow."""

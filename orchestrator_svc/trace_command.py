@@ -1,18 +1,21 @@
 """`sluice trace RUN [EPISODE]`: what agents did in a run's external episodes: who called what, when, which tokens, which version.
 
 Without an episode: the last ones that were opened, a line each. With one: its requests in order, what each continues or where it
-forks, what was said, and what became of its trajectories. The files are only read, and the run may be alive.
+forks, what was said, and what became of its trajectories. With --otlp: send the spans of all tasks and batches to an OpenTelemetry
+collector instead. The files are only read, and the run may be alive.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -22,6 +25,7 @@ from orchestrator_svc.journal.external import RecordedRequest, Session
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload
 from orchestrator_svc.journal.store import read_facts
+from orchestrator_svc.otlp import Collector, export_spans
 from orchestrator_svc.trace import Following, Trace, TracedSession, following
 from sluice.config import Command, ConfigError, Options, whole_number
 from sluice.v1 import session_pb2, tokens_pb2
@@ -29,6 +33,9 @@ from sluice.versions import Version
 
 _NAMED = 5
 """Episodes that a message names at most."""
+
+_MOST_FACTS = (1 << 63) - 1
+"""The largest number that a row of the journal can have."""
 
 _LEAST_WIDTH = 60
 
@@ -53,9 +60,30 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each episode, with all that is known of it"
     )
+    parser.add_argument(
+        "--otlp",
+        metavar="URL",
+        default="",
+        help="send spans to this collector (OTLP over HTTP), such as http://localhost:4318",
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="with --otlp: send each span once it has ended, until a signal"
+    )
+    parser.add_argument(
+        "--after",
+        type=whole_number(0, _MOST_FACTS),
+        default=0,
+        metavar="FACT",
+        help="with --otlp: leave out what was sent up to this fact",
+    )
     arguments = parser.parse_args(argv)
+    if not arguments.otlp and (arguments.follow or arguments.after):
+        raise ConfigError("--follow and --after need --otlp")
     directory = find_run(arguments.run, arguments.output_dir)
     try:
+        if arguments.otlp:
+            _export(directory, arguments.otlp, arguments.after, follow=arguments.follow)
+            return 0
         trace = Trace.of(read_facts(directory))
         if arguments.episode:
             shown = [_find(trace, arguments.episode)]
@@ -81,6 +109,19 @@ def run(argv: list[str]) -> int:
         ]
     sys.stdout.writelines(f"{line}\n" for line in told)
     return 0
+
+
+def _export(directory: Path, address: str, after: int, *, follow: bool) -> None:
+    """Send the spans of a run to a collector; with `follow` until SIGINT or SIGTERM."""
+    collector = Collector(address, directory.resolve().name)
+    stop = Event()
+    if follow:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+    try:
+        export_spans(directory, collector, after, stop if follow else None, lambda line: sys.stderr.write(f"{line}\n"))
+    finally:
+        collector.close()
 
 
 def _find(trace: Trace, name: str) -> TracedSession:

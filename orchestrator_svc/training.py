@@ -25,9 +25,9 @@ from orchestrator_svc.journal.ledger import Batch, Group, Reason, Stage
 from orchestrator_svc.journal.records import Each, SharedRecord
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.live_settings import LEARNING_RATE
-from orchestrator_svc.report import AppliedStep, reward_by_environment, summarise
+from orchestrator_svc.report import AppliedStep, Dropped, Recorder, reward_by_environment, summarise
 from orchestrator_svc.scheduler import OnStale, Scheduler
-from orchestrator_svc.setting_aside import BatchRefusedError, refused, set_aside, too_large
+from orchestrator_svc.setting_aside import BatchRefusedError, Found, refused, set_aside, too_large
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.trainer_link import RETRY_S, EpochLostError, TrainerLink
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, UnfitRewardsError, estimate, slopes
@@ -70,6 +70,7 @@ class Training:
         curriculum: A checkpoint notes where it stands.
         pool: Knows the tokenizer and the precision of the replicas.
         space: Says whether the run waits for room on a disk: then no batch is made, since each ends as a version.
+        recorder: Writes the text of what is dropped before it is in a batch.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -84,12 +85,13 @@ class Training:
         trainer: TrainerLink,
         pool: ReplicaPool,
         space: FreeSpace,
+        recorder: Recorder,
         changed: asyncio.Event,
         clock: Clock = CLOCK,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._curriculum, self._space, self._clock = curriculum, space, clock
-        self._trainer, self._pool, self._changed = trainer, pool, changed
+        self._trainer, self._pool, self._changed, self._recorder = trainer, pool, changed, recorder
         self._ledger = journal.ledger
         self._at_trainer: set[int] = set()
         self._estimated: set[str] = set()  # ids of batches whose records hold their advantages
@@ -392,7 +394,7 @@ class Training:
                 except BatchRefusedError as refusal:
                     self._submitting = False
                     self._unmake_from(batch, str(refusal))
-                    self._set_aside(refused(found, refusal))
+                    self._set_aside(refused(found, refusal), found)
                     self._note_load()
         except EpochLostError:
             # What this raises cancels `_follow`, and would cut off the report of a step that is under way.
@@ -405,7 +407,7 @@ class Training:
         """Make the next batch as soon as the trainer and the disks have room for it and its groups are complete."""
         while True:
             if len(self._at_trainer) < _MOST_AT_TRAINER and not self._space.short:
-                self._drop_stale()
+                await self._drop_stale()
                 groups = self._scheduler.choose_batch()
                 if groups is not None and (made := await self._made_of(groups)) is not None:
                     return made
@@ -421,13 +423,14 @@ class Training:
         if len(readable) < len(found):
             return None
         if left_out := await asyncio.to_thread(too_large, readable):
-            self._set_aside([set_aside(each, Reason.BATCH_TOO_LARGE, _BATCH_TOO_LARGE) for each in left_out])
+            facts = [set_aside(each, Reason.BATCH_TOO_LARGE, _BATCH_TOO_LARGE) for each in left_out]
+            self._set_aside(facts, readable)
             return None
         try:
             records = await self._with_advantages(readable)
         except UnfitRewardsError as error:
             unfit = [group for group in groups if group.name in error.groups]
-            self._set_aside([set_aside(each, Reason.REWARDS_UNFIT, str(error)) for each in unfit])
+            self._set_aside([set_aside(each, Reason.REWARDS_UNFIT, str(error)) for each in unfit], readable)
             return None
         digests = await asyncio.to_thread(_digests, records)
         if not self._scheduler.may_batch(groups):
@@ -462,22 +465,42 @@ class Training:
         settings = self._curriculum.environments.get(environment, self._config)
         return settings.advantage
 
-    def _drop_stale(self) -> None:
+    async def _drop_stale(self) -> None:
         """Drop the groups that no batch may train any more."""
-        groups = self._scheduler.stale_groups()
-        if not groups:
+        if not (groups := self._scheduler.stale_groups()):
             return
+        texts = {group.number: await self._texts(group) for group in groups}
+        groups = self._scheduler.stale_groups()  # limits may have been changed meanwhile
+        for group in groups:
+            self._recorder.dropped([Dropped(each, Reason.STALE) for each in texts.get(group.number, ())])
         versions = sorted({version for group in groups for version in group.versions})
         log.warning("groups are too old to be trained", groups=len(groups), versions=[str(each) for each in versions])
         for group in groups:
             self._drop(group, Reason.STALE, redraw=self._scheduler.on_stale is OnStale.REQUEUE)
         self._changed.set()
 
-    def _set_aside(self, facts: Sequence[journal_pb2.Fact]) -> None:
+    async def _texts(self, group: Group) -> Sequence[SharedRecord]:
+        """Return the trajectories of a group for people to read; none if the disk damaged them."""
+        try:
+            return await self._journal.trajectories(group)
+        except GroupDamagedError as error:
+            log.warning("a dropped group cannot be shown", group=group.name, error=str(error))
+            return []
+
+    async def note_left(self) -> None:
+        """Write the text of the trajectories that the end of the run leaves in no batch; a run that is continued may train them."""
+        for group in list(self._ledger.groups.values()):
+            if group.stage is not Stage.RUNNING:
+                self._recorder.dropped([Dropped(each, Reason.RUN_ENDED) for each in await self._texts(group)])
+
+    def _set_aside(self, facts: Sequence[journal_pb2.Fact], found: Sequence[Found]) -> None:
         """Set aside what can never be trained; the run goes on without it."""
+        records = {each.trajectory.trajectory_id: each for _, own in found for each in own}
         for fact in facts:
             self._journal.record(fact)
             said = fact.trajectories_set_aside
+            lost = [records[each] for each in said.trajectory_ids if each in records]
+            self._recorder.dropped([Dropped(each, said.reason) for each in lost])
             log.error(
                 "trajectories are set aside: they can never be trained",
                 group=f"g{said.group}",
@@ -607,8 +630,13 @@ class Training:
                 UnfitRewardsError
             ):  # of another estimator, as the settings were changed to; it is trained
                 records = await self._with_advantages(found)
+        for group, own in found:
+            for each in own:  # an earlier release did not note it
+                each.own.environment = group.environment
         bound = self._scheduler.bound_of(batch)
-        summary = await summarise(step, applied, records, self._ledger.lineage, bound, past=past)
+        summary = await summarise(
+            step, applied, records, self._ledger.lineage, bound, is_solved=self._curriculum.is_solved, past=past
+        )
         if len(self._config.mix) > 1:
             environments = {group.name: group.environment for group in batch.groups}
             summary = replace(summary, metrics={**summary.metrics, **reward_by_environment(records, environments)})

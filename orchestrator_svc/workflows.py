@@ -19,7 +19,7 @@ import xxhash
 
 from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig
 from orchestrator_svc.journal.ledger import Reason
-from orchestrator_svc.journal.records import Beginning, SharedRecord
+from orchestrator_svc.journal.records import Beginning, SharedRecord, note_sampled
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.retry import RetriedQuestion, RetriedQuestions
 from sluice.config import ConfigError
@@ -309,7 +309,10 @@ class SingleTurn:
 
         response = await _until_it_fits(data, 0, sample)
         asked = Beginning.of(response.prompt_token_ids, tokens_pb2.Conversation(messages=messages))
-        return [SharedRecord(self._record(data, asked.tokens, sample), asked) for sample in response.samples]
+        records = [SharedRecord(self._record(data, asked.tokens, sample), asked) for sample in response.samples]
+        for each in records:
+            note_sampled(each.own, response)
+        return records
 
     @staticmethod
     def _record(
@@ -430,6 +433,8 @@ class _Transcript:
     messages: list[tokens_pb2.ChatMessage] = field(default_factory=list)
     finish_reason: tokens_pb2.FinishReason.ValueType = tokens_pb2.FINISH_REASON_UNSPECIFIED
     metrics: dict[str, float] = field(default_factory=dict)
+    responses: list[rollout_pb2.GenerateResponse] = field(default_factory=list)
+    """Who sampled the turns, and when: nothing else of the answers."""
     sampled_messages: int = 0
     """Messages that `ids` stand for, if there are tools."""
 
@@ -487,6 +492,9 @@ class _Transcript:
         self.turn_runs.append(len(sample.token_ids))
         self.logprobs.extend(sample.logprobs)
         self.finish_reason = sample.finish_reason
+        self.responses.append(
+            rollout_pb2.GenerateResponse(replicas=response.replicas, sample_time=response.sample_time)
+        )
         if not self.tools:
             self.messages.append(tokens_pb2.ChatMessage(role="assistant", content=sample.text))
             return sample.text
@@ -530,6 +538,9 @@ class _Transcript:
         record.conversation.messages.extend(self.messages)
         record.conversation.tools.extend(self.tools)
         record.metrics.update(self.metrics)
+        for each in self.responses:
+            note_sampled(record, each)
+        record.score_time.GetCurrentTime()
         return record
 
 

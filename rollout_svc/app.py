@@ -25,7 +25,7 @@ from sluice.config import CommonConfig, ConfigError, Service
 from sluice.engines import ENGINES
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError
-from sluice.rpc.server import advertised_address
+from sluice.rpc.server import DRAINING, advertised_address
 from sluice.v1 import rollout_pb2_grpc
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ async def _serve(
     )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService")
     server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, "sluice.v1.RolloutAdminService")
+    server.readiness.add(weights.waits_for)
     http = _http_server(common, config, requests, admin, server)
     try:
         server.count_left(lambda: requests.samples)
@@ -125,7 +126,7 @@ async def _serve(
     needed = {"weightsync": common.peers.weightsync} if config.follow_weights else {}
     needed |= {"orchestrator": common.peers.orchestrator} if config.announce else {}
     try:
-        async with missing_peers_reported(needed, common):
+        async with missing_peers_reported(needed, common, server.readiness):
             await server.serve_until_signal(ended, finish)
     finally:
         for task in tasks:
@@ -144,7 +145,8 @@ def _report_engine(server: RpcServer, drain: Drain, serving: bool) -> None:
     """Report by the health service that the engine died, or serves again."""
     if serving:
         _freeze_what_is_loaded()
-    server.set_serving(serving and not drain.begun.is_set())
+    why_not = DRAINING if drain.begun.is_set() else "its engine, which restarts"
+    server.set_serving(serving and not drain.begun.is_set(), why_not)
 
 
 def _freeze_what_is_loaded() -> None:
@@ -165,7 +167,9 @@ def _http_server(
     from rollout_svc.http import create_app  # noqa: PLC0415 - only where HTTP is served
     from sluice.openai.server import HttpServer  # noqa: PLC0415
 
-    app = create_app(requests, admin, common.model, rpc.access, server.host, call_log=rpc.call_log)
+    app = create_app(
+        requests, admin, common.model, rpc.access, server.host, call_log=rpc.call_log, readiness=rpc.readiness
+    )
     return HttpServer(app, server.host, server.http_port, common.security, most_connections=server.max_connections)
 
 
@@ -187,7 +191,7 @@ async def _drain_when_asked(
 ) -> None:
     """Hand over when the admin asks for it. A signal meanwhile shortens the drain."""
     await drain.begun.wait()
-    server.set_serving(False)
+    server.set_serving(False, DRAINING)
     await _hand_over(requests, announcer)
 
 

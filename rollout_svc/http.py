@@ -46,6 +46,7 @@ from sluice.openai.server import (
     RequestGuard,
     certificate_of,
     peer_of,
+    ready_answer,
     recorded,
 )
 from sluice.rpc import SluiceError
@@ -53,6 +54,7 @@ from sluice.rpc.access import ROLLOUT_HTTP, Access
 from sluice.rpc.call_log import CallLog
 from sluice.rpc.principals import Role
 from sluice.rpc.quota import Usage
+from sluice.rpc.readiness import READY_PATH, Readiness
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
@@ -84,6 +86,7 @@ def create_app(
     *,
     max_requests: int = MAX_REQUESTS,
     call_log: CallLog | None = None,
+    readiness: Readiness | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -95,6 +98,7 @@ def create_app(
         host: Address that the server is bound to.
         max_requests: Requests in progress at once.
         call_log: Takes the calls that change the weights.
+        readiness: What the service waits for; None: nothing.
     """
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
@@ -110,7 +114,7 @@ def create_app(
     app.add_middleware(RequestGuard, access=access, port=ROLLOUT_HTTP, most=max_requests, host=host, admit=admit)
     answer_errors(app)
     _add_generation(app, servicer, model_name)
-    _add_description(app, servicer, model_name)
+    _add_description(app, servicer, model_name, readiness or Readiness())
     _add_administration(app, admin, call_log)
     return app
 
@@ -194,7 +198,7 @@ async def _generate_all(
     return [task.result() for task in tasks]
 
 
-def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str) -> None:
+def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str, readiness: Readiness) -> None:
     created = int(time.time())
 
     def card() -> dict[str, Any]:
@@ -218,6 +222,10 @@ def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str) -
     @app.get(HEALTH_PATH)
     async def health() -> JSONResponse:
         return JSONResponse({"status": "ok", "version": str(servicer.serving_version())})
+
+    @app.get(READY_PATH)
+    async def ready() -> JSONResponse:
+        return ready_answer(readiness)
 
     @app.get("/metrics")
     async def metrics() -> Response:

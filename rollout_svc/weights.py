@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -190,6 +190,18 @@ class ReplicaWeights:
     async def restart_engine(self, restart: Callable[[], Awaitable[Version]]) -> Version:
         """Restart the engine while no version is applied."""
         return await self._exclusively(restart)
+
+    def waits_for(self) -> Iterator[str]:
+        """Yield what the replica lacks of the run's weights, if it follows them."""
+        if self._receiver is None:
+            return
+        status = self._receiver.status()
+        serving = self._engine.current.status().version
+        if serving == BASE:
+            if status.newest is None:
+                yield "the first version of the run's weights: the trainer has published none"
+            else:
+                yield f"version {status.newest} of the run's weights, the first one of this replica"
 
     def status(self) -> ReceiverStatus:
         """Return the state of the weights."""

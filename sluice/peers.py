@@ -16,31 +16,37 @@ from sluice.config import CommonConfig, ConfigError
 from sluice.doctor.finding import State
 from sluice.doctor.peers import check_peer
 from sluice.rpc.channel import wait_until_serving
+from sluice.rpc.readiness import Readiness
 
 log = structlog.get_logger(__name__)
 
 
 @contextlib.asynccontextmanager
 async def missing_peers_reported(
-    peers: Mapping[str, str], common: CommonConfig, clock: Clock = CLOCK
+    peers: Mapping[str, str], common: CommonConfig, readiness: Readiness | None = None, clock: Clock = CLOCK
 ) -> AsyncIterator[None]:
     """While the block runs, log an error each time that `peers_start_s` have passed and a peer has not served yet.
+
+    The service is not ready before each of them has served once.
 
     Args:
         peers: Addresses of the services that this one needs, by name.
         common: Deadline, tokens and TLS.
+        readiness: That of the service.
         clock: Tells how long a peer has been missing.
     """
-    waits = [
-        asyncio.create_task(_report_until_serving(peer, target, common, clock), name=f"waits for {peer}")
+    waits = {
+        peer: asyncio.create_task(_report_until_serving(peer, target, common, clock), name=f"waits for {peer}")
         for peer, target in peers.items()
-    ]
+    }
+    if readiness is not None:
+        readiness.add(lambda: [f"{peer}: it has not served yet" for peer, wait in waits.items() if not wait.done()])
     try:
         yield
     finally:
-        for wait in waits:
+        for wait in waits.values():
             wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        await asyncio.gather(*waits.values(), return_exceptions=True)
 
 
 async def _report_until_serving(peer: str, target: str, common: CommonConfig, clock: Clock) -> None:

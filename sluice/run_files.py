@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+
+from sluice import host_files
+from sluice.config import ConfigError
+from sluice.file_systems import no_locks
+
+CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
+METRICS_FILE = "metrics.jsonl"
+JOURNAL_FILE = "journal.sqlite"
+"""Written by the orchestrator. A run without it never began, for example because its settings were wrong."""
+REPORT_FILE = "report.json"
+TRAJECTORIES = "trajectories"
 
 OTHER = "other files"
 
@@ -40,7 +54,8 @@ KINDS = (
         ("journal",),
         "bounded by orchestrator.checkpoint.every_mb: a checkpoint deletes those that the one before it covers",
     ),
-    Kind("trajectories", ("trajectories",), "bounded by orchestrator.disk.trajectories_mb"),
+    Kind("trajectories", ("trajectories",), "bounded by orchestrator.disk.trajectories_mb and dropped_mb"),
+    Kind("events", ("events*.jsonl",), "bounded: two files of 64 MiB"),
     Kind(
         "checkpoints",
         ("checkpoints",),
@@ -113,3 +128,33 @@ def _files(place: Path) -> Iterator[os.stat_result]:
         except OSError:
             pass  # a live run removed it, or another user's
         follows = False
+
+
+def is_held(directory: Path) -> bool:
+    """Return whether a process holds the run in this directory.
+
+    Raises:
+        ConfigError: if the lock file cannot be opened.
+    """
+    if not os.path.lexists(directory / LOCK_FILE):
+        return False
+    with locked(directory) as is_ours:
+        return not is_ours
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[bool]:
+    """Lock a run while the block lasts; False if another process holds it."""
+    path = directory / LOCK_FILE
+    try:
+        lock = host_files.open_private(path, os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise ConfigError(f"cannot open the lock {path}: {error.strerror}; choose another --output-dir") from error
+    try:
+        try:
+            is_ours = host_files.lock_now(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ConfigError(no_locks(directory, error)) from error
+        yield is_ours
+    finally:
+        host_files.close(lock)

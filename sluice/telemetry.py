@@ -10,9 +10,10 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Self, TextIO, TypeAlias
 
 import structlog
@@ -23,6 +24,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from sluice.clock import CLOCK, Clock
 from sluice.config.secrets import hide
+from sluice.tensorboard_log import TensorBoardLog
 
 LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
 """Where the level comes from when no config was read."""
@@ -264,16 +266,19 @@ def _with_values(family: GaugeMetricFamily | CounterMetricFamily, values: Values
 
 
 class MetricsWriter:
-    """Appends the scalars of a run to ``metrics.jsonl`` and to TensorBoard logs, without torch. For one thread."""
+    """Appends the scalars of a run to ``metrics.jsonl`` and to TensorBoard logs, without torch. For one thread.
 
-    def __init__(self, run_dir: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - slow to import
+    Args:
+        run_dir: The run's directory.
+        settings: The run's settings, some of which TensorBoard shows.
+    """
 
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
-        _cut_torn_line(path)
+        cut_torn_line(path)
         self._lines = path.open("a", encoding="utf-8", buffering=1)
-        self._events = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=10)
+        self._events = TensorBoardLog(run_dir, settings)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the scalars of one step.
@@ -285,11 +290,16 @@ class MetricsWriter:
         now = time.time()
         line = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._lines.write(json.dumps({"step": step, "time": now, **line}) + "\n")
-        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - slow to import
-        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+        self._events.scalars(step, now, values)
 
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show some trajectories of a step in TensorBoard.
+
+        Args:
+            step: Position on the horizontal axis.
+            rows: Rows of ``trajectories/``.
+        """
+        self._events.samples(step, time.time(), rows)
 
     def flush(self) -> None:
         """Make everything written readable by others."""
@@ -302,7 +312,7 @@ class MetricsWriter:
         self._events.close()
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
     """Remove the end of a file behind its last line, so that the next line is not written into what a kill left."""
     if not path.exists():
         return

@@ -19,6 +19,7 @@ from typing import IO, Any, TypeAlias
 from sluice.errors import ConfigError
 from sluice.host_files import write_whole
 from sluice.loading import STARTED_BY, ScriptEndedError
+from sluice.supervise.log_records import original
 from sluice.supervise.restart_policy import EXIT_CONFIG
 
 _SAYS = "sluice: "
@@ -167,8 +168,9 @@ def _reason_in(directory: Path, since: float) -> str:
             return str(error)
         for log in sorted(directory.glob("logs/*.log")):
             with log.open(encoding="utf-8", errors="replace") as lines:
-                if log.stat().st_mtime >= since and (said := _refusal(deque(lines, _LINES_KEPT))):
-                    return said
+                last = [f"{original(line)}\n" for line in deque(lines, _LINES_KEPT)]
+            if log.stat().st_mtime >= since and (said := _refusal(last)):
+                return said
     except (OSError, ValueError):
         pass
     return ""

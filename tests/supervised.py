@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import psutil
 
 from sluice.clock import Clock
-from sluice.supervise.supervisor import ChildState, LogLine, Outcome, Supervisor
+from sluice.supervise.log_records import LogLine
+from sluice.supervise.supervisor import ChildState, Outcome, Supervisor
 
 LIMIT_S = 240.0
 """Real seconds for a child process to start and do something; only a broken test takes them."""

@@ -104,13 +104,14 @@ async def _lead(
         call_log=common.run_dir / "calls/trainer.jsonl",
     )
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(trainer), SERVICE_NAME)
-    server.set_serving(False)
+    server.set_serving(False, "its model, which it loads")
+    server.readiness.add(trainer.waits_for)
     await server.start()
     loading = asyncio.create_task(_load(trainer, server, failed))
     left_s = 0.0
     try:
         with StateMetrics(trainer.scrape):
-            async with missing_peers_reported({"weightsync": common.peers.weightsync}, common):
+            async with missing_peers_reported({"weightsync": common.peers.weightsync}, common, server.readiness):
                 left_s = await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(max(left_s, LEAST_GRACE_S))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -111,6 +110,7 @@ async def serving(common: CommonConfig, config: WeightSyncConfig, *, clock: Cloc
             WeightDeliveryServicer(runs),
             "sluice.v1.WeightDeliveryService",
         )
+        server.readiness.add(runs.waits_for)
         await _open_own_run(runs, common.run)
         failed = asyncio.Event()
         await server.start()
@@ -146,7 +146,7 @@ async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
     _keep_freed_memory()
     upstream = {} if config.upstream is None else {"weightsync": config.upstream}
-    async with serving(common, config) as service, missing_peers_reported(upstream, common):
+    async with serving(common, config) as service, missing_peers_reported(upstream, common, service.server.readiness):
         await service.server.serve_until_signal(service.failed)
 
 
@@ -169,20 +169,13 @@ async def _open_own_run(runs: Runs, run: str) -> None:
     except SluiceError as error:
         raise ConfigError(error.message) from error
     try:
-        await asyncio.to_thread(_try_directory, kept.store.root)
+        await asyncio.to_thread(kept.store.try_directory)
     except OSError as error:
         if error.errno in _UNUSABLE:  # a full disk may have room again
             raise ConfigError(
                 f"{kept.store.root} cannot hold versions ({error}): set weightsync.directory, or output_dir, to a"
                 " directory that this user may write to"
             ) from error
-
-
-def _try_directory(root: Path) -> None:
-    """Make something where the directory is or will be, and remove it."""
-    there = next(each for each in (root, *root.absolute().parents) if each.exists())
-    with tempfile.TemporaryDirectory(prefix=".try-", dir=there):
-        pass
 
 
 SERVICE = Service("weightsync", WeightSyncConfig, serve)

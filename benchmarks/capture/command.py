@@ -39,7 +39,8 @@ from sluice.config import SecurityConfig, load_run, whole_number
 from sluice.plan import Plan, make_plan
 from sluice.plan.local import HOSTS, child_specs, on_free_ports, this_machine
 from sluice.rpc import connect
-from sluice.supervise.supervisor import ChildSpec, ChildState, LogLine, Outcome, Supervisor
+from sluice.supervise.log_records import LogLine
+from sluice.supervise.supervisor import ChildSpec, ChildState, Outcome, Supervisor
 from sluice.tasks import discard_outcome
 from sluice.v1 import episode_pb2_grpc
 

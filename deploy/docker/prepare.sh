@@ -18,6 +18,9 @@ if [ ! -s "$authority/agent.token" ]; then # made last
   done
   sluice token new agent --role agent --file "$authority/gateway.toml" --out "$authority/agent.token"
 fi
+if [ ! -s "$authority/prometheus.token" ]; then # a folder of an earlier release has none
+  sluice token new prometheus --role viewer --file "$authority/principals.toml" --out "$authority/prometheus.token"
+fi
 sluice certs renew --dir "$authority"
 # A service may start and read its files at any moment, and a key of another state than its certificate would end it for good. So a state has
 # a folder of its own, and what services open are links through `.now`, which is replaced in one step.

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from orchestrator_svc.journal.ledger import EndedTurn, Group
+from orchestrator_svc.journal.records import SharedRecord, note_sampled
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
-from sluice.v1 import journal_pb2, rollout_pb2
+from sluice.v1 import journal_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -81,3 +82,38 @@ class JournaledEpisodes:
         )
         self._journal.record(journal_pb2.Fact(turn_ended=fact))
         return True
+
+
+async def unfinished(journal: Journal, group: Group) -> dict[int, SharedRecord]:
+    """Return what was sampled in the last attempt at each episode of a running group, for people, by the number of the episode.
+
+    Only what replicas answered was kept: the messages are those of the assistant, one for each turn, and the tokens those of the last turn
+    with its prompt.
+
+    Raises:
+        GroupDamagedError: if the disk damaged some of it.
+    """
+    last = {episode: each.attempt for each in group.generations for episode in each.episodes}
+    kept = sorted(group.generations, key=lambda each: each.turn)
+    answers = await journal.read([each.place for each in kept], rollout_pb2.GenerateResponse) if kept else []
+    found: dict[int, SharedRecord] = {}
+    for generation, answer in zip(kept, answers, strict=True):
+        for episode, sample in zip(generation.episodes, answer.samples, strict=False):
+            if generation.attempt != last[episode]:
+                continue
+            record = found.setdefault(episode, SharedRecord(orchestrator_pb2.TrajectoryRecord())).own
+            trajectory = record.trajectory
+            trajectory.trajectory_id = trajectory.episode_id = f"{group.name}-{episode}"
+            trajectory.task_id, trajectory.group_id = group.task_id, group.name
+            trajectory.token_ids[:] = [*answer.prompt_token_ids, *sample.token_ids]
+            trajectory.mask_runs[:] = [len(answer.prompt_token_ids), len(sample.token_ids)]
+            trajectory.logprobs[:] = sample.logprobs
+            del trajectory.version_spans[:]
+            trajectory.version_spans.extend(sample.version_spans)
+            trajectory.finish_reason = sample.finish_reason
+            said = sample.message if sample.HasField("message") else None
+            record.conversation.messages.append(said or tokens_pb2.ChatMessage(role="assistant", content=sample.text))
+            note_sampled(record, answer)
+            record.environment = group.environment
+            record.draw_time.FromMicroseconds(round(group.drawn_s * 1e6))
+    return found

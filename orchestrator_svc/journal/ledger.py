@@ -132,6 +132,7 @@ class Group:
         passed: Younger groups that were batched while it was running.
         redrawn: Whether its task has to be, or was, drawn again.
         set_aside: Its trajectories that can never be trained.
+        drawn_s: When it was drawn first, in seconds since 1970; 0: not known.
     """
 
     number: int
@@ -153,6 +154,7 @@ class Group:
     passed: int = 0
     redrawn: bool = False
     set_aside: frozenset[str] = frozenset()
+    drawn_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -425,6 +427,8 @@ class Ledger:
             raise LedgerError(f"fact {seq} is of a kind that this release does not know: use the one that wrote it")
         try:
             self._kinds[kind](getattr(fact, kind))
+            if kind == "task_drawn" and not (group := self.groups[fact.task_drawn.group]).drawn_s:
+                group.drawn_s = fact.time.seconds + fact.time.nanos / 1e9
         except LookupError as error:
             raise LedgerError(
                 f"fact {seq} ({kind}) is about {error}, which no fact before it has named: the journal is damaged"
@@ -454,7 +458,7 @@ class Ledger:
         if before is not None:
             if before.stage is not Stage.RUNNING or fact.attempt <= before.attempt:
                 raise LedgerError(f"group {fact.group} is drawn twice")
-            group.passed, group.external = before.passed, before.external
+            group.passed, group.external, group.drawn_s = before.passed, before.external, before.drawn_s
             self._remove(before)
         else:
             self.next_group = max(self.next_group, fact.group + 1)

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar, overload
 
 import xxhash
 
-from sluice.v1 import orchestrator_pb2, tokens_pb2
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 
 _Made = TypeVar("_Made")
 
@@ -98,6 +98,11 @@ class SharedRecord:
         """Upper bound on the size of the whole trajectory, serialized."""
         return self.own.trajectory.ByteSize() + (self.beginning.trajectory_bytes if self.beginning else 0)
 
+    @property
+    def text_bytes(self) -> int:
+        """Size of its own messages, serialized."""
+        return self.own.conversation.ByteSize()
+
     def whole(self) -> orchestrator_pb2.TrajectoryRecord:
         """Return the whole record: `own` itself if nothing comes before it, else a copy."""
         if self.beginning is None:
@@ -111,6 +116,13 @@ class SharedRecord:
     def whole_trajectory(self) -> tokens_pb2.Trajectory:
         """Return the trajectory of `whole`."""
         return self.whole().trajectory
+
+
+def note_sampled(record: orchestrator_pb2.TrajectoryRecord, response: rollout_pb2.GenerateResponse) -> None:
+    """Note which replicas sampled the next tokens of a trajectory, and when; an answer of an earlier release does not say it."""
+    record.replicas.extend(each for each in response.replicas if each not in record.replicas)
+    if response.HasField("sample_time"):
+        record.sample_time.CopyFrom(response.sample_time)
 
 
 class Each(Sequence[_Made]):

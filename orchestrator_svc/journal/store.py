@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 import structlog
 import xxhash
 from google.protobuf.message import DecodeError, Message
+from prometheus_client import Metric
 
 from orchestrator_svc.journal.facts import LedgerError, Place
 from orchestrator_svc.journal.ledger import Accepted, Group, Ledger, Part
@@ -34,6 +35,7 @@ from orchestrator_svc.journal.segments import Disk, JournalError, SegmentError, 
 from orchestrator_svc.journal.snapshot import Snapshots
 from sluice.clock import CLOCK, Clock
 from sluice.tasks import discard_outcome
+from sluice.telemetry import gauge
 from sluice.threads import SerialThread
 from sluice.v1 import journal_pb2
 
@@ -75,8 +77,8 @@ class GroupDamagedError(JournalError):
     """A payload cannot be read any more; the rest of the journal can be used."""
 
 
-def read_facts(run_dir: Path) -> Iterator[tuple[int, journal_pb2.Fact]]:
-    """Yield the facts of a run in order, each with its number; also while the run is alive, which is not disturbed.
+def read_facts(run_dir: Path, after: int = 0) -> Iterator[tuple[int, journal_pb2.Fact]]:
+    """Yield the facts of a run after number `after` in order, each with its number; also while the run is alive, which is not disturbed.
 
     `ledger.folded` turns them into the state of the run.
 
@@ -93,7 +95,7 @@ def read_facts(run_dir: Path) -> Iterator[tuple[int, journal_pb2.Fact]]:
                 return  # a process is just making it
             if "facts" not in tables:
                 raise JournalError(f"{path} was written by an older release: start the run once, which migrates it")
-            yield from _stored_facts(connection)
+            yield from _stored_facts(connection, after)
     except (sqlite3.DatabaseError, DecodeError) as error:
         raise JournalError(f"{path} is not a readable journal ({error})") from error
 
@@ -118,6 +120,8 @@ class _Waiting:
     payload_bytes: int = 0
     unneeded_below: int | None = None
     deletes: bool = False
+    since: float = 0.0
+    """When the first fact came, on the journal's clock."""
 
 
 class KeptTrajectories(NamedTuple):
@@ -197,6 +201,7 @@ class Journal:
         self._limits = limits or JournalLimits()
         self._waiting = _Waiting()
         self._durable_seq = self._taken_seq = 0
+        self._writing_since: float | None = None
         self._awaited = asyncio.Event()  # somebody waits for facts that no write has taken
         self._flushing: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
@@ -317,6 +322,8 @@ class Journal:
 
     def _apply(self, fact: journal_pb2.Fact) -> None:
         seq = self.ledger.last_seq + 1
+        if not self._waiting.facts:
+            self._waiting.since = self._clock()
         fact.time.GetCurrentTime()
         self.ledger.apply(seq, fact)
         if self._follow is not None:
@@ -332,6 +339,17 @@ class Journal:
                 self._in_memory.pop(group.number, None)
         elif kind == "checkpoint_covered":
             self._waiting.deletes = True
+
+    def scrape(self) -> Iterator[Metric]:
+        """Yield how far the disk is behind, and what is kept on it, as Prometheus metrics."""
+        behind = self.ledger.last_seq - self._durable_seq
+        since = self._waiting.since if self._writing_since is None else self._writing_since
+        lag_s = self._clock() - since if behind else 0.0
+        yield gauge(
+            "sluice_run_journal_lag_seconds", "Age of the oldest fact that is not on disk; 0 if all are.", lag_s
+        )
+        yield gauge("sluice_run_journal_behind", "Facts that are not on disk yet.", float(behind))
+        yield gauge("sluice_run_journal_bytes", "Bytes of payloads that the journal keeps.", float(self.kept_bytes))
 
     def _forget(self, fact: journal_pb2.TrajectoriesSetAside) -> None:
         """Drop from memory what was set aside of a group."""
@@ -508,10 +526,10 @@ class Journal:
                     async with self._clock.timeout(self._limits.fsync_interval_s):
                         await self._awaited.wait()
                 work = self._take_waiting(delete=self._waiting.deletes)
-                self._taken_seq = work.facts[-1][0]
+                self._taken_seq, self._writing_since = work.facts[-1][0], work.since
                 self._awaited.clear()
                 await self._thread.submit(self._commit, work)
-                self._durable_seq = work.facts[-1][0]
+                self._durable_seq, self._writing_since = work.facts[-1][0], None
                 self._progress.set()
         except BaseException as error:
             # Whatever the error is, these records are lost: nothing after them may be called durable.

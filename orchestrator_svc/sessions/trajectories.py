@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator_svc.journal.external import EPISODE, Session, Target
-from orchestrator_svc.journal.records import Beginning, SharedRecord
+from orchestrator_svc.journal.records import Beginning, SharedRecord, note_sampled
 from orchestrator_svc.sessions.claims import TokenIds, as_ids
 from sluice.v1 import orchestrator_pb2, rollout_pb2, session_pb2, tokens_pb2
 from sluice.versions import append_spans
@@ -272,6 +272,8 @@ class _Tree:
             own.conversation.MergeFrom(_setting(last.made.conversation))
         own.conversation.messages.extend(last.made.conversation.messages[messages:])
         own.conversation.messages.append(_said(last))
+        for node in path:
+            note_sampled(own, node.made.response)
         return SharedRecord(own, beginning)
 
     def _forks(self, path: Sequence[_Node]) -> list[tuple[_Node, _Place]]:

@@ -12,13 +12,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from sluice.cli.rl import CONFIG_FILE, begun_before, check_run
+from sluice.cli.rl import begun_before, check_run
 from sluice.config import ConfigError, Options, RunConfig, load_run, service_names
 from sluice.doctor.finding import Finding, State, ok, wrong
 from sluice.doctor.machine import check_engine, check_machine
 from sluice.doctor.peers import check_peers, peers_of
 from sluice.doctor.settings import check_settings
 from sluice.engines import ENGINES
+from sluice.run_files import CONFIG_FILE
 
 _STYLES = {State.OK: "green", State.WARNING: "yellow", State.WRONG: "bold red"}
 

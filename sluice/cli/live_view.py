@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from textwrap import shorten
 
 from rich.columns import Columns
@@ -26,13 +27,21 @@ from sluice.cli.report import METRIC_NAMES
 from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
-from sluice.supervise.supervisor import LEVELS, ChildState, LogLine
+from sluice.supervise.log_records import LEVELS, LogLine
+from sluice.supervise.supervisor import ChildState
 from sluice.v1 import orchestrator_pb2
+from sluice.watch.files import RunFiles
+from sluice.watch.live import STATES, LoadReader
+from sluice.watch.rules import Row
+from sluice.watch.watch import Finding, Watch
 
 _REFRESH_S = 0.25
 _SPARK_WIDTH = 48
 _REASON_WIDTH = 56
 """Characters that are shown of the reason why a replica gets no work; the log has all of it."""
+
+_LOOK_S = 5.0
+"""Seconds between two looks at the state of the run and of this machine."""
 
 _RECONNECT_S = 0.5
 """Pause before another attempt to reach the orchestrator, in seconds; the supervisor bounds how long it may be away."""
@@ -54,16 +63,6 @@ _PACE_STEPS = 20
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
-STATES = {
-    orchestrator_pb2.RUN_STATE_STARTING: "starting",
-    orchestrator_pb2.RUN_STATE_RUNNING: "running",
-    orchestrator_pb2.RUN_STATE_PAUSED: "paused",
-    orchestrator_pb2.RUN_STATE_STOPPING: "finishing",
-    orchestrator_pb2.RUN_STATE_SUCCEEDED: "succeeded",
-    orchestrator_pb2.RUN_STATE_FAILED: "failed",
-}
-"""The states of a run, for people."""
-
 _WAITS = {"rollout": "trainer waits for rollout", "trainer": "rollout waits for trainer"}
 
 SHOWN = 3
@@ -79,10 +78,22 @@ class RunView:
     Args:
         live: Draw the panel; otherwise one line per step.
         verbose: Show every line of the children instead of warnings and errors.
+        watch: Says what is wrong with the run.
+        run_dir: The run's directory, whose disk is watched; None: no disk is.
     """
 
-    def __init__(self, run: str, console: Console, *, live: bool, verbose: bool) -> None:
-        self.progress = RunProgress()
+    def __init__(
+        self,
+        run: str,
+        console: Console,
+        *,
+        live: bool,
+        verbose: bool,
+        watch: Watch | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
+        self.progress, self.watch = RunProgress(), watch or Watch()
+        self._loads, self._files = LoadReader(), None if run_dir is None else RunFiles(run_dir)
         self._run, self._console, self._verbose = run, console, verbose
         self._children: dict[str, ChildState] = {}
         self._limits: defaultdict[str, RateLimit] = defaultdict(RateLimit)
@@ -117,9 +128,18 @@ class RunView:
             self.say(f"{child} serves")
 
     def on_event(self, event: orchestrator_pb2.RunEvent) -> None:
-        """Take over an event of the run; without a panel, print a line for each new step."""
-        if self.progress.apply(event) and self._live is None:
+        """Take over an event of the run; without a panel, print a line for each new step. Print what begins to be wrong."""
+        if not self.progress.apply(event):
+            return
+        if self._live is None:
             self.say(step_line(self.progress))
+        row = Row(event.step_finished.step, _seconds(event), self.progress.metrics)
+        self.tell(*self.watch.step(row))
+
+    def tell(self, *findings: Finding) -> None:
+        """Print findings: what and since when, why it matters, what to do."""
+        for each in findings:
+            self._console.print(*finding_lines(each), sep="\n", soft_wrap=True)
 
     async def follow(self, target: str, security: SecurityConfig) -> None:
         """Show the run's events while the orchestrator serves, across restarts, until the run has succeeded.
@@ -130,10 +150,31 @@ class RunView:
             if self._children.get("orchestrator") is ChildState.SERVING:
                 async with OrchestratorClient(target, security) as orchestrator:
                     with contextlib.suppress(SluiceError):
-                        self.progress.describe(await orchestrator.run(self._run))
-                        async for answer in orchestrator.watch(self._run):
-                            self.on_event(answer.event)
+                        await self._look(orchestrator)
+                        looking = asyncio.create_task(self._keep_looking(orchestrator))
+                        try:
+                            async for answer in orchestrator.watch(self._run):
+                                self.on_event(answer.event)
+                        finally:
+                            looking.cancel()
+                            await asyncio.wait({looking})
             await asyncio.sleep(_RECONNECT_S)
+
+    async def _keep_looking(self, orchestrator: OrchestratorClient) -> None:
+        """Look at the state of the run until cancelled. Its events say all but how its replicas and this machine are."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            with contextlib.suppress(SluiceError):
+                await self._look(orchestrator)
+
+    async def _look(self, orchestrator: OrchestratorClient) -> None:
+        run, now = await orchestrator.run(self._run), time.time()
+        self.progress.describe(run)
+        self.watch.set_live(run.state == orchestrator_pb2.RUN_STATE_RUNNING, now)
+        self.tell(*self.watch.load(self._loads.read(run, now)))
+        if self._files is not None:
+            with contextlib.suppress(OSError):
+                self.tell(*self.watch.machine(await asyncio.to_thread(self._files.machine), now))
 
     def say(self, text: str, style: str = "") -> None:
         """Print one line."""
@@ -146,13 +187,34 @@ class RunView:
         with self._live as live:
             try:
                 while True:
-                    live.update(render(self._run, self.progress, self._children), refresh=True)
+                    live.update(render(self._run, self.progress, self._children, self.watch.active), refresh=True)
                     await asyncio.sleep(_REFRESH_S)
             finally:
-                live.update(render(self._run, self.progress, self._children), refresh=True)
+                live.update(render(self._run, self.progress, self._children, self.watch.active), refresh=True)
 
 
-def render(run: str, progress: RunProgress, children: dict[str, ChildState]) -> RenderableType:
+def finding_style(broken: bool) -> str:
+    """Return the style of a finding."""
+    return "bold red" if broken else "yellow"
+
+
+def finding_lines(finding: Finding) -> list[Text]:
+    """Return what a finding says: what and since when, why it matters, what to do."""
+    style = finding_style(finding.broken)
+    when = (
+        f"since step {finding.since_step}" if finding.active else f"steps {finding.since_step} to {finding.until_step}"
+    )
+    return [
+        Text.assemble(
+            (f"{'BROKEN' if finding.broken else 'LOOK'} {finding.rule.name}", style), f" {when}: {finding.what}."
+        ),
+        Text(f"     {finding.rule.why} {finding.rule.remedy}", style="dim"),
+    ]
+
+
+def render(
+    run: str, progress: RunProgress, children: dict[str, ChildState], findings: Sequence[Finding] = ()
+) -> RenderableType:
     """Return the panel."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -166,6 +228,11 @@ def render(run: str, progress: RunProgress, children: dict[str, ChildState]) -> 
         for name, state in children.items()
     )
     table.add_row("services", services)
+    for each in findings:
+        style = finding_style(each.broken)
+        table.add_row(
+            Text(each.rule.name, style=style), Text(f"{each.what}, since step {each.since_step}", style=style)
+        )
     return Panel(table, title=f"{run}: {progress.state}", title_align="left", border_style="cyan")
 
 
@@ -275,7 +342,7 @@ class RunProgress:
             return False
         self.step = self.applied = finished.step
         self.metrics = dict(finished.metrics)
-        self._times.append((finished.step, event.time.seconds + event.time.nanos / 1e9))
+        self._times.append((finished.step, _seconds(event)))
         reward = self.metric("reward")
         if reward is not None:
             self.rewards.append(reward)
@@ -305,6 +372,11 @@ class RunProgress:
     def waiting(self) -> str:
         """Return which side waits for the other, for people."""
         return _WAITS.get(self.load.bottleneck, "balanced")
+
+
+def _seconds(event: orchestrator_pb2.RunEvent) -> float:
+    """Return when it happened, in seconds since 1970."""
+    return event.time.seconds + event.time.nanos / 1e9
 
 
 def sparkline(values: list[float], width: int) -> str:

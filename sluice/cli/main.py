@@ -60,6 +60,7 @@ BUILT_IN = {
     "fetch-model": "download a small pretrained model and check its digests",
     "env": "list environments, show what one needs, play one of its episodes",
     "report": "summarise a finished run",
+    "monitor": "look at a run, live or ended: what is wrong with it, its metrics, its samples",
     "status": "show the state of a run while it lives",
     "pause": "stop drawing tasks of a run",
     "resume": "draw tasks of a paused run again",
@@ -69,7 +70,7 @@ BUILT_IN = {
     "certs": "make certificates for mutual TLS, renew them, show when they expire",
     "drain": "let a service finish its calls and end",
     "doctor": "look at this machine, a run's settings and its services, and say what is wrong and what to do",
-    "health": "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1",
+    "health": "ask a server by grpc.health.v1 whether it serves, and what it waits for; exit code 0 or 1",
     "config": "convert settings of TRL, verl, PRIME-RL or AReaL; write the reference of all settings",
 }
 """Help line of each built-in command; `_command` says where each is."""
@@ -341,24 +342,38 @@ def _health(argv: list[str]) -> int:
     from grpc_health.v1.health_pb2 import HealthCheckResponse
 
     from sluice.rpc import SluiceError
-    from sluice.rpc.channel import health_status
+    from sluice.rpc.channel import health_status, waits_of
+    from sluice.rpc.readiness import READY_SERVICE
 
     parser = Options(
         prog="sluice health",
-        description="Ask a server by grpc.health.v1 whether it serves. Further words are settings (`@ file.toml`,"
-        " `--security.tls-ca ca.pem`).",
+        description="Ask a server by grpc.health.v1 whether it serves, and print what it waits for. Further words are settings"
+        " (`@ file.toml`, `--security.tls-ca ca.pem`). The exit code is 0 if it serves; with --ready, if it also has what it needs of others.",
     )
     parser.add_argument("target", help="host:port, dns:///name:port or unix:/path")
-    parser.add_argument("--service", default="", help="fully qualified service name; empty asks for the whole server")
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--service", default="", help="fully qualified service name; empty asks for the whole server")
+    of.add_argument(
+        "--ready",
+        dest="service",
+        action="store_const",
+        const=READY_SERVICE,
+        help="ask whether the server waits for something, such as for another service",
+    )
     parser.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for the answer (default: 5)")
     arguments, settings = parser.parse_known_args(argv)
-    security = load_run(settings).security
+    security, target = load_run(settings).security, arguments.target
     try:
-        status = asyncio.run(health_status(arguments.target, security, arguments.service, arguments.timeout))
+        status = asyncio.run(health_status(target, security, arguments.service, arguments.timeout))
     except grpc.aio.AioRpcError as error:
-        print(f"{arguments.target}: {SluiceError.from_rpc(error)}", file=sys.stderr)
+        print(f"{target}: {SluiceError.from_rpc(error)}", file=sys.stderr)
         return EXIT_FAILURE
-    print(f"{arguments.target}: {HealthCheckResponse.ServingStatus.Name(status)}")
+    print(f"{target}: {HealthCheckResponse.ServingStatus.Name(status)}")
+    try:
+        for text in asyncio.run(waits_of(target, security, arguments.timeout)):
+            print(f"{target}: waits for {text}")
+    except grpc.aio.AioRpcError as error:  # health needs no token, this does
+        print(f"{target}: what it waits for is not known: {SluiceError.from_rpc(error)}", file=sys.stderr)
     return 0 if status == HealthCheckResponse.SERVING else EXIT_FAILURE
 
 

@@ -26,12 +26,14 @@ from rich.text import Text
 
 from sluice.cli import rl
 from sluice.cli.examples import FOLDER, copy_examples
-from sluice.cli.report import PLOT_FILE, plot_run, read_steps
+from sluice.cli.report import PLOT_FILE, finding_texts, plot_run, read_steps
 from sluice.config import ConfigError, Options, whole_number
 from sluice.engines import ENGINES
 from sluice.host_files import write_whole
 from sluice.plan.local import shared_cores
-from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Supervisor, run_until_signal
+from sluice.run_files import is_held
+from sluice.supervise.log_records import LogLine
+from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Supervisor, run_until_signal
 
 ENVIRONMENT_FILE = "env.py"
 REPORT_FILE = "report.json"
@@ -149,7 +151,7 @@ def make_room(directory: Path, console: Console) -> None:
     """
     if not directory.exists() or not any(directory.iterdir()):
         return
-    if rl.is_held(directory):
+    if is_held(directory):
         raise ConfigError(f"another process runs in {directory}: stop it first")
     number = 1
     while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
@@ -350,7 +352,15 @@ def show_report(console: Console, job: Quickstart) -> None:
         f"{_program('sluice')} eval @ {example / 'eval.toml'} --model {model}",
         f"{_program('sluice')} rl @ {example / 'rl.toml'} --model {model} --run my-run",
     )
-    lines = [facts, "", *(f"{label:<21} {place}" for label, place in places.items()), "", "What you can do next:"]
+    found = finding_texts(report)
+    lines = [
+        facts,
+        *found,
+        "",
+        *(f"{label:<21} {place}" for label, place in places.items()),
+        "",
+        "What you can do next:",
+    ]
     lines += [f"  {command}" for command in commands]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 

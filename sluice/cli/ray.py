@@ -32,6 +32,7 @@ from sluice.cli.rl import (
     fork,
     plan_with,
     report_outcome,
+    view_of,
     write_settings,
 )
 from sluice.config import (
@@ -124,7 +125,7 @@ def _run(config: RunConfig, options: argparse.Namespace, machines: Machines) -> 
             pin=options.pin,
         )
         console = Console()
-        view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
+        view = view_of(config, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
         if resume:
             view.say(describe_resume(directory))
         view.say(f"run {config.run}: placing {len(plan.places)} actors, logs in {directory / 'logs'}")

@@ -9,19 +9,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import xxhash
 from rich.console import Console
 from rich.table import Table
 
 from sluice.config import ConfigError, Options
+from sluice.run_files import METRICS_FILE
 from sluice.versions import Version
+from sluice.watch.files import RunFiles
 
 Step = dict[str, float]
 """One line of ``metrics.jsonl``: ``step``, ``time`` (seconds since 1970) and scalars by name, without null values."""
 
-METRICS_FILE = "metrics.jsonl"
-REPORT_FILE = "report.json"
 PLOT_FILE = "reward.png"
 
 _MIX_HEADINGS = ("wanted", "had", "drawn", "accepted", "replaced", "failed", "passed on", "overlong")
@@ -74,7 +75,10 @@ def run(argv: list[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(table)
-    for each in report_tables(directory):
+    report = RunFiles(directory).report() or {}
+    for text in finding_texts(report):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    for each in report_tables(report):
         console.print(each)
     console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
     return 0
@@ -104,15 +108,20 @@ def weight_digests(run_dir: Path) -> dict[str, str]:
     return digests
 
 
-def report_tables(run_dir: Path) -> list[Table]:
+def finding_texts(report: Mapping[str, Any]) -> list[str]:
+    """Return what was wrong with a run at its end: what and since when, and what to do."""
+    return [
+        f"{each['level'].upper()} {each['rule']} since step {each['since_step']}: {each['what']}. {each['remedy']}"
+        for each in report.get("findings", ())
+        if each["active"]
+    ]
+
+
+def report_tables(report: Mapping[str, Any]) -> list[Table]:
     """Return tables about a run: the mix of its environments, their pools, the tasks in quarantine, what was lost and what was set aside.
 
     There is none for a run with a single environment all of whose groups were accepted and trained.
     """
-    try:
-        report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return []
     environments = report.get("environments") or []
     # A group that replaces another one costs no share.
     shared = [each["groups"] - each["groups_refilled"] for each in environments]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import tempfile
@@ -22,8 +21,7 @@ from rich.console import Console
 
 from sluice import host_files
 from sluice.checkpoint_files import complete_checkpoints
-from sluice.cli.live_view import RunView
-from sluice.cli.report import REPORT_FILE
+from sluice.cli.live_view import RunView, finding_style
 from sluice.config import (
     ConfigError,
     Options,
@@ -37,7 +35,6 @@ from sluice.config import (
     whole_number,
 )
 from sluice.config.decide import visible_devices
-from sluice.file_systems import no_locks
 from sluice.models import check_hub, check_model
 from sluice.plan import Machines, Plan, Purpose, make_plan
 from sluice.plan.local import (
@@ -45,6 +42,7 @@ from sluice.plan.local import (
     free_names,
     known_host,
     local_peers,
+    metrics_targets,
     on_free_ports,
     this_machine,
     unused_ports,
@@ -53,13 +51,15 @@ from sluice.plan.plan import COMPUTES
 from sluice.rpc.access import Access
 from sluice.rpc.principals import new_token, replace_private
 from sluice.rpc.tls import pem_files
+from sluice.run_files import CONFIG_FILE, JOURNAL_FILE, REPORT_FILE, locked
 from sluice.supervise.restart_policy import EXIT_SET_ASIDE, MOST_RESTARTS, START_S
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
+from sluice.watch.estimate import estimate
+from sluice.watch.files import watch_of
 
-CONFIG_FILE = "config.toml"
-LOCK_FILE = ".lock"
-JOURNAL_FILE = "journal.sqlite"
-"""Written by the orchestrator. A run without it never began, for example because its settings were wrong."""
+METRICS_SUFFIX = ".metrics_targets.json"
+"""Ends the name of the file that lists where the services of a live run serve their metrics, for `file_sd_configs` of Prometheus. It lies
+beside the run's directory, since Prometheus takes patterns of names but not of directories."""
 
 _MOST_ATTEMPTS = 3
 """Starts of a run whose ports are taken, one after the other, by other programs."""
@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
         fork(config, options.resume_from, resume=options.resume)
     with claim(config, resume=resume) as directory:
         console = Console()
-        view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
+        view = view_of(config, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
         if resume:
             if done := describe_finished(config):
                 view.say(done, style="green")
@@ -98,10 +98,16 @@ def run(argv: list[str]) -> int:
             view.say(describe_resume(directory))
         for line in unused_ports(_plan(config, options), config):
             view.say(line, style="yellow")
+        view.say(f"estimate: {estimate(config)}")
         began = time.monotonic()
         outcome = run_on_free_ports(_plan(config, options), config, view, partial(_run_once, options, view))
     report_outcome(view, outcome, config, time.monotonic() - began)
     return EXIT_SET_ASIDE if outcome.set_aside else EXIT_CODES[outcome.ending]
+
+
+def view_of(config: RunConfig, console: Console, *, live: bool, verbose: bool) -> RunView:
+    """Return the view of a run, which knows the steps that earlier processes of the run made."""
+    return RunView(config.run, console, live=live, verbose=verbose, watch=watch_of(config), run_dir=config.run_dir)
 
 
 def _check(config: RunConfig, plan: Plan, *, resume: bool) -> list[str]:
@@ -110,7 +116,7 @@ def _check(config: RunConfig, plan: Plan, *, resume: bool) -> list[str]:
     Raises:
         ConfigError: if it would be refused.
     """
-    notes = [*check_run(config, plan), *unused_ports(plan, config)]
+    notes = [*check_run(config, plan), *unused_ports(plan, config), f"estimate: {estimate(config)}"]
     check_begins(config, resume=resume)
     return notes
 
@@ -132,13 +138,15 @@ def run_on_free_ports(
 
 def _run_once(options: argparse.Namespace, view: RunView, plan: Plan, config: RunConfig) -> Outcome:
     """Run all services on the ports of the plan."""
-    with private_settings(config) as private:
+    with private_settings(config) as private, listed_metrics(plan, config) as listed:
         public = write_settings(config)
         file, logs = private or public, config.run_dir / "logs"
         devices, own_threads = visible_devices(os.environ), options.threads is not None
         specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
         supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
+        if listed:
+            view.say(f"metrics of {listed} services: {metrics_file(config)} names their ports for Prometheus")
         if plan.has("gateway"):
             host, ports = known_host(config, "gateway"), plan.place("gateway")
             http, grpc = f"{host}:{ports.port('http')}", f"{host}:{ports.port()}"
@@ -216,8 +224,8 @@ def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}; choose another --output-dir") from error
-    with _locked(directory) as locked:
-        if not locked:
+    with locked(directory) as is_ours:
+        if not is_ours:
             raise ConfigError(
                 f"another process runs {run.run!r} in {directory}: stop it, or choose another name with --run NAME"
             )
@@ -242,41 +250,28 @@ def begun_before(run: RunConfig) -> str:
     return f"run {run.run!r} exists in {run.run_dir}: continue it with --resume, or choose another with --run NAME"
 
 
-def is_held(directory: Path) -> bool:
-    """Return whether a process holds the run in this directory.
-
-    Raises:
-        ConfigError: if the lock file cannot be opened.
-    """
-    if not os.path.lexists(directory / LOCK_FILE):
-        return False
-    with _locked(directory) as locked:
-        return not locked
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Lock a run while the block lasts; False if another process holds it."""
-    path = directory / LOCK_FILE
-    try:
-        lock = host_files.open_private(path, os.O_CREAT | os.O_RDWR)
-    except OSError as error:
-        raise ConfigError(f"cannot open the lock {path}: {error.strerror}; choose another --output-dir") from error
-    try:
-        try:
-            is_ours = host_files.lock_now(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            raise ConfigError(no_locks(directory, error)) from error
-        yield is_ours
-    finally:
-        host_files.close(lock)
-
-
 def write_settings(run: RunConfig) -> Path:
     """Write the resolved settings to the run's directory, without secrets, and return the file."""
     path = run.run_dir / CONFIG_FILE
     host_files.write_whole(path, dump_toml(run))
     return path
+
+
+def metrics_file(run: RunConfig) -> Path:
+    """Return the file that names the services of a live run to Prometheus."""
+    return run.output_dir / f"{run.run}{METRICS_SUFFIX}"
+
+
+@contextlib.contextmanager
+def listed_metrics(plan: Plan, run: RunConfig) -> Iterator[int]:
+    """List for Prometheus where the services serve metrics while the block lasts; give how many do."""
+    path, targets = metrics_file(run), metrics_targets(plan, run)
+    if targets:
+        host_files.write_whole(path, json.dumps(targets, indent=1) + "\n")
+    try:
+        yield len(targets)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -367,7 +362,13 @@ def report_outcome(view: RunView, outcome: Outcome, config: RunConfig, seconds: 
     done = f"{view.progress.applied} steps in {seconds:.1f} s"
     match outcome.ending:
         case Ending.SUCCEEDED:
-            view.say(f"run {config.run} done: {done}; results in {config.run_dir}", style="green")
+            view.watch.set_live(False, time.time())
+            found = view.watch.active
+            for finding in found:
+                view.tell(finding)
+            but = f", but look at {', '.join(each.rule.name for each in found)} above" if found else ""
+            style = finding_style(any(each.broken for each in found)) if found else "green"
+            view.say(f"run {config.run} done: {done}{but}; results in {config.run_dir}", style=style)
         case Ending.STOPPED:
             checkpoint = newest_checkpoint(config.run_dir)
             resume = "it has no checkpoint yet (orchestrator.checkpoint.every_steps): --resume starts at step 0"

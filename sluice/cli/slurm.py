@@ -30,10 +30,10 @@ from sluice.cli.rl import (
     claim,
     describe_finished,
     describe_resume,
-    is_held,
     plan_with,
     report_outcome,
     supervise,
+    view_of,
     write_settings,
 )
 from sluice.config import ConfigError, Options, RunConfig, SecurityConfig, dump_toml, load_run, whole_number
@@ -46,6 +46,7 @@ from sluice.plan.slurm import Group, Host, Job, groups_of, hosts_of, label, scri
 from sluice.rpc.access import Access
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.principals import Role, add_token, new_token, replace_private
+from sluice.run_files import is_held
 from sluice.supervise import slurm_step
 from sluice.supervise.restart_policy import EXIT_SET_ASIDE
 from sluice.supervise.supervisor import ChildSpec, Ending, LogLimit, Outcome, Supervisor
@@ -162,7 +163,7 @@ def run_job(argv: list[str]) -> int:
     starts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     resume = options.resume or starts > 0
     console = Console()
-    view = RunView(config.run, console, live=False, verbose=options.verbose)
+    view = view_of(config, console, live=False, verbose=options.verbose)
     view.say(f"job {os.environ['SLURM_JOB_ID']}, start {starts + 1}, on {', '.join(each.name for each in hosts)}")
     if starts:
         _wait_for_lock(config.run_dir)

@@ -12,14 +12,13 @@ import grpc
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 
-from sluice.cli.live_view import STATES
-from sluice.cli.report import REPORT_FILE
-from sluice.cli.rl import CONFIG_FILE, JOURNAL_FILE, is_held
 from sluice.client import OrchestratorClient
 from sluice.config import ConfigError, Options, RunConfig, load_run
 from sluice.rpc import SluiceError
+from sluice.run_files import CONFIG_FILE, JOURNAL_FILE, REPORT_FILE, is_held
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
+from sluice.watch.live import STATES
 
 _AFTER = "After them: settings of this command, such as `--output-dir DIR`, where the run is, or `--security.token-file FILE`."
 

@@ -18,9 +18,10 @@ from rich.console import Console
 from sluice.cli.live_view import RunView
 from sluice.cli.rl import (
     EXIT_CODES,
-    JOURNAL_FILE,
     add_plan_options,
     claim,
+    listed_metrics,
+    metrics_file,
     plan_with,
     private_settings,
     report_failure,
@@ -33,6 +34,7 @@ from sluice.plan import Plan, Purpose
 from sluice.plan.local import child_specs, known_host, this_machine
 from sluice.rpc.access import Access
 from sluice.rpc.tls import pem_files
+from sluice.run_files import JOURNAL_FILE
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
 
 
@@ -66,13 +68,15 @@ def run(argv: list[str]) -> int:
 
 def _run_once(options: argparse.Namespace, view: RunView, plan: Plan, config: RunConfig) -> Outcome:
     """Run all services on the ports of the plan."""
-    with private_settings(config) as private:
+    with private_settings(config) as private, listed_metrics(plan, config) as listed:
         public = write_settings(config)
         file, logs = private or public, config.run_dir / "logs"
         devices, own_threads = visible_devices(os.environ), options.threads is not None
         specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
         supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
         view.say(f"starting {len(specs)} services, logs in {logs}")
+        if listed:
+            view.say(f"metrics of {listed} services: {metrics_file(config)} names their ports for Prometheus")
         view.say(f"callers reach the training API at {known_host(config, 'tuner')}:{plan.place('tuner').port()}")
         return asyncio.run(run_until_signal(supervisor, lambda text: view.say(text, style="yellow")))
 

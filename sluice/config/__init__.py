@@ -21,6 +21,7 @@ from sluice.config.schema import (
     SecurityConfig,
     ServerConfig,
     TemplateArguments,
+    WatchConfig,
     reason_of,
 )
 from sluice.config.services import (
@@ -56,6 +57,7 @@ __all__ = [
     "TemplateArguments",
     "TooMuchSetAsideError",
     "UnfinishedError",
+    "WatchConfig",
     "allocated",
     "allocation_of",
     "check_tables_fit",

@@ -359,6 +359,70 @@ RUN_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 """What the name of a run looks like."""
 
 
+class WatchConfig(Section):
+    """Limits of the rules that say what is wrong with a run (docs/monitor.md)."""
+
+    mismatch_kl: float = Field(
+        0.01, gt=0, description="Largest mismatch between engine and trainer, in nats a token (`trainer/mismatch_kl`)."
+    )
+    log_difference: float = Field(
+        0.3,
+        gt=0,
+        description="Largest difference of two log-probabilities of a token of the trainer's own version, in nats (`trainer/max_abs_log_difference` of steps without staleness).",
+    )
+    effective_samples: float = Field(
+        0.5, gt=0, le=1, description="Least share of the tokens that may count (`trainer/effective_sample_size`)."
+    )
+    entropy_share: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="Least entropy, as a share of that of the first steps, unless the reward is at its best.",
+    )
+    no_signal_share: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Most groups that may have one reward which is not the best, as a share of a batch.",
+    )
+    length_factor: float = Field(
+        1.5,
+        gt=1,
+        description="How many times as long as in the first steps completions may get if the longer ones get more reward; its square if they do not.",
+    )
+    truncated_share: float = Field(
+        0.2, gt=0, le=1, description="Most completions that may be cut off, as a share of a batch."
+    )
+    repetition_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Largest share of a completion that may repeat what stands before it (`completion/repetition`).",
+    )
+    reward_fall: float = Field(
+        0.2,
+        gt=0,
+        description="Most that the mean reward of 10 steps may lie below the best such mean, as a share of it.",
+    )
+    times_usual: float = Field(
+        5.0,
+        gt=1,
+        description="How many times as large as usual the norm of a gradient or the seconds of a step may be.",
+    )
+    idle_share: float = Field(
+        0.8, gt=0, le=1, description="Most of the time that trainer or replicas may wait for the others."
+    )
+    slow_replica_factor: float = Field(
+        4.0, gt=1, description="How many times as many tokens a second as a replica with work the others may sample."
+    )
+    failed_share: float = Field(
+        0.01, ge=0, le=1, description="Most groups of an environment that may fail, as a share of the last ones."
+    )
+    failed_groups: int = Field(3, ge=1, description="Fewest failed groups of an environment that count.")
+    disk_gb: float = Field(5.0, ge=0, description="Least space on the disk of the run, in GB.")
+    memory_share: float = Field(0.05, ge=0, le=1, description="Least available memory of the machine, as a share.")
+
+
 class CommonConfig(Section):
     """The keys at the top level of a run's file, the same for every service."""
 
@@ -393,10 +457,17 @@ class CommonConfig(Section):
     )
     security: SecurityConfig = Field(default_factory=SecurityConfig, description="Tokens and TLS.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="Addresses of the services.")
+    watch: WatchConfig = Field(
+        default_factory=WatchConfig, description="Limits of the rules that say what is wrong with a run."
+    )
     peers_start_s: float = Field(
         600.0,
         gt=0,
         description="Seconds that a service waits at its start for another one that it needs, until it logs which one is missing, where and why. It continues to wait, and logs again after the same time.",
+    )
+    metrics_ports: bool = Field(
+        False,
+        description="Whether each service that `sluice rl` starts serves its Prometheus metrics on a free port of its own, at `server.metrics_host`, unless `server.metrics_port` names one. `RUN.metrics_targets.json` in `output_dir` lists them for Prometheus while the run lives.",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         "info", description="Least severe log level that is written."

@@ -13,11 +13,13 @@ import itertools
 import os
 import secrets
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import structlog
+from prometheus_client import Counter as CounterMetric
+from prometheus_client import Histogram
 
 from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError
@@ -40,10 +42,30 @@ from sluice.environments.worker import (
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome, settle
 
+CALLS = CounterMetric(
+    "sluice_environment_calls",
+    "Calls of an environment's code, by outcome: ok, the reason of a failure, lost with its process, or cancelled by the caller.",
+    ("environment", "outcome"),
+)
+CALL_SECONDS = Histogram(
+    "sluice_environment_call_seconds",
+    "Time of a call of an environment's code, from its request to its answer, waiting for a process included.",
+    ("environment",),
+    buckets=(0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800),
+)
+RESTARTS = CounterMetric(
+    "sluice_environment_processes_restarts",
+    "Processes of an environment that took the place of one that ended.",
+    ("environment",),
+)
+
 log = structlog.get_logger(__name__)
 
 _MOST_PROCESSES = 4
 """Processes that are started at most if the settings name no number."""
+
+_MOST_SCORINGS = 4096
+"""Durations of scorings that are kept while nobody takes them."""
 
 _COROUTINES = 64
 """Calls at a time in a process whose environment has coroutine methods, if the settings name no number."""
@@ -181,6 +203,7 @@ class EnvironmentProcesses:
         self._section, self._group_size = section, group_size
         self._clock = clock
         self._scoring = ScoringTime(config.score_s)
+        self._scoring_s: deque[float] = deque(maxlen=_MOST_SCORINGS)
         self._most = config.count or min(os.cpu_count() or 1, _MOST_PROCESSES)
         self._coroutines = False
         self._numbers, self._process_numbers = itertools.count(1), itertools.count(1)
@@ -229,6 +252,13 @@ class EnvironmentProcesses:
             self._give_up("the run ends")
             await self._watchdog.stop()  # which kills what is left
 
+    def waits_for(self) -> Iterator[str]:
+        """Yield why no call is answered at the moment, if that is so. Without calls it needs no process: the next call starts one."""
+        if self._given_up:
+            yield f"the environment {self.name}: it was given up, since its processes ended too often"
+        elif self._waiting and not self._workers:
+            yield f"a process of the environment {self.name}, which is started again"
+
     async def tasks(self, split: str, seed: int) -> Sequence[Task]:
         """Return the tasks of a split; the same seed gives the same tasks in the same order. They are in a file if they are large.
 
@@ -271,6 +301,17 @@ class EnvironmentProcesses:
         """Return the rewards of some completions of a task, as `judge` finds them."""
         return [each.reward for each in await self.judge(task, completions)]
 
+    @property
+    def failed_calls(self) -> int:
+        """Calls that failed so far; a reward that is missing is none."""
+        return self.failures.total() - self.failures["missing"]
+
+    def take_scoring_s(self) -> list[float]:
+        """Return the seconds that each `judge` took that ended since the last call, the wait for a process included; the last 4,096."""
+        taken = list(self._scoring_s)
+        self._scoring_s.clear()
+        return taken
+
     async def judge(self, task: Task, completions: Sequence[str]) -> list[Score]:
         """Return what some completions of a task are worth; the reward is None where it is missing.
 
@@ -281,6 +322,7 @@ class EnvironmentProcesses:
             EnvironmentFailedError: if the environment is given up.
         """
         problems: dict[str, str] = {}
+        began = self._clock()
         together = await self._scored(task, completions, problems)
         alone = [place for place, score in enumerate(together) if score.reward is None]
         again = await asyncio.gather(
@@ -288,6 +330,7 @@ class EnvironmentProcesses:
         )
         for place, score in zip(alone, again, strict=True):
             together[place] = score
+        self._scoring_s.append(self._clock() - began)
         missing = sum(score.reward is None for score in together)
         for problem, reason in problems.items():
             tell = log.warning if missing else log.info
@@ -386,12 +429,19 @@ class EnvironmentProcesses:
         call = self._submit(method, task_id, arguments, limit, worker)
         call.alone = alone
         self._pump()
+        outcome = "cancelled"
         try:
             value = await call.answer
+            outcome = "ok"
         except EnvironmentFailedError as error:
+            named = error.culprit or error.reason == Reason.GIVEN_UP
+            outcome = error.reason.removeprefix("ENVIRONMENT_").lower() if named else "lost"
             if error.culprit:
                 self.failures[error.reason] += 1
             raise
+        finally:
+            CALLS.labels(self.name, outcome).inc()
+            CALL_SECONDS.labels(self.name).observe(self._clock() - call.since)
         if call.worker is None:
             raise RuntimeError("a call was answered by no process")
         return value, call.worker
@@ -607,6 +657,7 @@ class EnvironmentProcesses:
                 f" fault (the last one: {end.text}): repair the environment, or raise {self._section}.max_restarts"
             )
         else:
+            RESTARTS.labels(self.name).inc()
             self._start_at = max(self._start_at, self._clock() + delay)
         for call in [*running, *worker.waiting]:
             self._again(call, end, ran=call.number in worker.running)

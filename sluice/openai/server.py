@@ -25,7 +25,7 @@ import uvicorn
 from google.protobuf.message import Message as ProtoMessage
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -43,6 +43,7 @@ from sluice.rpc.call_log import CallLog, is_logged
 from sluice.rpc.channel import UNIX
 from sluice.rpc.principals import Role
 from sluice.rpc.quota import Usage
+from sluice.rpc.readiness import Readiness
 from sluice.rpc.rows import ROWS
 from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL, most_open
 from sluice.rpc.tls import certificate_names, server_context
@@ -62,7 +63,8 @@ HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-lengt
 
 REQUEST_ID = "x-request-id"
 HEALTH_PATH = "/health"
-"""Needs no token, like gRPC's health service."""
+"""Needs no token, like gRPC's health service; nor does `READY_PATH`."""
+
 
 SERVICE = "openai"
 """Name of the service in the metrics. Their method is the path, their code the HTTP status."""
@@ -84,6 +86,12 @@ RETRY_AFTER_S = 1.0
 Result = TypeVar("Result")
 
 log = structlog.get_logger()
+
+
+def ready_answer(readiness: Readiness) -> JSONResponse:
+    """Return 200 if the service has what it needs, else 503 with what it waits for."""
+    waits = readiness.waits_for()
+    return JSONResponse({"ready": not waits, "waits_for": waits}, 503 if waits else 200)
 
 
 class _OpenTransport(asyncio.Transport):

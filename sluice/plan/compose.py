@@ -60,6 +60,11 @@ _PUBLISHED = {
 }
 """Ports that are reachable from the machine, and the variables that move them."""
 
+_OTHERS_NEED_FIRST = frozenset({"trainer", "tuner", "rollout", "orchestrator"})
+"""Services that are healthy when they answer their calls. What they wait for comes from services that are started after them: the first
+version of the weights after the orchestrator has begun an epoch, replicas that announce themselves. So `sluice health --ready` as
+their check would be a circle."""
+
 
 def compose(plan: Plan, settings: Sequence[str]) -> str:
     """Return a compose file.
@@ -112,6 +117,7 @@ def _reservation(devices: dict[str, Any]) -> dict[str, Any]:
 
 def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build: bool) -> dict[str, Any]:
     _, *command = part.command([*words, *_flags(part)])
+    ready = [] if part.service in _OTHERS_NEED_FIRST else ["--ready"]
     service: dict[str, Any] = {
         **_CONTAINER,
         "mem_limit": f"${{{part.name.upper()}_MEMORY:-{MEMORY.get(part.service, LESS_MEMORY)}}}",
@@ -124,7 +130,7 @@ def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build:
         "command": command,
         "depends_on": _waits(plan, part),
         "healthcheck": {
-            "test": ["CMD", "sluice", "health", f"localhost:{part.port()}", "@", OVERLAY],
+            "test": ["CMD", "sluice", "health", *ready, f"localhost:{part.port()}", "@", OVERLAY],
             "interval": "5s",
             "timeout": "30s",
             "retries": 12,

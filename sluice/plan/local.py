@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sluice.config import PeersConfig, RunConfig, ServerConfig
 from sluice.config.decide import VISIBLE
-from sluice.plan.plan import COMPUTES, Machines, Part, Place, Plan, Restart
+from sluice.plan.plan import COMPUTES, Machines, Part, Place, Plan, Port, Restart
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK, free_ports
 from sluice.supervise.supervisor import ChildSpec, LogLimit
@@ -23,6 +25,12 @@ HOSTS = (LOOPBACK,)
 
 KNOWN = ("gateway", "tuner")
 """Parts that programs outside of the plan call: they listen at the host and the ports of their settings, the others on loopback."""
+
+_SERVICES = {"relay": "weightsync"}
+"""Services of the parts that have another name."""
+
+METRICS = "metrics"
+"""Name of the port that serves Prometheus metrics."""
 
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
 
@@ -47,20 +55,49 @@ def this_machine(devices: Sequence[str]) -> Machines:
 def on_free_ports(plan: Plan, run: RunConfig) -> Plan:
     """Return the plan on loopback ports that were free a moment ago, so that several runs can share a machine.
 
-    Ports of metrics stay, and so do those of `KNOWN` parts unless the settings say 0: others must know them.
+    Ports of metrics that the settings name stay, and so do those of `KNOWN` parts unless the settings say 0: others must know them.
     """
+    if run.metrics_ports:
+        plan = _with_metrics(plan)
     planned = {(place.instance, port.name): port.number for place in plan.places for port in place.ports}
     moved = [(place.instance, name) for place in plan.places for name in free_names(place, run)]
     return plan.with_ports(planned | dict(zip(moved, free_ports(len(moved)), strict=True)))
 
 
+def _with_metrics(plan: Plan) -> Plan:
+    """Return the plan with a port of metrics, of any number, for each instance that has none."""
+    places = tuple(
+        replace(each, ports=(*each.ports, Port(METRICS, 0)))
+        if each.ports and METRICS not in {port.name for port in each.ports}
+        else each
+        for each in plan.places
+    )
+    return replace(plan, places=places)
+
+
 def free_names(place: Place, run: RunConfig) -> list[str]:
     """Return the names of the ports of a place whose numbers nobody has to know beforehand."""
-    known: dict[str, int | None] = {}
+    server = _server(run, _SERVICES.get(place.part, place.part))
+    known: dict[str, int | None] = {METRICS: server.metrics_port}
     if place.part in KNOWN:
-        server = _server(run, place.part)
-        known = {"grpc": server.port, "http": server.http_port}
-    return [each.name for each in place.ports if each.name != "metrics" and not known.get(each.name)]
+        known |= {"grpc": server.port, "http": server.http_port}
+    return [each.name for each in place.ports if not known.get(each.name)]
+
+
+def metrics_targets(plan: Plan, run: RunConfig) -> list[dict[str, Any]]:
+    """Return where the services of a placed plan serve metrics, as Prometheus reads it from a file (`file_sd_configs`)."""
+    scheme = "http" if run.security.tls_cert is None else "https"
+    targets = []
+    for place in plan.places:
+        if METRICS not in {port.name for port in place.ports}:
+            continue
+        service = plan.part(place.part).service
+        host = _server(run, service).metrics_host
+        host = LOOPBACK if host in _WILDCARDS else host
+        shown = f"[{host}]" if ":" in host else host
+        labels = {"run": run.run, "service": service, "replica": place.instance, "__scheme__": scheme}
+        targets.append({"targets": [f"{shown}:{place.port(METRICS)}"], "labels": labels})
+    return targets
 
 
 def unused_ports(plan: Plan, run: RunConfig) -> list[str]:

@@ -25,8 +25,9 @@ from sluice.config import ConfigError, PeersConfig
 from sluice.plan.plan import Plan
 from sluice.plan.ray import FIXED_PORTS, PEERS, Bundle, Seat, seat, unplaced
 from sluice.ray.part_actor import POLL_S, Address, Order, PartActor
+from sluice.supervise.log_records import LogLine
 from sluice.supervise.restart_policy import GiveUp, after_exit
-from sluice.supervise.supervisor import STOP_MARGIN_S, ChildState, Ending, Listener, LogLine, Outcome
+from sluice.supervise.supervisor import STOP_MARGIN_S, ChildState, Ending, Listener, Outcome
 
 SPREAD = "SPREAD"
 """Ray's strategy for the bundles: on as many nodes as there are, so that one lost node takes as few parts as possible."""

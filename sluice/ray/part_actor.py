@@ -26,7 +26,8 @@ from sluice.plan.plan import Part
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.principals import replace_private
 from sluice.rpc.server import free_ports, is_free
-from sluice.supervise.supervisor import ChildSpec, ChildState, LogLimit, LogLine, Outcome, Supervisor
+from sluice.supervise.log_records import LogLine
+from sluice.supervise.supervisor import ChildSpec, ChildState, LogLimit, Outcome, Supervisor
 
 ANY_NODE = "localhost"
 """Name that each certificate of the driver is valid for, and that servers are checked by: on which nodes they will be is not known."""

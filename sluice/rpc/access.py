@@ -103,13 +103,13 @@ ACCESS: Mapping[str, frozenset[Role] | None] = _rows(
             "v1/chat/completions v1/completions v1/responses v1/messages v1/messages/count_tokens": _AGENTS,
             "inference/v1/generate v1/models v1/models/{name:path}": _AGENTS,
             "metrics": _AGENTS | _VIEWER,
-            "health": None,
+            "health ready": None,
         },
         ROLLOUT_HTTP: {
             "v1/chat/completions v1/completions": _SAMPLING,
             "v1/models v1/models/{name:path} metrics": _SAMPLING | _VIEWER,
             "update_weights reload_weights": _ADMIN,
-            "health": None,
+            "health ready": None,
         },
         METRICS_HTTP: {"metrics": EVERY_ROLE},
     }

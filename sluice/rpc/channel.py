@@ -393,6 +393,20 @@ async def health_status(target: str, security: Security, service: str = "", time
         return int(answer.status)
 
 
+async def waits_of(target: str, security: Security, timeout_s: float = _ANSWER_S) -> list[str]:
+    """Return what a server waits for, for people; nothing if it is ready.
+
+    Raises:
+        grpc.aio.AioRpcError: if the server does not answer, or does not know the caller.
+    """
+    from sluice.v1 import common_pb2, common_pb2_grpc  # noqa: PLC0415 - agents do not ask
+
+    async with connect(target, security, role="agent") as channel:
+        stub = common_pb2_grpc.ServerInfoServiceStub(channel)
+        answer = await stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=timeout_s)
+        return list(answer.waits_for)
+
+
 async def wait_until_serving(target: str, security: Security) -> None:
     """Return once a server answers SERVING. There is no deadline: the caller sets one.
 

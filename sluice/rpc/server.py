@@ -40,8 +40,10 @@ from sluice.rpc.channel import REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
 from sluice.rpc.from_files import unusable_files
 from sluice.rpc.quota import Usage
+from sluice.rpc.readiness import READY_SERVICE, Readiness
 from sluice.rpc.rows import ROWS
 from sluice.rpc.tls import server_credentials
+from sluice.tasks import settle
 from sluice.v1 import common_pb2, common_pb2_grpc
 
 LOOPBACK = "127.0.0.1"
@@ -101,6 +103,13 @@ _MOST_PROBES = 64
 
 _LOOK_S = 0.1
 """Seconds between two looks at what is left of a drain."""
+
+_READY_LOOK_S = 1.0
+"""Seconds between two looks at what the service waits for, for those that watch its health."""
+
+NOT_STARTED = "its own start"
+DRAINING = "its end: it drains, and another one has to take its place"
+"""What a server waits for that does not serve yet, or no longer."""
 
 _REQUEST_ID_CHARACTERS = 128
 
@@ -217,6 +226,7 @@ class RpcServer:
     Attributes:
         access: Decides about its calls; an HTTP port of the same service shares it.
         call_log: Takes the calls that change something; shared too.
+        readiness: What the service waits for.
 
     Raises:
         ConfigError: if the address needs TLS and principals that are not configured.
@@ -245,10 +255,12 @@ class RpcServer:
         self.call_log = None if call_log is None else CallLog(call_log, security)
         self._services: list[str] = []
         self._registrations: list[tuple[Callable[[Servicer, grpc.aio.Server], None], Servicer]] = []
-        self._health = health.aio.HealthServicer()
+        self.readiness = Readiness()
+        self._health = _Health(self.readiness)
         self._serving = True
         self._server: grpc.aio.Server | None = None
         self._probes: grpc.aio.Server | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._calls: CallInterceptor | None = None
         self._asked, self._shortened = asyncio.Event(), asyncio.Event()
         self._drain_end = math.inf
@@ -338,7 +350,8 @@ class RpcServer:
                 max_waiting_rpcs=self._config.max_waiting_rpcs,
                 run=f"runs/{self._run}" if self._run else "",
                 limits=[common_pb2.Limit(name=each.name, value=each.value, unit=each.unit) for each in LIMITS],
-            )
+            ),
+            self.readiness,
         )
         common_pb2_grpc.add_ServerInfoServiceServicer_to_server(info, self._server)
         common_pb2_grpc.add_ServerAdminServiceServicer_to_server(_ServerAdmin(self, self._calls), self._server)
@@ -348,6 +361,7 @@ class RpcServer:
         port = self._bind(self._server)
         await self._server.start()
         self._probes = await serve_probes(self._config, self._health)
+        self._looking = asyncio.create_task(self._health.look_forever(), name="readiness")
         log.info(
             "listening", target=self.target, services=sorted(self._services), tls=self._security.tls_cert is not None
         )
@@ -377,13 +391,18 @@ class RpcServer:
         self.target = f"{wanted.rpartition(':')[0]}:{port}"
         return port
 
-    def set_serving(self, serving: bool) -> asyncio.Future[None]:
-        """Report by grpc.health.v1 whether the service is ready. From `start` on it is, unless this was called before.
+    def set_serving(self, serving: bool, why_not: str = NOT_STARTED) -> asyncio.Future[None]:
+        """Report by grpc.health.v1 whether the service serves. From `start` on it does, unless this was called before.
+
+        Args:
+            serving: Whether it answers its calls. It may still wait for others: `readiness`.
+            why_not: What it waits for if it does not.
 
         Returns:
             Done when watchers of the health service have the new state; it need not be awaited.
         """
         self._serving = serving
+        self.readiness.own = "" if serving else why_not
         # The loop keeps weak references to tasks only.
         self._published = asyncio.ensure_future(self._publish_health())
         return self._published
@@ -393,6 +412,7 @@ class RpcServer:
         status = statuses.SERVING if self._serving else statuses.NOT_SERVING
         for name in ("", *self._services):
             await self._health.set(name, status)
+        await self._health.look()
         # Answered as long as the process lives, also while a model loads: what a liveness probe asks for.
         await self._health.set(INFO_SERVICE, statuses.SERVING)
 
@@ -428,6 +448,7 @@ class RpcServer:
         if math.isinf(self._drain_end):
             self.begin_drain(self._config.drain_s)
         hurry = asyncio.create_task(again.wait())
+        self.readiness.own = DRAINING
         if finish is not None:
             await self._health.enter_graceful_shutdown()
             finishing = asyncio.ensure_future(finish(self.grace_left_s))
@@ -465,6 +486,11 @@ class RpcServer:
         if server is None or self._calls is None:
             return
         log.info("draining", in_flight=self._calls.in_flight, grace_s=grace)
+        if self._looking is not None:
+            self._looking.cancel()
+            await settle(self._looking)
+            self._looking = None
+        self.readiness.own = DRAINING
         await self._health.enter_graceful_shutdown()
         self._calls.end_watches()
         await server.stop(grace)
@@ -504,7 +530,7 @@ async def serve_probes(
         return None
     if servicer is None:
         alive = health.aio.HealthServicer()
-        for name in ("", INFO_SERVICE):
+        for name in ("", INFO_SERVICE, READY_SERVICE):
             await alive.set(name, health_pb2.HealthCheckResponse.SERVING)
         servicer = alive
     host = LOOPBACK if server.host.startswith(UNIX) else server.host
@@ -523,17 +549,46 @@ async def serve_probes(
     return probes
 
 
-class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
-    """GetServerInfo, which every server answers with facts that are fixed at its start, and its clock."""
+class _Health(health.aio.HealthServicer):
+    """Answers health checks; about `READY_SERVICE` it answers what holds at that moment."""
 
-    def __init__(self, answer: common_pb2.GetServerInfoResponse) -> None:
-        self._answer = answer
+    def __init__(self, readiness: Readiness) -> None:
+        super().__init__()
+        self._readiness = readiness
+
+    async def Check(  # noqa: N802 - gRPC's name
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """Return the status of a service."""
+        if request.service == READY_SERVICE:
+            await self.look()
+        return await super().Check(request, context)
+
+    async def look(self) -> None:
+        """Let watchers know whether the service waits."""
+        statuses = health_pb2.HealthCheckResponse
+        waits = self._readiness.look()
+        await self.set(READY_SERVICE, statuses.NOT_SERVING if waits else statuses.SERVING)
+
+    async def look_forever(self) -> None:
+        """Look until cancelled, for watchers and for the log."""
+        while True:
+            await asyncio.sleep(_READY_LOOK_S)
+            await self.look()
+
+
+class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
+    """GetServerInfo, which every server answers with facts that are fixed at its start, what it waits for, and its clock."""
+
+    def __init__(self, answer: common_pb2.GetServerInfoResponse, readiness: Readiness) -> None:
+        self._answer, self._readiness = answer, readiness
 
     async def GetServerInfo(self, request: object, context: object) -> common_pb2.GetServerInfoResponse:  # noqa: N802
         """Return the facts and the time."""
         del request, context
         answer = common_pb2.GetServerInfoResponse()
         answer.CopyFrom(self._answer)
+        answer.waits_for.extend(self._readiness.waits_for())
         answer.time.GetCurrentTime()
         return answer
 

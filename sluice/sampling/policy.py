@@ -319,6 +319,7 @@ class PolicyEngine:
         finally:
             if self.lockstep is not None:
                 self.lockstep.arrived(request.request_id)
+        asked.generation.response.sample_time.GetCurrentTime()
         samples = asked.generation.response.samples
         self.counts["requests"] += 1
         self.counts["tokens"] += sum(len(sample.token_ids) for sample in samples)
@@ -410,6 +411,8 @@ class PolicyEngine:
         )
         if asked.stream is not None:
             asked.stream.add(part, replica.model)
+        if part.gained and replica.name not in asked.generation.response.replicas:
+            asked.generation.response.replicas.append(replica.name)
         self.counts["tokens_lost"] += part.unusable
         self.counts["tokens_kept"] += part.kept
         self.counts["continued"] += sum(each.continues for each in left)

@@ -347,6 +347,7 @@ class Replica:
             eligible=not reason,
             reason=reason,
             running=self.in_flight,
+            generated_tokens=self.status.generated_tokens,
         )
 
     async def close(self) -> None:

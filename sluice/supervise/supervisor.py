@@ -10,9 +10,7 @@ import codecs
 import contextlib
 import enum
 import errno
-import json
 import os
-import re
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -24,6 +22,7 @@ from typing import Protocol, Self
 from sluice.clock import CLOCK, Clock
 from sluice.host_files import rotate
 from sluice.supervise.fork_server import Forked, ForkServer
+from sluice.supervise.log_records import LEVELS, LogLine, Records, read_line
 from sluice.supervise.restart_policy import (
     EXIT_BIND,
     EXIT_SET_ASIDE,
@@ -36,9 +35,6 @@ from sluice.supervise.restart_policy import (
 from sluice.supervise.spawn import Spawned
 from sluice.supervise.watchdog import Watchdog
 from sluice.tasks import discard_outcome, first_ended
-
-LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
-"""Severities by name."""
 
 TAIL_LINES = 30
 """Lines of a dead child's log that are shown: a traceback and a few lines before it."""
@@ -55,17 +51,6 @@ _OUTPUT_GRACE_S = 2.0
 _CHUNK_BYTES = 1 << 16
 _LINE_CHARACTERS = 1 << 16
 """A longer line is split, so that a child cannot fill the supervisor's memory."""
-
-_PLAIN_LEVEL = re.compile(r"^(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-"""The level in a line of a library with logging of its own: ``WARNING ...`` or ``(EngineCore pid=7) ERROR ...``."""
-
-_LIBRARY_WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")
-"""A Python warning of a library; our logging passes it on as an event."""
-
-_SOURCE = re.compile(r"\[\w+\.py:\d+\]")
-"""The place in a library that wrote a line: ``[core.py:1512]``."""
-
-_HIDDEN_FIELDS = frozenset({"event", "level", "timestamp", "service", "exception"})
 
 
 @dataclass(frozen=True)
@@ -150,23 +135,6 @@ class Outcome:
     tail: tuple[str, ...] = ()
     cannot_bind: bool = False
     set_aside: bool = False
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """One line of a child's output.
-
-    Attributes:
-        level: Severity as in `LEVELS`; info if the line names none.
-        text: The line without time and level.
-        structured: Whether one of our services wrote it; False for libraries.
-        kind: Equal for lines that report the same thing: the event's name, or the place in the library.
-    """
-
-    level: int
-    text: str
-    structured: bool
-    kind: str = ""
 
 
 class Listener(Protocol):
@@ -419,10 +387,11 @@ def describe_exit(code: int) -> str:
 
 
 class ChildLog:
-    """The log of one child across its restarts: a file, and the last lines in memory.
+    """The log of one child across its restarts: a file of JSON lines, see `log_records`, and the last lines in memory.
 
     A file that is full becomes ``NAME.log.1``, the one before it ``NAME.log.2``, and so on; the oldest is removed. A disk that is full
-    does not end the child: lines that cannot be written are missing in the file, which says so later.
+    does not end the child: lines that cannot be written are missing in the file, which says so later. What a supervisor left that was
+    killed inside of a line is made a record, too.
 
     Args:
         path: The file; its folder is made with the first line.
@@ -431,6 +400,7 @@ class ChildLog:
 
     def __init__(self, path: Path, limit: LogLimit) -> None:
         self.path, self._limit = path, limit
+        self._records = Records(path.name.removesuffix(".log"))
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._missing = 0
         self._file: FileIO | None = None
@@ -443,9 +413,9 @@ class ChildLog:
     async def follow(self, stream: asyncio.StreamReader, on_line: Callable[[LogLine], None]) -> None:
         """Write a process's output to the file until the process closes it, and pass on each line."""
         try:
-            async for raw in _lines(stream):
+            async for raw, cut in _lines(stream):
                 try:
-                    self._write(raw)
+                    self._write(self._records.of(raw, cut=cut))
                 except OSError as error:
                     self._missing += 1
                     if self._missing == 1:
@@ -458,10 +428,14 @@ class ChildLog:
         finally:
             self._close()
 
-    def _write(self, raw: str) -> None:
-        """Write a line, behind the number of those that are missing; leave no part of it if there is no room."""
-        note = f"{self._missing} lines are missing here, which could not be written\n" if self._missing else ""
-        content = f"{note}{raw}\n".encode()
+    def _write(self, records: Sequence[str]) -> None:
+        """Write the records of a line, behind the number of those that are missing; leave no part of them if there is no room."""
+        if not records:
+            return
+        if self._missing:
+            missing = "lines are missing here, which could not be written"
+            records = [self._records.note("warning", missing, lines=self._missing), *records]
+        content = "".join(f"{record}\n" for record in records).encode()
         file = self._open()
         size = os.fstat(file.fileno()).st_size
         if size and size + len(content) > self._limit.file_bytes:
@@ -476,8 +450,23 @@ class ChildLog:
     def _open(self) -> FileIO:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            self._file = self.path.open("a+b", buffering=0)
+            self._mend(self._file)
         return self._file
+
+    def _mend(self, file: FileIO) -> None:
+        """Make a record of the text behind the last line end of a file."""
+        start = size = file.seek(0, os.SEEK_END)
+        torn = b""
+        while start and b"\n" not in torn:
+            start = max(0, start - _CHUNK_BYTES)
+            torn = os.pread(file.fileno(), size - start, start)
+        torn = torn[torn.rfind(b"\n") + 1 :]
+        if not torn:
+            return
+        file.truncate(size - len(torn))
+        records = self._records.of(torn.decode(errors="backslashreplace"), cut=True)
+        file.write("".join(f"{record}\n" for record in records).encode())
 
     def _close(self) -> None:
         if self._file is not None:
@@ -485,41 +474,17 @@ class ChildLog:
             self._file = None
 
 
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yield lines of any length; bytes that are not UTF-8 are escaped, not dropped."""
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[tuple[str, bool]]:
+    """Yield lines of any length, each with whether it has no end; bytes that are not UTF-8 are escaped, not dropped."""
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     rest = ""
     while chunk := await stream.read(_CHUNK_BYTES):
         *whole, rest = (rest + decoder.decode(chunk)).split("\n")
         for line in whole:
-            yield line.removesuffix("\r")
+            yield line.removesuffix("\r"), False
         if len(rest) > _LINE_CHARACTERS:
-            yield rest
+            yield rest, True
             rest = ""
+    rest += decoder.decode(b"", final=True)
     if rest:
-        yield rest
-
-
-def read_line(raw: str) -> LogLine:
-    """Parse a line: JSON of our own logging, or the text of a library."""
-    if raw.startswith("{"):
-        try:
-            record = json.loads(raw)
-        except json.JSONDecodeError:
-            record = None
-        if isinstance(record, dict) and "event" in record:
-            level = LEVELS.get(str(record.get("level", "info")).lower(), LEVELS["info"])
-            event = str(record["event"])
-            return LogLine(level, _sentence(record), structured=not _LIBRARY_WARNING.match(event), kind=event)
-    found = _PLAIN_LEVEL.match(raw)
-    level = LEVELS[found.group(1).lower()] if found else LEVELS["info"]
-    source = _SOURCE.search(raw)
-    return LogLine(level, raw, structured=False, kind=source.group() if source else "")
-
-
-def _sentence(record: dict[str, object]) -> str:
-    """Return the event and its fields, followed by the traceback if there is one."""
-    fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in _HIDDEN_FIELDS)
-    sentence = f"{record['event']} {fields}".rstrip()
-    trace = record.get("exception")
-    return f"{sentence}\n{trace}" if trace else sentence
+        yield rest, True

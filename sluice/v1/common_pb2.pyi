@@ -155,6 +155,7 @@ class GetServerInfoResponse(_message.Message):
     TIME_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     MAX_WAITING_RPCS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
     service: _builtins.str
     """Program that answers: "rollout", "trainer", "orchestrator" or "weightsync"."""
     software_version: _builtins.str
@@ -189,6 +190,12 @@ class GetServerInfoResponse(_message.Message):
     def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Limit]:
         """Limits of the contracts as this release has them. What is larger is refused, or set aside, under the limit's name."""
 
+    @_builtins.property
+    def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the service waits for before it can do its work, for people; empty if it is ready. grpc.health.v1 answers NOT_SERVING for
+        "sluice.ready" meanwhile.
+        """
+
     def __init__(
         self,
         *,
@@ -204,10 +211,11 @@ class GetServerInfoResponse(_message.Message):
         time: _timestamp_pb2.Timestamp | None = ...,
         limits: _abc.Iterable[Global___Limit] | None = ...,
         max_waiting_rpcs: _builtins.int = ...,
+        waits_for: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "features", b"features", "limits", b"limits", "max_concurrent_rpcs", b"max_concurrent_rpcs", "max_message_bytes", b"max_message_bytes", "max_waiting_rpcs", b"max_waiting_rpcs", "run", b"run", "service", b"service", "services", b"services", "software_version", b"software_version", "time", b"time", "unimplemented_rpcs", b"unimplemented_rpcs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_version", b"contract_version", "features", b"features", "limits", b"limits", "max_concurrent_rpcs", b"max_concurrent_rpcs", "max_message_bytes", b"max_message_bytes", "max_waiting_rpcs", b"max_waiting_rpcs", "run", b"run", "service", b"service", "services", b"services", "software_version", b"software_version", "time", b"time", "unimplemented_rpcs", b"unimplemented_rpcs", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -525,6 +525,7 @@ class Replica(_message.Message):
     ELIGIBLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name."""
     address: _builtins.str
@@ -535,6 +536,8 @@ class Replica(_message.Message):
     """Why not, if it is not."""
     running: _builtins.int
     """Samples being generated for this run."""
+    generated_tokens: _builtins.int
+    """Tokens that it sampled since it started, for all its callers."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version that it serves."""
@@ -548,10 +551,11 @@ class Replica(_message.Message):
         eligible: _builtins.bool = ...,
         reason: _builtins.str = ...,
         running: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eligible", b"eligible", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eligible", b"eligible", "generated_tokens", b"generated_tokens", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -668,6 +672,7 @@ class RunEvent(_message.Message):
     REPLICA_CHANGED_FIELD_NUMBER: _builtins.int
     CHECKPOINT_WRITTEN_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    SETTING_CHANGED_FIELD_NUMBER: _builtins.int
     sequence_no: _builtins.int
     """Position in the order of events, from 1. An orchestrator that starts again numbers on above all earlier events, with
     a gap: a watcher that reads on from the last number it saw misses none.
@@ -704,6 +709,10 @@ class RunEvent(_message.Message):
     def load(self) -> Global___LoadReport:
         """A periodic picture of the load."""
 
+    @_builtins.property
+    def setting_changed(self) -> Global___ChangedSetting:
+        """A setting has another value, or a task in quarantine may be drawn again."""
+
     def __init__(
         self,
         *,
@@ -716,12 +725,13 @@ class RunEvent(_message.Message):
         replica_changed: Global___ReplicaChanged | None = ...,
         checkpoint_written: Global___CheckpointWritten | None = ...,
         load: Global___LoadReport | None = ...,
+        setting_changed: Global___ChangedSetting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_written", b"checkpoint_written", "evaluation_finished", b"evaluation_finished", "group_scored", b"group_scored", "kind", b"kind", "load", b"load", "replica_changed", b"replica_changed", "state_changed", b"state_changed", "step_finished", b"step_finished", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_written", b"checkpoint_written", "evaluation_finished", b"evaluation_finished", "group_scored", b"group_scored", "kind", b"kind", "load", b"load", "replica_changed", b"replica_changed", "setting_changed", b"setting_changed", "state_changed", b"state_changed", "step_finished", b"step_finished", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_written", b"checkpoint_written", "evaluation_finished", b"evaluation_finished", "group_scored", b"group_scored", "kind", b"kind", "load", b"load", "replica_changed", b"replica_changed", "sequence_no", b"sequence_no", "state_changed", b"state_changed", "step_finished", b"step_finished", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_written", b"checkpoint_written", "evaluation_finished", b"evaluation_finished", "group_scored", b"group_scored", "kind", b"kind", "load", b"load", "replica_changed", b"replica_changed", "sequence_no", b"sequence_no", "setting_changed", b"setting_changed", "state_changed", b"state_changed", "step_finished", b"step_finished", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state_changed", "group_scored", "step_finished", "evaluation_finished", "replica_changed", "checkpoint_written", "load"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state_changed", "group_scored", "step_finished", "evaluation_finished", "replica_changed", "checkpoint_written", "load", "setting_changed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1502,12 +1512,19 @@ class TrajectoryRecord(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    DRAW_TIME_FIELD_NUMBER: _builtins.int
+    SAMPLE_TIME_FIELD_NUMBER: _builtins.int
+    SCORE_TIME_FIELD_NUMBER: _builtins.int
     outcome: _tokens_pb2.TrajectoryOutcome.ValueType
     """What became of it."""
     reason: _builtins.str
     """Why it was dropped."""
     step: _builtins.int
     """Step that consumed it."""
+    environment: _builtins.str
+    """Environment of its task, by its name within the run. Empty: not known."""
     @_builtins.property
     def trajectory(self) -> _tokens_pb2.Trajectory:
         """The trajectory."""
@@ -1520,6 +1537,22 @@ class TrajectoryRecord(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Measures of the environment, by name: such as the rewards that the reward is the sum of."""
 
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the replicas that sampled it, in order, each once. Empty: not known."""
+
+    @_builtins.property
+    def draw_time(self) -> _timestamp_pb2.Timestamp:
+        """When the group was drawn that it belongs to; for people to read, as the next two."""
+
+    @_builtins.property
+    def sample_time(self) -> _timestamp_pb2.Timestamp:
+        """When its last token was there. Unset: not known."""
+
+    @_builtins.property
+    def score_time(self) -> _timestamp_pb2.Timestamp:
+        """When its reward was known, or was given up."""
+
     def __init__(
         self,
         *,
@@ -1529,10 +1562,15 @@ class TrajectoryRecord(_message.Message):
         reason: _builtins.str = ...,
         step: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        environment: _builtins.str = ...,
+        replicas: _abc.Iterable[_builtins.str] | None = ...,
+        draw_time: _timestamp_pb2.Timestamp | None = ...,
+        sample_time: _timestamp_pb2.Timestamp | None = ...,
+        score_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "trajectory", b"trajectory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "draw_time", b"draw_time", "sample_time", b"sample_time", "score_time", b"score_time", "trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "metrics", b"metrics", "outcome", b"outcome", "reason", b"reason", "step", b"step", "trajectory", b"trajectory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "draw_time", b"draw_time", "environment", b"environment", "metrics", b"metrics", "outcome", b"outcome", "reason", b"reason", "replicas", b"replicas", "sample_time", b"sample_time", "score_time", b"score_time", "step", b"step", "trajectory", b"trajectory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

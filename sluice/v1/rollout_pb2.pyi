@@ -321,6 +321,8 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    SAMPLE_TIME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's identifier."""
     tokenizer_digest: _builtins.str
@@ -341,6 +343,16 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Log-probabilities of prompt tokens 1, 2, ...; empty unless asked for."""
 
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the replicas that sampled it, in order, each once. Set by who samples through several replicas, such as an orchestrator or a
+        gateway; a replica leaves it empty, as the next one.
+        """
+
+    @_builtins.property
+    def sample_time(self) -> _timestamp_pb2.Timestamp:
+        """When the last token was there; for people to read."""
+
     def __init__(
         self,
         *,
@@ -351,10 +363,12 @@ class GenerateResponse(_message.Message):
         prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         cached_prompt_tokens: _builtins.int = ...,
         continued: _builtins.bool = ...,
+        replicas: _abc.Iterable[_builtins.str] | None = ...,
+        sample_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sample_time", b"sample_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "continued", b"continued", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "samples", b"samples", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "continued", b"continued", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "replicas", b"replicas", "request_id", b"request_id", "sample_time", b"sample_time", "samples", b"samples", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

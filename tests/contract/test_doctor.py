@@ -17,10 +17,10 @@ from trainer_double import start_double
 from sluice import file_systems
 from sluice.cli import doctor
 from sluice.cli.init_model import ModelShape, init_model
-from sluice.cli.rl import JOURNAL_FILE
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.doctor import machine, peers, settings
 from sluice.doctor.finding import Finding, State
+from sluice.run_files import JOURNAL_FILE
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")

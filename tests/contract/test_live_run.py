@@ -15,12 +15,13 @@ from test_orchestrator_run import Scene, make_scene
 
 from orchestrator_svc.journal.store import read_facts
 from sluice.cli import steer
-from sluice.cli.rl import JOURNAL_FILE, claim
+from sluice.cli.rl import claim
 from sluice.client import OrchestratorClient
 from sluice.config import ConfigError, SecurityConfig, load_run
 from sluice.rpc import SluiceError
 from sluice.rpc.client_security import ClientSecurity
 from sluice.rpc.principals import add_token
+from sluice.run_files import JOURNAL_FILE
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 

@@ -56,7 +56,7 @@ async def reports(logged: list[Any], clock: SimulatedClock, count: int = 1) -> l
 async def test_an_address_at_which_nothing_listens_is_reported_again_and_again(nobody: str) -> None:
     clock = SimulatedClock()
     with structlog.testing.capture_logs() as logged:
-        async with missing_peers_reported({"weightsync": nobody}, COMMON, clock):
+        async with missing_peers_reported({"weightsync": nobody}, COMMON, clock=clock):
             one, two, *_ = await reports(logged, clock, 2)
     assert (one["log_level"], one["peer"], one["address"]) == ("error", "weightsync", nobody)
     assert one["reason"] == "nothing listens there"
@@ -67,7 +67,7 @@ async def test_an_address_at_which_nothing_listens_is_reported_again_and_again(n
 async def test_a_name_that_does_not_resolve_is_the_reason() -> None:
     clock = SimulatedClock()
     with structlog.testing.capture_logs() as logged:
-        async with missing_peers_reported({"trainer": "no-such-host.invalid:7102"}, COMMON, clock):
+        async with missing_peers_reported({"trainer": "no-such-host.invalid:7102"}, COMMON, clock=clock):
             assert "cannot be resolved" in (await reports(logged, clock))[0]["reason"]
 
 
@@ -81,7 +81,7 @@ async def test_a_peer_that_still_loads_is_the_reason_and_one_that_serves_is_not_
         loading.set_serving(False)
         needed = {"trainer": loading.target, "weightsync": serving.target}
         with structlog.testing.capture_logs() as logged:
-            async with missing_peers_reported(needed, COMMON, clock):
+            async with missing_peers_reported(needed, COMMON, clock=clock):
                 found = await reports(logged, clock, 3)
     assert {each["peer"] for each in found} == {"trainer"}
     assert "does not serve yet" in found[0]["reason"]

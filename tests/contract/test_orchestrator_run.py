@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from orchestrator_doubles import (
 )
 from prometheus_client import REGISTRY
 from simulated_clock import SimulatedClock
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
 from orchestrator_svc import evaluation as evaluation_module
 from orchestrator_svc import training as training_module
@@ -42,11 +46,13 @@ from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.clock import CLOCK, Clock
-from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
+from sluice.config import ConfigError, FailedForGoodError, SecurityConfig, UnfinishedError
 from sluice.environments.base import Task
 from sluice.environments.processes import EnvironmentProcesses
+from sluice.metric_names import OWN_LOSS, find
 from sluice.rpc import SluiceError
 from sluice.rpc.access import INFO_SERVICE
+from sluice.rpc.channel import waits_of
 from sluice.tasks import settle
 from sluice.v1 import (
     common_pb2,
@@ -196,6 +202,7 @@ async def test_a_run_that_stays_is_served_and_scraped_after_its_end(scene) -> No
     def value(metric: str, **labels: str) -> float | None:
         return REGISTRY.get_sample_value(f"sluice_run_{metric}", labels)
 
+    started = time.time()
     running = scene.start(serve_after_end=True)
     async with scene.client() as client:
         with contextlib.suppress(SluiceError):
@@ -206,7 +213,13 @@ async def test_a_run_that_stays_is_served_and_scraped_after_its_end(scene) -> No
         assert (value("policy_number"), value("max_steps"), value("trajectories_trained_total")) == (4, 4, 16)
         assert (value("replicas", state="fit"), value("live_groups"), value("queued_batches")) == (1, 0, 0)
         assert value("replica_lag", replica=scene.replicas[0].name) >= 0
-        assert value("step_metric", name="reward/mean") is not None
+        assert value("step_metric", name="reward/mean") == value("reward_mean")
+        assert started <= value("last_step_timestamp_seconds") <= time.time()
+        assert started <= value("checkpoint_timestamp_seconds") <= time.time()
+        assert (value("checkpoint_number"), value("waits")) == (4, 0)
+        assert value("tokens_total", kind="sampled") == 8 * (2 + 3)
+        assert (value("journal_lag_seconds"), value("journal_behind")) == (0, 0)
+        assert await waits_of(scene.target, SecurityConfig()) == []
         await scene.terminate()
         async with asyncio.timeout(DEADLINE_S):
             await running
@@ -214,6 +227,8 @@ async def test_a_run_that_stays_is_served_and_scraped_after_its_end(scene) -> No
 
 
 async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
+    scene.run_dir.mkdir(parents=True)
+    (scene.run_dir / "config.toml").write_text("[trainer]\nlr = 0.5\n")
     events = scene.watch()
     report = await scene.run()
     assert (report["state"], report["steps"], report["seed"]) == ("succeeded", 4, 0)
@@ -228,7 +243,21 @@ async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
     assert len(rows) == 4
     assert {(row["completion"], row["reward"]) for row in rows} == {("ab", 0.5), ("aab", 2 / 3)}
     assert {(row["completion"], row["advantage"] > 0) for row in rows} == {("ab", False), ("aab", True)}
-    assert list((scene.run_dir / "tensorboard").iterdir())
+    shown = EventAccumulator(str(scene.run_dir / "tensorboard" / scene.run_dir.name))
+    shown.Reload()
+    (samples,) = shown.Tensors("samples")
+    text = samples.tensor_proto.string_val[0].decode()
+    assert samples.step == 1
+    assert re.findall(r"#### reward (\S+),", text) == ["0.5", "0.5", "0.6667", "0.6667"]
+    assert "<pre>\naab</pre>" in text
+    session = shown.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    settings = parse_session_start_info_plugin_data(session).hparams
+    assert settings["orchestrator.group_size"].number_value == 2
+    assert settings["trainer.lr"].number_value == 0.5, "sluice rl wrote it beside the run"
+    metrics = [json.loads(line) for line in (scene.run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = {name for values in metrics for name in values} - {"step", "time"}
+    assert set(shown.Tags()["scalars"]) == names
+    assert {name for name in names if find(name) in (None, OWN_LOSS)} == set(), "each has a row in metric_names.py"
     assert scene.trainer.checkpoints == [4]
     kinds = [event.WhichOneof("kind") for event in await events]
     assert kinds.count("step_finished") == 4

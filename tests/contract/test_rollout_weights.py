@@ -124,10 +124,14 @@ async def follow(
 
 
 async def test_each_published_version_is_taken(following):
+    assert list(following.weights.waits_for()) == [
+        "the first version of the run's weights: the trainer has published none"
+    ]
     for number in (1, 2):
         await following.until_serves(await following.publish(number))
         await following.assert_samples(number)
     await until(lambda: following.weights.status().updates == 2)
+    assert list(following.weights.waits_for()) == []
     status = await following.status()
     assert (status.updates_applied, status.last_error) == (2, "")
     assert status.last_pause.ToNanoseconds() > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 from trainer_stack import RUN, Stack, batch, settings, stack, tiny_model, trainer_config, trainer_service, trajectory
 
@@ -19,6 +21,7 @@ from sluice.batch_record import read_record_file
 from sluice.client import TrainerClient
 from sluice.config import SecurityConfig
 from sluice.digests import batch_digest, trajectory_digest
+from sluice.metric_names import OWN_LOSS, find
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version
@@ -101,15 +104,38 @@ async def test_reports_carry_what_objectives_md_lists(running: Stack) -> None:
     await running.submit(1)
     metrics = (await running.report(1)).metrics
     expected = {
-        *("loss", "grad_norm", "learning_rate", "skipped", "entropy", "mismatch_kl", "max_abs_log_difference"),
-        *("reward_mean", "reward_std", "advantage_positive", "advantage_negative", "truncate_fraction"),
-        *("effective_sample_size", "chi_square", "degenerate_groups", "truncated_trajectories", "padding_fraction"),
-        *("staleness_mean", "staleness_max", "staleness_share_ge_1", "staleness_tokens/0", "tokens", "loss_tokens"),
-        *("wait_batch_seconds", "wait_push_seconds", "idle_share", "tokens_per_second", "push_seconds", "push_bytes"),
+        *("loss", "grad_norm", "learning_rate", "skipped_steps", "entropy", "mismatch_kl", "max_abs_log_difference"),
+        *("advantage_positive", "advantage_negative", "truncate_fraction", "trajectories", "missing_rewards"),
+        *("effective_sample_size", "chi_square", "packing_efficiency", "tokens", "loss_tokens"),
+        *("wait_batch_seconds", "wait_push_seconds", "tokens_per_s"),
         *("weights/diff_s", "weights/push_s", "weights/commit_s", "weights/bytes_sent", "weights/dense_bytes"),
     }
     assert expected <= set(metrics)
-    assert metrics["reward_mean"] == 0.5
+    named = {name if name.startswith("weights/") else f"trainer/{name}" for name in metrics}
+    assert {name for name in named if find(name) in (None, OWN_LOSS)} == set(), (
+        "each has a row in sluice/metric_names.py"
+    )
+
+
+async def test_steps_and_checkpoints_are_shown_to_prometheus(running: Stack) -> None:
+    def value(metric: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"sluice_trainer_{metric}", labels) or 0.0
+
+    started, tokens, steps = (
+        time.time(),
+        value("tokens_total", kind="all"),
+        value("phase_seconds_count", phase="forward"),
+    )
+    await running.submit(1)
+    metrics = (await running.report(1)).metrics
+    await running.client.save_checkpoint(RUN)  # after the step, whatever of it comes behind its report
+    assert value("tokens_total", kind="all") - tokens == metrics["tokens"]
+    assert value("phase_seconds_count", phase="forward") - steps == 1
+    assert value("phase_seconds_count", phase="wait_batch") >= 1
+    assert value("grad_norm") == pytest.approx(metrics["grad_norm"])
+    assert value("peak_memory_bytes") == metrics["peak_memory_bytes"] > 1 << 20
+    assert started <= value("last_step_timestamp_seconds") <= value("checkpoint_timestamp_seconds") <= time.time()
+    assert value("checkpoints_total", outcome="written") >= 1
 
 
 async def test_a_repeated_batch_is_answered_and_trained_once(running: Stack) -> None:
@@ -247,7 +273,6 @@ async def test_stale_trajectories_are_dropped_and_answered(running: Stack) -> No
     report = await running.report(5)
     assert reasons(report) == ["TRAINED"] * 3
     assert [result.trained_tokens for result in report.results] == [4, 6, 6]
-    assert report.metrics["staleness_max"] == 1
 
 
 async def test_on_policy_training_takes_only_tokens_of_the_present_weights(running: Stack) -> None:
@@ -267,7 +292,7 @@ async def test_a_step_that_is_not_finite_is_skipped_and_counted(running: Stack) 
     report = await running.report(1)
     assert report.skipped
     assert reasons(report) == ["NON_FINITE_STEP"] * 4
-    assert report.metrics["skipped"] == 1
+    assert report.metrics["skipped_steps"] == 1
     for name, tensor in running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype).items():
         assert torch.equal(tensor, before[name])
     state = await running.client.state(RUN)

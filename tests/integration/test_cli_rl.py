@@ -259,6 +259,7 @@ def test_ctrl_c_stops_everything_and_the_run_is_resumed_ends_by_itself_and_is_no
     assert run.report()["steps"] == steps
     logs = {path.name for path in (run.directory / "logs").iterdir()}
     assert logs == {"rollout-0.log", "rollout-1.log", "trainer.log", "orchestrator.log", "weightsync.log"}
+    assert all({"event", "timestamp"} <= json.loads(line).keys() for line in run.logs().splitlines())
 
     again = started("--orchestrator.max-steps", "3")
     assert again.end() == 2

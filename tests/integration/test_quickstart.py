@@ -10,6 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 from supervised import LIMIT_S
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
+from sluice.metric_names import OWN_LOSS, find
 
 ROOT = Path(__file__).parents[2]
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
@@ -36,6 +40,14 @@ def test_the_quickstart_writes_a_model_a_report_and_every_file_that_it_names(tmp
     assert (directory / "weights" / "v1.4" / "model.safetensors").exists()
     for name in ("reward.png", "tensorboard", "trajectories", "config.toml", "logs/trainer.log"):
         assert (directory / name).exists(), name
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    names = {name for values in metrics for name in values} - {"step", "time"}
+    assert {name for name in names if find(name) in (None, OWN_LOSS)} == set(), "each has a row in metric_names.py"
+    shown = EventAccumulator(str(directory / "tensorboard" / "quickstart"))
+    shown.Reload()
+    assert set(shown.Tags()["scalars"]) == names
+    session = shown.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    assert parse_session_start_info_plugin_data(session).hparams["trainer.lr"].number_value > 0
     for expected in ("before RL", "after RL", "tensorboard --logdir", "reward.png", "v1.4"):
         assert expected in done.stdout
 

@@ -12,6 +12,7 @@ import pytest
 import sluice
 from sluice import training
 from sluice.errors import ConfigError
+from sluice.supervise.log_records import Records
 
 SCRIPT = """
 import json, sys
@@ -95,7 +96,11 @@ def test_a_wrong_setting_is_the_reason_and_no_logs_are_named_that_there_are_not(
 
 def test_the_reason_of_a_run_that_failed_is_that_of_its_report_or_of_the_service_that_ended_it(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "orchestrator.log").write_text('{"event": "x"}\nsluice: no tasks: raised\n  File "env.py"\n')
+    written = Records("orchestrator")
+    lines = ['{"event": "x"}', "sluice: no tasks: raised", '  File "env.py"']
+    (tmp_path / "logs" / "orchestrator.log").write_text(
+        "".join(f"{each}\n" for line in lines for each in written.of(line))
+    )
     assert training._reason_in(tmp_path, 0.0) == 'no tasks: raised\n  File "env.py"'
     (tmp_path / "report.json").write_text('{"error": "every task is in quarantine"}')
     assert training._reason_in(tmp_path, 0.0) == "every task is in quarantine"

@@ -93,7 +93,7 @@ def test_what_is_measured_is_compared_with_the_bound_of_its_level() -> None:
     step = {
         "time/step_s": 8.0,
         "trainer/tokens": 10.0,
-        "trainer/tokens_per_second": 2.0,
+        "trainer/tokens_per_s": 2.0,
         "load/trainer_idle": 0.25,
         "load/rollout_idle": 0.5,
         "staleness/mean": 1.5,

@@ -65,7 +65,7 @@ def test_the_critic_learns_alone_and_then_beside_the_policy(update: PolicyUpdate
     assert [each["critic/warmup"] for each in reports] == [1, 1, 0]
     assert [each["optimizer_steps"] for each in reports] == [0, 0, 4]
     assert [each["learning_rate"] for each in reports] == [0, 0, 1e-3]
-    assert [each["skipped"] for each in reports] == [0, 0, 0]
+    assert [each["skipped_steps"] for each in reports] == [0, 0, 0]
     assert reports[1]["critic/value_error"] < reports[0]["critic/value_error"]
     for each in reports:
         assert each["mismatch_kl"] == pytest.approx(0.0, abs=1e-6), "the policy that sampled"

@@ -11,8 +11,9 @@ import pytest
 
 from orchestrator_svc import eval_command
 from sluice.cli.main import run_service
-from sluice.cli.rl import JOURNAL_FILE, run
+from sluice.cli.rl import run
 from sluice.config import ConfigError
+from sluice.run_files import JOURNAL_FILE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import structlog
+from prometheus_client import REGISTRY
 from simulated_clock import SimulatedClock
 
 from sluice.clock import CLOCK, Clock
@@ -327,6 +328,8 @@ async def test_processes_that_only_die_are_given_up(tmp_path) -> None:
         with pytest.raises(EnvironmentFailedError, match=r"died 4 times in a row .*exit code 5") as given_up:
             await environment.messages(TASK)
         assert (given_up.value.reason, given_up.value.culprit) == (Reason.GIVEN_UP, False)
+        (waits,) = environment.waits_for()
+        assert "given up" in waits
 
 
 async def test_hung_calls_alone_never_end_the_environment(clock, logs) -> None:
@@ -346,6 +349,22 @@ async def test_calls_that_kill_their_process_never_end_the_environment() -> None
         assert await environment.score(TASK, ["exit", "kill", "segfault", "exit"]) == [None] * 4
         assert environment.processes_ended == {Reason.DIED: 5}
         assert await environment.score(TASK, ["a"]) == [1.0]
+
+
+async def test_calls_and_restarts_are_counted_by_environment_and_outcome() -> None:
+    def counted(metric: str, **labels: str) -> float:
+        labels = {"environment": environment.name, **labels}
+        return REGISTRY.get_sample_value(f"sluice_environment_{metric}", labels) or 0.0
+
+    async with pool("Single", count=1, score_retries=0, max_restarts=2) as environment:
+        names = [("calls_total", {"outcome": "ok"}), ("calls_total", {"outcome": "died"})]
+        names += [("call_seconds_count", {}), ("processes_restarts_total", {})]
+        before = [counted(name, **labels) for name, labels in names]
+        assert await environment.score(TASK, ["a"]) == [1.0]
+        assert await environment.score(TASK, ["exit"]) == [None]
+        assert list(environment.waits_for()) == []
+        after = [counted(name, **labels) for name, labels in names]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1, 2, 1]
 
 
 async def test_deaths_that_a_call_is_charged_with_do_not_count_and_do_not_delay() -> None:

@@ -87,7 +87,7 @@ def test_compose_starts_a_service_with_settings_that_it_takes(name: str, monkeyp
     command = [_interpolated(word) for word in COMPOSE[name]["command"]]
     server = load_run(command[1:], service=command[0]).section(command[0]).server
     assert not is_local(server.host), "other containers reach it"
-    assert COMPOSE[name]["healthcheck"]["test"][3] == f"localhost:{server.port}"
+    assert COMPOSE[name]["healthcheck"]["test"][-3] == f"localhost:{server.port}"
     for published in map(_interpolated, COMPOSE[name].get("ports", [])):
         address, _outside, inside = published.split(":")
         assert address == "127.0.0.1"

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from sluice.cli.live_view import RateLimit, RunProgress, RunView, render, sparkline, step_line
 from sluice.cli.rl import report_failure
-from sluice.supervise.supervisor import ChildState, Ending, LogLine, Outcome
+from sluice.supervise.log_records import LogLine
+from sluice.supervise.supervisor import ChildState, Ending, Outcome
 from sluice.v1 import orchestrator_pb2 as pb
 
 

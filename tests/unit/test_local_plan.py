@@ -15,10 +15,10 @@ from tiny_policy import tiny_model
 
 from sluice.cli import rl
 from sluice.cli.live_view import RunView
-from sluice.cli.rl import claim, describe_finished, newest_checkpoint, run_on_free_ports, write_settings
+from sluice.cli.rl import claim, describe_finished, listed_metrics, newest_checkpoint, run_on_free_ports, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.plan import Machines, Part, Plan, Purpose, make_plan
-from sluice.plan.local import HOSTS, child_environment, child_specs, on_free_ports, unused_ports
+from sluice.plan.local import HOSTS, child_environment, child_specs, metrics_targets, on_free_ports, unused_ports
 from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK
@@ -45,6 +45,34 @@ def test_every_child_has_a_port_of_its_own(tmp_path: Path) -> None:
     ports = [port.number for place in plan.places for port in place.ports]
     assert len(set(ports)) == len(ports) == 6 + 3
     assert len(plan.peers(HOSTS).rollout) == 3
+
+
+def test_with_metrics_ports_each_service_has_one_and_prometheus_can_find_it(tmp_path: Path) -> None:
+    assert metrics_targets(local(a_run(tmp_path)), a_run(tmp_path)) == []
+    run = a_run(tmp_path, "--metrics-ports", "true", "--trainer.server.metrics-port", "7999")
+    plan = local(run, replicas=2)
+    found = metrics_targets(plan, run)
+    labels = {each["labels"]["replica"]: each["labels"] for each in found}
+    assert labels["rollout-1"] == {"run": "r", "service": "rollout", "replica": "rollout-1", "__scheme__": "http"}
+    assert set(labels) == {"weightsync", "trainer", "rollout-0", "rollout-1", "orchestrator"}
+    addresses = {each["labels"]["replica"]: each["targets"] for each in found}
+    assert addresses["trainer"] == ["127.0.0.1:7999"]
+    assert len({target for targets in addresses.values() for target in targets}) == 5
+    flags = children(run, plan, tmp_path)["rollout-1"].argv
+    assert flags[flags.index("--server.metrics-port") + 1] == addresses["rollout-1"][0].rpartition(":")[2]
+    tls = run.model_copy(update={"security": run.security.model_copy(update={"tls_cert": tmp_path})})
+    assert metrics_targets(plan, tls)[0]["labels"]["__scheme__"] == "https"
+
+
+def test_the_list_for_prometheus_is_there_while_the_run_lasts(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--metrics-ports", "true")
+    plan, path = local(run), tmp_path / "r.metrics_targets.json"
+    with listed_metrics(plan, run) as count:
+        assert count == len(json.loads(path.read_text())) == 4
+    assert not path.exists()
+    run = a_run(tmp_path)
+    with listed_metrics(local(run), run) as count:
+        assert (count, path.exists()) == (0, False)
 
 
 def test_the_logs_of_the_children_are_as_large_as_the_settings_allow(tmp_path: Path) -> None:

@@ -39,12 +39,21 @@ PACKAGES = (
 )
 
 PLACEHOLDERS = frozenset(
-    {"RUN", "NAME", "HOST", "PORT", "FILE", "DIRECTORY", "SERVICE", "EPISODE", "TASK", "REQUEST_ID"}
+    {"RUN", "NAME", "HOST", "PORT", "FILE", "DIRECTORY", "SERVICE", "EPISODE", "TASK", "REQUEST_ID", "FACT"}
 )
 """Capital words of the pages that stand for something."""
 
 OF_OTHERS = frozenset(
-    {"CAP_SYS_PTRACE", "OMP_NUM_THREADS", "SHM_SIZE", "SIGKILL", "SLUICE_LOG_LEVEL", "SMALL", "TOP_P"}
+    {
+        "CAP_SYS_PTRACE",
+        "OMP_NUM_THREADS",
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        "SHM_SIZE",
+        "SIGKILL",
+        "SLUICE_LOG_LEVEL",
+        "SMALL",
+        "TOP_P",
+    }
 )
 """Capital words that are no reasons: signals, variables, words of commands."""
 
@@ -304,7 +313,7 @@ def test_every_reason_exists() -> None:
     assert named - reasons() - PLACEHOLDERS == OF_OTHERS
 
 
-PROGRAMS = frozenset({"cat", "df", "docker", "du", "fuser", "gdb", "grep", "journalctl", "kill", "kubectl", "ls"})
+PROGRAMS = frozenset({"cat", "df", "docker", "du", "fuser", "gdb", "grep", "journalctl", "jq", "kill", "kubectl", "ls"})
 PROGRAMS |= {"orchestrator.environment_args", "py-spy", "scontrol", "sluice", "tail"}
 """First words of code that is no message."""
 

@@ -183,7 +183,7 @@ async def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
     )
     late = journal_pb2.DroppedTrajectories(trajectory_ids=["g2-0"])
     applied = journal_pb2.BatchApplied(trained=["g1-0", "g1-1"], dropped={"STALE": late})
-    summary = await summarise(step, applied, records, lineage, max_staleness=2)
+    summary = await summarise(step, applied, records, lineage, 2, is_solved=lambda _, reward: reward >= 1)
     assert (summary.trained, summary.dropped) == (2, {"STALE": 1})
     assert summary.metrics["staleness/tokens_at_0"] == 7
     assert summary.metrics["staleness/tokens_at_2"] == 1

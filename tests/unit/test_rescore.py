@@ -57,6 +57,17 @@ def run(tmp_path: Path) -> Path:
             for n, word in enumerate(words)
         ]
         (directory / f"trajectories/step_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # What never reached a batch lies beside them, and is none of the run's steps.
+    lost = {
+        "step": None,
+        "trajectory_id": "g3-0",
+        "group_id": "g3",
+        "task_id": "train-7-1",
+        "completion": "f",
+        "reward": 9.0,
+    }
+    for name in ("dropped.jsonl", "dropped.1.jsonl"):
+        (directory / f"trajectories/{name}").write_text(json.dumps(lost) + "\n")
     return directory
 
 

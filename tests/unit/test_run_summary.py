@@ -74,17 +74,35 @@ def test_the_command_shows_the_mix_the_pools_and_the_tasks_in_quarantine(tmp_pat
 def test_the_command_says_what_was_set_aside_and_why(tmp_path: Path, capsys) -> None:
     (tmp_path / report.METRICS_FILE).write_text('{"step": 1, "reward/mean": 0.5}\n')
     said = {"REWARDS_UNFIT": {"trajectories": 8, "problem": "maxrl needs rewards of at least 0"}}
-    (tmp_path / report.REPORT_FILE).write_text(json.dumps({"set_aside": said}))
+    (tmp_path / "report.json").write_text(json.dumps({"set_aside": said}))
     assert report.run([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "set aside, because it can never be trained" in shown
     assert all(each in shown for each in ("REWARDS_UNFIT", "8", "maxrl needs rewards of at least 0"))
 
 
-def test_a_run_with_one_environment_and_nothing_to_tell_has_no_further_tables(tmp_path: Path) -> None:
-    assert report.report_tables(tmp_path) == []
-    (tmp_path / "report.json").write_text(json.dumps({"environments": [environment("only")]}))
-    assert report.report_tables(tmp_path) == []
+def test_the_command_says_what_was_wrong_at_the_end_and_what_to_do(tmp_path: Path, capsys) -> None:
+    (tmp_path / report.METRICS_FILE).write_text('{"step": 1, "reward/mean": 0.5}\n')
+    found = {
+        "rule": "reward",
+        "level": "broken",
+        "since_step": 7,
+        "what": "it fell",
+        "remedy": "Go back.",
+        "active": True,
+    }
+    (tmp_path / "report.json").write_text(
+        json.dumps({"findings": [found, {**found, "rule": "length", "active": False}]})
+    )
+    assert report.run([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "BROKEN reward since step 7: it fell. Go back." in shown
+    assert "length" not in shown
+
+
+def test_a_run_with_one_environment_and_nothing_to_tell_has_no_further_tables() -> None:
+    assert report.report_tables({}) == []
+    assert report.report_tables({"environments": [environment("only")]}) == []
 
 
 @pytest.mark.parametrize("content", [None, ""])

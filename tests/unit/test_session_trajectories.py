@@ -84,6 +84,18 @@ def test_a_linear_episode_is_one_trajectory_as_our_own_workflows_make_it():
     assert record.beginning is None
 
 
+def test_a_branch_names_the_replicas_of_its_own_turns_and_when_its_last_token_was_there():
+    first, second = forked()
+    other = generation("c", [1, 2, 3, 4, 5], [9], parent="a/0")
+    for place, (each, replica) in enumerate([(first, "r0"), (second, "r1"), (other, "r0")], 1):
+        each.response.replicas.append(replica)
+        each.response.sample_time.FromSeconds(place)
+    found = [each.whole() for each in built([first, second, other], {EPISODE: 1.0}).records]
+    assert [list(each.replicas) for each in found] == [["r0", "r1"], ["r0", "r1"], ["r0"]]
+    assert [each.sample_time.seconds for each in found] == [2, 2, 3]
+    assert not built(forked()).records[0].own.HasField("sample_time")  # a gateway of an earlier release does not say it
+
+
 def test_a_token_is_trained_in_the_first_branch_that_holds_it_and_context_in_the_others():
     first, second = (each.whole_trajectory() for each in built(forked(), {EPISODE: 1.0}).records)
     assert (first.trajectory_id, second.trajectory_id) == ("g7-0.0", "g7-0.1")

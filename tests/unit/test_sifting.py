@@ -103,7 +103,6 @@ def test_a_masked_episode_counts_in_its_groups_statistics_and_in_nothing_else() 
     batch = judge(samples, header, Lineage().begin(1, BASE), ObjectiveConfig().resolved, [b""] * 3)
     assert [each.reason for each in batch.decisions] == ["", "", "MASKED"]
     assert [each.advantages.max().item() for each in batch.sequences] == pytest.approx([1 / 3, 1 / 3])
-    assert batch.metrics["truncated_trajectories"] == 1
     assert sum(int(each.loss_mask.sum()) for each in batch.sequences) == 8
 
 

@@ -265,11 +265,11 @@ def test_each_row_has_an_answer_of_its_own() -> None:
     ]
 
 
-def test_the_age_histogram_counts_the_tokens_that_enter_the_loss() -> None:
-    metrics = consumed(sample("a", versions=[(0, 4), (1, 5)]), sample("b", versions=[(0, 2)])).metrics
-    assert (metrics["staleness_tokens/0"], metrics["staleness_tokens/1"]) == (3, 1)
-    assert metrics["staleness_max"] == 1
-    assert metrics["staleness_mean"] == metrics["staleness_share_ge_1"] == 0.25
+def test_the_oldest_token_of_a_batch_is_one_that_enters_the_loss() -> None:
+    result = consumed(sample("a", versions=[(0, 4), (1, 5)]), sample("b", versions=[(0, 2)]))
+    assert [each.ages.tolist() for each in result.decisions] == [[1, 0, 0, 0], []]
+    assert result.oldest == 1
+    assert consumed(sample("b", versions=[(0, 2)])).oldest == 0
 
 
 @given(
@@ -293,15 +293,6 @@ def test_no_token_beyond_the_bound_is_ever_trained(
     assert len(result.decisions) == len(samples), "every trajectory has an answer"
     for decision in result.decisions:
         assert (decision.sequence is None) == bool(decision.reason)
-
-
-@pytest.mark.parametrize("advantage", [None, 1.0])
-def test_groups_without_a_signal_are_counted_whoever_estimated_the_advantages(advantage: float | None) -> None:
-    equal = [sample(name, group="equal", advantage=advantage) for name in "ab"]
-    told = [sample(name, group="told", advantage=advantage, reward=float(name == "c")) for name in "cd"]
-    stale = sample("e", group="stale", advantage=advantage, versions=[(0, 0)])
-    metrics = consumed(*equal, *told, stale).metrics
-    assert (metrics["groups"], metrics["degenerate_groups"]) == (2, 1)
 
 
 def test_rewards_that_the_estimator_cannot_take_are_refused_only_where_it_has_to_run() -> None:

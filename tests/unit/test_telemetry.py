@@ -123,7 +123,7 @@ def test_curves_go_to_json_lines_and_tensorboard_and_are_continued(tmp_path):
             writer.write(step, {"reward/mean": step / 4, "loss": math.nan})
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["reward/mean"], line["loss"]) for line in written] == [(1, 0.25, None), (2, 0.5, None)]
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "run"))
     events.Reload()
     assert {(event.step, event.value) for event in events.Scalars("reward/mean")} == {(1, 0.25), (2, 0.5)}
     assert all(math.isnan(event.value) for event in events.Scalars("loss"))

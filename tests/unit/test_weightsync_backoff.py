@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,6 +18,8 @@ from weightsync_stack import RESOURCE, running_stack
 from sluice.backoff import Backoff
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync import relay
+from weightsync.receive import pull
 from weightsync.receive.pull import PullError, PullLimits, pull_shard
 from weightsync.relay import FetchError, fetch_version
 
@@ -72,16 +75,18 @@ async def test_a_relay_waits_for_its_upstream_no_longer_than_an_engine_for_its_s
         async def sleep(seconds: float) -> None:
             pauses.append(seconds)
 
-        monkeypatch.setattr(asyncio, "sleep", sleep)
+        # Only theirs: a server that looks at its readiness each second would never let go of the loop.
+        for module in (pull, relay):
+            monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
         unreachable: Any = Unreachable()
         manifest = pb.Manifest(run=RESOURCE, version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ANCHOR)
         shard = manifest.shards.add(name="model", size_bytes=100)
         with pytest.raises(PullError):
             await pull_shard(unreachable, manifest, shard, Nowhere(), threads=stack.runs.threads, limits=limits)
         engine, pauses = pauses, []
-        pull = partial(pull_shard, unreachable, threads=stack.runs.threads, limits=limits)
+        upstream = partial(pull_shard, unreachable, threads=stack.runs.threads, limits=limits)
         with pytest.raises(FetchError):
-            await fetch_version(stack.runs, run, manifest, pull)
+            await fetch_version(stack.runs, run, manifest, upstream)
         monkeypatch.undo()
     assert len(pauses) == len(engine) == limits.attempts - 1
     assert max(pauses) <= 5

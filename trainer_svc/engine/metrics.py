@@ -51,6 +51,10 @@ DENSE_BF16_TFLOPS = {
 The first name that matches counts."""
 
 
+_NOT_FLAT = frozenset({"seconds", "sums", "measured", "peak_flops", "skipped", "padding_fraction"})
+"""Fields of `StepMetrics` that are no metric under their own name."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """The report of one step, over all ranks.
@@ -101,11 +105,14 @@ class StepMetrics:
         return found
 
     def as_flat(self) -> dict[str, float]:
-        """Return the finite numbers by name; seconds as ``seconds/name``, measured metrics under their own names."""
+        """Return the finite numbers by name; seconds as ``seconds/name``, measured metrics under their own names.
+
+        What another name says already is left out: `skipped` (`skipped_steps`), `padding_fraction` (`packing_efficiency`).
+        """
         flat: dict[str, float] = {f"seconds/{name}": each for name, each in self.seconds.items()}
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("seconds", "sums", "measured", "peak_flops") and value is not None:
+            if each.name not in _NOT_FLAT and value is not None:
                 flat[each.name] = float(value)
         flat |= self.throughput | dict(self.measured)
         return {name: value for name, value in flat.items() if math.isfinite(value)}

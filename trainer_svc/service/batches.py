@@ -53,9 +53,6 @@ CRITIC_WARMUP = "CRITIC_WARMUP"
 RETIRED_EPOCH = "RETIRED_EPOCH"
 STALE = "STALE"
 
-HISTOGRAM_BINS = 16
-"""Ages counted one by one. Older tokens share the last bin, so that a report stays small."""
-
 Ages = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
@@ -101,15 +98,11 @@ class Decision:
 class Batch:
     """An accepted batch.
 
-    Its metrics, for the step's report:
+    Its metrics, for the step's report. What the orchestrator reports of a batch (rewards, groups, lengths, staleness) is not
+    among them:
 
-        trajectories, truncated_trajectories, missing_rewards    of the batch as it came
+        trajectories, missing_rewards                            of the batch as it came
         multi_version_trajectories                               whose tokens were sampled by several versions
-        reward_mean, reward_std                                  over episodes with a reward
-        groups, degenerate_groups                                if the header names an estimator that needs only rewards: groups
-                                                                 with a reward, and those of them whose rewards are all equal
-        staleness_mean, staleness_max, staleness_share_ge_1      over the tokens that enter the loss, in versions
-        staleness_tokens/<age>                                   tokens of this age; the last bin also counts older ones
         dropped_trajectories/<reason>, dropped_tokens/<reason>   not trained, by cause
 
     Attributes:
@@ -128,6 +121,11 @@ class Batch:
     def target(self) -> Version:
         """Version that applying it produces."""
         return Version.from_proto(self.header.target_version)
+
+    @property
+    def oldest(self) -> int:
+        """Greatest staleness of a token that enters the loss, in versions; 0 if there is none."""
+        return max((int(each.ages.max(initial=0)) for each in self.decisions), default=0)
 
     @property
     def content_digest(self) -> str:
@@ -485,11 +483,9 @@ def judge(
     now = applied_to(header)
     objectives = {"": objective, **named}
     decisions = [_judge(each, header, now, lineage, objectives[each.sequence.objective]) for each in samples]
-    metrics = _batch_metrics(samples)
     if objective.runs_estimator:
         decisions = [_without_reward(each) if _lacks_reward(each.sequence) else each for each in decisions]
     elif header.advantage_estimator or header.estimated_groups:
-        metrics |= _group_metrics([each.sample for each in decisions if not _is_late(each)])
         decisions = _estimated(decisions, _estimators(header, samples))
     rows = [decision.sequence for decision in decisions if decision.sequence is not None]
     facts = {
@@ -503,7 +499,7 @@ def judge(
         digests=tuple(digests),
         sequences=tuple(rows),
         decisions=tuple(decisions),
-        metrics=metrics | _staleness_metrics(decisions) | _drop_metrics(decisions),
+        metrics=_batch_metrics(samples) | _drop_metrics(decisions),
     )
 
 
@@ -619,39 +615,12 @@ def _episodes(samples: Rows[Sample]) -> list[Episode]:
 
 
 def _batch_metrics(samples: Rows[Sample]) -> dict[str, float]:
-    """Describe the batch as it arrived; a reward counts once per episode."""
-    rewards = [each.reward for each in _episodes(samples)]
-    given = np.array([reward for reward in rewards if reward is not None])
-    metrics = {
+    """Describe the batch as it arrived; a missing reward counts once per episode."""
+    return {
         "trajectories": float(len(samples)),
-        "truncated_trajectories": float(sum(sample.sequence.truncated for sample in samples)),
-        "missing_rewards": float(len(rewards) - len(given)),
+        "missing_rewards": float(sum(each.reward is None for each in _episodes(samples))),
         "multi_version_trajectories": float(sum(len(sample.spans) > 1 for sample in samples)),
     }
-    if given.size:
-        metrics |= {"reward_mean": float(given.mean()), "reward_std": float(given.std())}
-    return metrics
-
-
-def _group_metrics(samples: Rows[Sample]) -> dict[str, float]:
-    rewards: dict[str, set[float]] = {}
-    for episode in _episodes(samples):
-        if episode.reward is not None:
-            rewards.setdefault(episode.group_id, set()).add(episode.reward)
-    return {"groups": float(len(rewards)), "degenerate_groups": float(sum(len(each) == 1 for each in rewards.values()))}
-
-
-def _staleness_metrics(decisions: Rows[Decision]) -> dict[str, float]:
-    """Return the age histogram of the tokens that enter the loss."""
-    ages = np.concatenate([decision.ages for decision in decisions]) if decisions else np.zeros(0, dtype=np.int64)
-    if not ages.size:
-        return {"staleness_max": 0.0}
-    counts = np.bincount(np.minimum(ages, HISTOGRAM_BINS), minlength=1)
-    return {
-        "staleness_mean": float(ages.mean()),
-        "staleness_max": float(ages.max()),
-        "staleness_share_ge_1": float((ages >= 1).mean()),
-    } | {f"staleness_tokens/{age}": float(count) for age, count in enumerate(counts)}
 
 
 def _drop_metrics(decisions: Rows[Decision]) -> dict[str, float]:

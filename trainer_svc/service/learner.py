@@ -359,7 +359,7 @@ class Learner:
     def _advise(self, metrics: StepMetrics, batch: Batch) -> None:
         """Warn once about each setting that a step shows to be a poor choice."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self.publish_dtype)
-        oldest = int(batch.metrics["staleness_max"])
+        oldest = batch.oldest
         objective = self.update.objective.resolved
         advices = (
             bypass_warning(objective, metrics.measured, bf16=rounds, staleness=oldest),

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import grpc
 import structlog
-from prometheus_client import Counter, Histogram, Metric
+from prometheus_client import Metric
 
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
@@ -25,17 +25,10 @@ from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
 from trainer_svc.service.admission import Admission, Ticket
 from trainer_svc.service.batches import Batch
 from trainer_svc.service.learner import Applied, ComputeThread, Learner, Restored
+from trainer_svc.service.metrics import SKIPPED_STEPS, STEP_SECONDS, WAITED_SECONDS, observe_checkpoint, observe_step
 from trainer_svc.service.publication import PolicyPublisher, Publication
 from trainer_svc.service.rank_group import OUT_OF_STEP
 from weightsync.publisher import PushReport
-
-STEP_SECONDS = Histogram(
-    "sluice_trainer_step_seconds",
-    "Time to apply a batch, without its publication.",
-    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800),
-)
-WAITED_SECONDS = Counter("sluice_trainer_waited_seconds", "Time in which the trainer had no batch.")
-SKIPPED_STEPS = Counter("sluice_trainer_skipped_steps", "Optimizer steps skipped: loss or gradient not finite.")
 
 log = structlog.get_logger(__name__)
 
@@ -93,6 +86,13 @@ class Trainer:
         """Why the epoch ended, or why the last checkpoint was not written; empty if neither happened."""
         return str(self._failure) if self._failure is not None else self.checkpoints.last_error
 
+    def waits_for(self) -> Iterator[str]:
+        """Yield what an orchestrator has to do before the trainer trains."""
+        if self._failure is not None:
+            yield f"an orchestrator that begins a newer epoch, since training stopped: {self._failure.reason}"
+        elif self._training is None:
+            yield "an orchestrator that begins an epoch"
+
     @property
     def published(self) -> Version | None:
         """Newest version that weight sync has committed in this epoch."""
@@ -118,6 +118,7 @@ class Trainer:
                 published.number,
             ),
             ("queued_batches", "Batches accepted that are not applied.", self.admission.queued),
+            ("max_queued_batches", "Most batches that may wait.", self.config.queue_batches),
         ):
             yield gauge(f"sluice_trainer_{name}", text, float(value))
         steps = float(self.learner.optimizer_steps)
@@ -344,11 +345,14 @@ class Trainer:
             if pushing is not None:
                 await asyncio.wait({pushing})  # its failure ends the group; its deadline bounds the wait
             push_wait_s = perf_counter() - waiting
+            comparing = perf_counter()
             offer = await self._compute.run(
                 partial(self.learner.encode, self._publisher, self.config.deadlines.push_s),
                 deadline_s=self.config.deadlines.step_s,
                 what="comparing the weights with the version before",
             )
+            compare_s = perf_counter() - comparing
+            observe_step(applied.metrics, {"wait_batch": waited_s, "wait_push": push_wait_s, "compare": compare_s})
             pushing = pushes.create_task(self._publication.publish(offer))
             every = self.config.checkpoint.every_steps
             if every and version.number % every == 0:
@@ -489,6 +493,7 @@ class CheckpointWriter:
 
     def _note(self, error: BaseException | None) -> None:
         self.last_error = "" if error is None else str(error)
+        observe_checkpoint(written=error is None)
         if error is not None:
             log.error("checkpoint failed; training continues", error=str(error), exc_info=error)
 
@@ -505,10 +510,7 @@ def _step_report(
     with ``/`` before a table's key), and:
 
         wait_batch_seconds, wait_push_seconds     for this batch; for the push of an earlier version
-        idle_share                                both waits' share of waits and step
-        tokens_per_second                         tokens of the trained rows, prompts included, per second of step
-        push_seconds, push_bytes                  the last push that ended, its commit included
-        weights/diff_s, /push_s, /commit_s        its parts: comparing with the version before, sending, committing
+        weights/diff_s, /push_s, /commit_s        the last push that ended: comparing with the version before, sending, committing
         weights/bytes_sent, /dense_bytes          what travelled, and what a dense copy has
         weights/changed_fraction                  values that differ from the version before, of those compared
         weights/delta                             1 if the difference travelled, 0 for whole tensors
@@ -520,24 +522,13 @@ def _step_report(
         push_wait_s: Seconds until the push of an earlier version had ended.
         pushed: The last push that ended; None before the first.
     """
-    idle_s = batch_wait_s + push_wait_s
-    tokens = applied.metrics.tokens if applied.metrics is not None else 0
     of_step = dict(applied.metrics.as_flat()) if applied.metrics is not None else {}
     for name in of_step.keys() & batch.metrics.keys():
         if name.startswith("dropped_tokens/"):  # some were dropped on arrival, further ones in the step
             of_step[name] += batch.metrics[name]
-    metrics = {
-        **batch.metrics,
-        **of_step,
-        "wait_batch_seconds": batch_wait_s,
-        "wait_push_seconds": push_wait_s,
-        "idle_share": idle_s / (idle_s + applied.seconds),
-        "tokens_per_second": tokens / applied.seconds,
-    }
+    metrics = {**batch.metrics, **of_step, "wait_batch_seconds": batch_wait_s, "wait_push_seconds": push_wait_s}
     if pushed is not None:
         metrics |= {
-            "push_seconds": pushed.push_s + pushed.commit_s,
-            "push_bytes": float(pushed.bytes_sent),
             "weights/diff_s": pushed.diff_s,
             "weights/push_s": pushed.push_s,
             "weights/commit_s": pushed.commit_s,
@@ -551,7 +542,8 @@ def _step_report(
         version=str(batch.target),
         seconds=round(applied.seconds, 3),
         skipped=applied.record.skipped,
-        **{name: round(metrics[name], 4) for name in ("loss", "reward_mean", "staleness_max") if name in metrics},
+        staleness_max=batch.oldest,
+        **{name: round(metrics[name], 4) for name in ("loss", "grad_norm") if name in metrics},
     )
     report = _recorded(applied.record)
     report.metrics.update({name: value for name, value in metrics.items() if math.isfinite(value)})

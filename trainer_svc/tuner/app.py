@@ -39,7 +39,7 @@ async def serve(common: CommonConfig, config: TunerConfig) -> None:
     )
     servicer = TrainingServicer(f"runs/{common.run}", lambda: tuner)
     server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, servicer, SERVICE_NAME)
-    server.set_serving(False)
+    server.set_serving(False, "its model, which it loads")
     await server.start()
 
     def load() -> tuple[AdapterBank, str]:

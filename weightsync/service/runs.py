@@ -253,6 +253,7 @@ class Runs:
         self._model_of = model_of
         self._chat_template = chat_template
         self._runs: dict[str, Run] = {}
+        self._no_storage = ""
         self._opening = asyncio.Lock()
         self._room = asyncio.Lock()
 
@@ -537,6 +538,24 @@ class Runs:
                     await self.retain(run)
                 except OSError as error:  # the disk may recover; versions are served without retention
                     log.warning("retention failed", run=run.name, error=str(error))
+            self._no_storage = await self._why_no_storage()
+
+    async def _why_no_storage(self) -> str:
+        """Return why no version could be pushed now; empty if one could."""
+        for run in self:
+            try:
+                await self.in_thread(run.store.try_directory)
+                lacking = await self._lacking(run, 0)
+            except OSError as error:
+                return f"storage for versions: {error.strerror or type(error).__name__}"
+            if lacking > 0 and self._oldest_evictable() is None:
+                return f"storage for versions: {lacking} bytes short, and every version that is kept is needed"
+        return ""
+
+    def waits_for(self) -> Iterator[str]:
+        """Yield that the last look found no storage, if that is so."""
+        if self._no_storage:
+            yield self._no_storage
 
     def scrape(self) -> Iterator[Metric]:
         """Yield the state of all runs as Prometheus metrics."""

@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -384,6 +385,12 @@ class RunStore:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def try_directory(self) -> None:
+        """Make something where the directory is or will be, and remove it."""
+        there = next(each for each in (self.root, *self.root.absolute().parents) if each.exists())
+        with tempfile.TemporaryDirectory(prefix=".try-", dir=there):
+            pass
 
     def free_bytes(self) -> int:
         """Return the bytes that the disk has left."""

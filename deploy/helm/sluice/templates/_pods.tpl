@@ -45,15 +45,22 @@ spec:
         {{- end }}
         - {name: probe, containerPort: {{ $values.network.probePort }}}
         - {name: metrics, containerPort: {{ $values.network.metricsPort }}}
-      # The service answers as a whole when it is ready, and ServerInfoService as long as its process lives: an engine that
-      # restarts, or a service that drains, is not killed.
+      # ServerInfoService is SERVING as long as the process lives: an engine that restarts, or a service that drains, is not killed.
+      # sluice.ready is SERVING while the service has what it needs of others. Three parts are ready as soon as they answer their own
+      # calls, since what they wait for comes through their Service, which leads to ready pods alone: an orchestrator calls the
+      # trainer to begin an epoch, and finds replicas by their name before the first version is published; replicas announce
+      # themselves to the orchestrator.
       startupProbe:
         grpc: {port: {{ $values.network.probePort }}, service: sluice.v1.ServerInfoService}
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: {{ max 1 (div $part.startSeconds 5) }}
       readinessProbe:
+        {{- if has .part (list "trainer" "rollout" "orchestrator") }}
         grpc: {port: {{ $values.network.probePort }}}
+        {{- else }}
+        grpc: {port: {{ $values.network.probePort }}, service: sluice.ready}
+        {{- end }}
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 2

@@ -1,0 +1,123 @@
+"""What the completions of a batch say beside their rewards: how long the better ones are, how many are equal, how much they repeat.
+
+Pure numpy over token ids; measures of text alone that cost a few milliseconds for 128 completions of 2,000 tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from sluice.v1 import tokens_pb2
+from sluice.versions import sampled_tokens
+
+TokenIds = npt.NDArray[np.uint32]
+"""The sampled tokens of one completion, in order."""
+
+MOST_TOKENS = 4096
+"""Tokens at the end of a completion that `repetition` looks at: a policy that loops does so until it is cut off."""
+
+NGRAM = 8
+"""Tokens of an n-gram. Shorter ones repeat in ordinary prose and code; a loop repeats those of any length."""
+
+_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
+"""Odd, so that multiplication modulo 2^64 keeps all bits (Knuth's multiplicative hash)."""
+
+_TOGETHER = 16
+"""Completions whose n-grams are sorted together: few enough for a cache, many enough that short ones cost next to nothing."""
+
+_OWNER_BITS = np.uint64(48)
+"""Bits of a key below the number of its completion."""
+
+
+def completion_ids(trajectory: tokens_pb2.Trajectory, before: int = 0) -> TokenIds:
+    """Return the sampled tokens of a trajectory, those of all its turns in order; empty if its mask has none.
+
+    Args:
+        trajectory: The trajectory.
+        before: Token ids that it shares with others and that its `token_ids` therefore lack; those of them that were sampled are left out.
+    """
+    ids = np.array(trajectory.token_ids, dtype=np.uint32)
+    runs, place, parts = trajectory.mask_runs, -before, list[TokenIds]()
+    for index, length in enumerate(runs):
+        if index % 2 and length:
+            parts.append(ids[max(0, place) : max(0, place + length)])
+        place += length
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint32), *parts])
+
+
+def text_metrics(completions: Sequence[TokenIds]) -> dict[str, float]:
+    """Return `completion/duplicate_share` and `completion/repetition` of a batch; nothing if it has no completion with tokens.
+
+    Its time grows with all tokens: not for an event loop.
+    """
+    some = [each for each in completions if each.size]
+    if not some:
+        return {}
+    return {"completion/duplicate_share": duplicate_share(some), "completion/repetition": repetition(some)}
+
+
+def duplicate_share(completions: Sequence[TokenIds]) -> float:
+    """Return the share of completions whose tokens are those of another one of the batch, in its group or in any other."""
+    counts = Counter(xxhash.xxh3_128_digest(each.tobytes()) for each in completions)
+    return sum(count for count in counts.values() if count > 1) / max(1, len(completions))
+
+
+def repetition(completions: Sequence[TokenIds]) -> float:
+    """Return the mean share of n-grams of a completion that came before in it, 0 to 1.
+
+    0: no n-gram of `NGRAM` tokens occurs twice. A completion shorter than that counts as 0.
+    """
+    shares = 0.0
+    for first in range(0, len(completions), _TOGETHER):
+        shares += _repeated_shares([each[-MOST_TOKENS:] for each in completions[first : first + _TOGETHER]])
+    return shares / max(1, len(completions))
+
+
+def _repeated_shares(completions: Sequence[TokenIds]) -> float:
+    """Return the sum over some completions of the share of their n-grams that came before. All are sorted at once."""
+    sizes = np.array([each.size for each in completions])
+    tokens = np.concatenate(completions).astype(np.uint64)
+    ngrams = max(0, tokens.size - NGRAM + 1)
+    owners = np.repeat(np.arange(len(completions), dtype=np.uint64), sizes)
+    hashes = np.zeros(ngrams, np.uint64)  # of each n-gram: a polynomial of its tokens modulo 2^64
+    for offset in range(NGRAM):
+        hashes *= _FACTOR
+        hashes += tokens[offset : offset + ngrams]
+    hashes *= _FACTOR  # so that the last token, too, reaches the upper bits
+    begins = owners[:ngrams]
+    # 48 bits tell the 4,096 n-grams of one completion apart, and the others whose they are.
+    keys = (begins << _OWNER_BITS | hashes >> (np.uint64(64) - _OWNER_BITS))[begins == owners[tokens.size - ngrams :]]
+    keys.sort()
+    again = keys[1:][keys[1:] == keys[:-1]] >> _OWNER_BITS
+    counts = np.bincount(again.astype(np.int64), minlength=len(completions))
+    return float((counts / np.maximum(1, sizes - NGRAM + 1)).sum())
+
+
+def lengths_by_reward(trajectories: Sequence[tokens_pb2.Trajectory]) -> dict[str, float]:
+    """Return the mean tokens of completions above the mean reward of their group, and of the others of these groups.
+
+    What is above is what training makes likelier, whatever the scale of the rewards: if it is longer step after step, the policy
+    learns length. Groups whose rewards are all equal say nothing of that and are left out; without any other there is no metric.
+    """
+    groups: dict[str, list[tuple[float, int]]] = {}
+    for each in trajectories:
+        if each.HasField("reward"):
+            groups.setdefault(each.group_id, []).append((each.reward, sampled_tokens(each)))
+    lengths: Mapping[bool, list[int]] = {True: [], False: []}
+    for own in groups.values():
+        rewards = [reward for reward, _ in own]
+        if min(rewards) < max(rewards):
+            mean = float(np.mean(rewards))
+            for reward, tokens in own:
+                lengths[reward > mean].append(tokens)
+    if not lengths[True] or not lengths[False]:
+        return {}
+    return {
+        "completion/mean_tokens_rewarded": float(np.mean(lengths[True])),
+        "completion/mean_tokens_unrewarded": float(np.mean(lengths[False])),
+    }
