@@ -20,6 +20,7 @@ import yaml
 
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.rpc.server import free_ports
+from sluice.watch.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".venv-ecosystem-kubernetes/bin"
@@ -98,6 +99,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     # The folders lie to each other as in the repository.
     config = directory / "deploy/observability/prometheus.yml"
     config.parent.mkdir(parents=True)
+    for rules in yaml.safe_load((FOLDER / "prometheus.yml").read_text())["rule_files"]:
+        copied = config.parent / rules
+        copied.parent.mkdir(parents=True)
+        copied.write_text((FOLDER / rules).read_text())
     settings = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     settings["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s"}
     config.write_text(yaml.safe_dump(settings))
@@ -158,6 +163,14 @@ def test_prometheus_finds_each_service_by_the_list_of_the_run(prometheus: Promet
         ("orchestrator", "orchestrator"),
     }
     assert {each["labels"]["run"] for each in targets} == {RUN}
+
+
+@needs_prometheus
+def test_each_rule_of_a_run_is_asked_and_has_an_alert(prometheus: Prometheus) -> None:
+    assert {each["metric"]["rule"] for each in prometheus.rows("sluice_run_finding")} == {each.name for each in RULES}
+    (group,) = prometheus.ask("rules")["groups"]
+    assert len(group["rules"]) == len(RULES) + 1
+    assert {each["health"] for each in group["rules"]} <= {"ok", "unknown"}
 
 
 @needs_prometheus
