@@ -201,7 +201,6 @@ class RunStatus:
 
     def _look_at_load(self, wall: float) -> None:
         """Say what is wrong with replicas and environments, at a time in seconds since 1970."""
-        self.watch.set_live(self.state == orchestrator_pb2.RUN_STATE_RUNNING, wall)
         self._log_findings(self.watch.load(self._loads.read(self.describe(), wall)))
 
     def _log_findings(self, begun: Iterable[Finding]) -> None:

@@ -157,7 +157,8 @@ class RunView:
                                 self.on_event(answer.event)
                         finally:
                             looking.cancel()
-                            await asyncio.wait({looking})
+                            with contextlib.suppress(asyncio.CancelledError):
+                                await looking
             await asyncio.sleep(_RECONNECT_S)
 
     async def _keep_looking(self, orchestrator: OrchestratorClient) -> None:
@@ -170,7 +171,6 @@ class RunView:
     async def _look(self, orchestrator: OrchestratorClient) -> None:
         run, now = await orchestrator.run(self._run), time.time()
         self.progress.describe(run)
-        self.watch.set_live(run.state == orchestrator_pb2.RUN_STATE_RUNNING, now)
         self.tell(*self.watch.load(self._loads.read(run, now)))
         if self._files is not None:
             with contextlib.suppress(OSError):

@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
     options, settings = parser.parse_args(argv[:end]), argv[end:]
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, highlight=False)
     if options.list:
-        return asyncio.run(_list(options.run, settings, console, as_lines=options.json))
+        return asyncio.run(_list(settings, console, as_lines=options.json))
     config = find_run(options.run, settings)
     if options.plots:
         return _plot(config, options.plots, console)
@@ -116,9 +116,9 @@ def find_run(name: str | None, settings: Sequence[str]) -> RunConfig:
     return config.model_copy(update={"output_dir": directory.parent, "run": directory.name})
 
 
-async def _list(directory: str | None, settings: Sequence[str], console: Console, *, as_lines: bool) -> int:
+async def _list(settings: Sequence[str], console: Console, *, as_lines: bool) -> int:
     """Show the runs of the output directory; return the worst verdict."""
-    output_dir = Path(directory) if directory else load_run(list(settings)).output_dir
+    output_dir = load_run(list(settings)).output_dir
     table = Table(
         "run", "state", "step", "reward", "last step", "verdict", title=f"runs in {output_dir}", title_justify="left"
     )

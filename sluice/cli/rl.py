@@ -362,7 +362,7 @@ def report_outcome(view: RunView, outcome: Outcome, config: RunConfig, seconds: 
     done = f"{view.progress.applied} steps in {seconds:.1f} s"
     match outcome.ending:
         case Ending.SUCCEEDED:
-            view.watch.set_live(False, time.time())
+            view.watch.end(time.time())
             found = view.watch.active
             for finding in found:
                 view.tell(finding)

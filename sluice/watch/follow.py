@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sluice.client import OrchestratorClient
@@ -16,7 +16,7 @@ from sluice.run_files import JOURNAL_FILE, METRICS_FILE, REPORT_FILE, is_held
 from sluice.v1 import orchestrator_pb2
 from sluice.watch.files import Evaluation, RunFiles
 from sluice.watch.live import STATES, LoadReader
-from sluice.watch.rules import Row
+from sluice.watch.rules import Load, Row
 from sluice.watch.watch import Finding, Watch, verdict
 
 _ANSWER_S = 5.0
@@ -85,13 +85,16 @@ class FollowedRun:
         rows = tuple(await asyncio.to_thread(lambda: list(self.files.new_rows())))
         begun = [finding for row in rows for finding in self._take(row)]
         now, self.live = self._wall(), held or run is not None
-        self.watch.set_live(self.live and (run is None or run.state == orchestrator_pb2.RUN_STATE_RUNNING), now)
         if self.live:
             self.state, self.error = ("starting" if run is None else STATES.get(run.state, "unknown")), ""
-            if run is not None:
-                begun += self.watch.load(self._loads.read(run, now))
+            if run is None:  # nothing new but the time
+                load = replace(self.watch.history.load or Load(now, running=True), time=now)
+            else:
+                load = self._loads.read(run, now)
+            begun += self.watch.load(load)
             begun += self.watch.machine(await asyncio.to_thread(self.files.machine), now)
         else:
+            self.watch.end(now)
             report = await asyncio.to_thread(self.files.report) or {}
             self.state, self.error = str(report.get("state", _GONE)), str(report.get("error") or "")
         return Look(rows, tuple(begun))

@@ -37,8 +37,10 @@ class LoadReader:
                 self._rates[each.address] = max(0, each.generated_tokens - before) / (now - then)
         known = {each.address for each in run.replicas}
         self._counted = {address: count for address, count in self._counted.items() if address in known}
+        self._rates = {address: rate for address, rate in self._rates.items() if address in known}
         return Load(
             now,
+            run.state == orchestrator_pb2.RUN_STATE_RUNNING,
             tuple(
                 ReplicaLoad(
                     each.replica or each.address,

@@ -115,10 +115,12 @@ class Load:
 
     Attributes:
         time: Seconds since 1970.
+        running: Whether steps are due: it has started, and is neither paused nor ending.
         waits_for: What it waits for that somebody may have to repair or start.
     """
 
     time: float
+    running: bool
     replicas: tuple[ReplicaLoad, ...] = ()
     environments: tuple[EnvironmentLoad, ...] = ()
     waits_for: tuple[str, ...] = ()
@@ -142,8 +144,8 @@ class History:
         best_reward: The best mean reward of `_LONG` steps in a row.
         served: Replicas that got work once.
         loads: States about which it is known how many groups were drawn and failed, the oldest first.
-        began: When it was seen first, in seconds since 1970.
-        live: Whether the run is running, so that steps are due.
+        load: Its state now, while it lives.
+        began: Since when steps are due, or when it was seen first, in seconds since 1970.
     """
 
     limits: WatchConfig
@@ -157,7 +159,11 @@ class History:
     machine: Machine | None = None
     began: float = 0.0
     now: float = 0.0
-    live: bool = False
+
+    @property
+    def steps_are_due(self) -> bool:
+        """Return whether the run makes steps if all is well."""
+        return self.load is not None and self.load.running
 
     def add_step(self, row: Row) -> None:
         """Remember a step. Steps that a rollback undid are forgotten."""
@@ -173,6 +179,8 @@ class History:
 
     def add_load(self, load: Load) -> None:
         """Remember a state of the run."""
+        if load.running and not self.steps_are_due:
+            self.began = load.time
         self.load, self.now = load, max(self.now, load.time)
         self.served |= {each.name for each in load.replicas if not each.reason}
         drawn = sum(each.groups for each in load.environments)
@@ -428,9 +436,10 @@ def _waits(run: History) -> Said | None:
 
 
 def _no_step(run: History) -> Said | None:
-    if not run.live:
+    if not run.steps_are_due:
         return None
-    since = run.now - (run.last[-1].time if run.last else run.began)
+    # A run that was paused, or started again, has the time of a step from then on.
+    since = run.now - max(run.began, run.last[-1].time if run.last else 0.0)
     usual = run.usual("time/step_s")
     limit = _START_S if usual is None else run.limits.times_usual * usual + _PAUSE_S
     if since <= limit:

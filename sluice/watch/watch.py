@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sluice.config import WatchConfig
@@ -104,16 +104,12 @@ class Watch:
         self.history.machine = machine
         return [*self._apply(Source.MACHINE), *self._apply(Source.TIME)]
 
-    def set_live(self, live: bool, now: float) -> None:
-        """Note whether the run is running, so that steps are due. What only a live run can have ends with it."""
-        if live and not self.history.live:
-            self.history.began = now
-        self.history.live = live
+    def end(self, now: float) -> None:
+        """Note that no process runs it any more. What only a live run can have ends with it."""
         self._begin(now)
-        if not live:
-            self.history.load = self.history.machine = None
-            for source in (Source.LOAD, Source.MACHINE, Source.TIME):
-                self._apply(source)
+        self.history.load = self.history.machine = None
+        for source in (Source.LOAD, Source.MACHINE, Source.TIME):
+            self._apply(source)
 
     def _begin(self, now: float) -> None:
         self.history.now = max(self.history.now, now)
@@ -141,25 +137,6 @@ class Watch:
         finding = Finding(rule, said.what, said.broken, held.since_step, held.since)
         self._active[rule.name] = finding
         return finding
-
-
-def judge(
-    rows: Iterable[Row], limits: WatchConfig | None = None, max_staleness: int = 0, load: Load | None = None
-) -> list[Finding]:
-    """Return what the steps of a run show, what is still wrong at its end first.
-
-    Args:
-        rows: Its steps, in the order in which they were written.
-        limits: The limits of the rules.
-        max_staleness: The bound on staleness, in versions.
-        load: Its state at the end.
-    """
-    watch = Watch(limits, max_staleness)
-    for row in rows:
-        watch.step(row)
-    if load is not None:
-        watch.load(load)
-    return watch.findings
 
 
 def verdict(findings: Sequence[Finding]) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sluice.config import WatchConfig
 from sluice.watch.rules import RULES, EnvironmentLoad, Family, Load, Machine, ReplicaLoad, Row
-from sluice.watch.watch import Watch, judge, verdict
+from sluice.watch.watch import Finding, Watch, verdict
 
 STEP_S = 10.0
 FAULT_AT = 31
@@ -91,6 +91,14 @@ STEP_FAULTS: dict[str, Change] = {
 }
 
 
+def judge(rows: Sequence[Row], limits: WatchConfig | None = None) -> list[Finding]:
+    """Return what the steps of a run with at most two versions of staleness show."""
+    watch = Watch(limits, max_staleness=2)
+    for row in rows:
+        watch.step(row)
+    return watch.findings
+
+
 def names(found: Sequence[object]) -> list[str]:
     """Return the names of the rules of findings."""
     return [each.rule.name for each in found]
@@ -98,12 +106,12 @@ def names(found: Sequence[object]) -> list[str]:
 
 @given(st.integers(0, 10_000))
 def test_no_rule_finds_anything_in_a_run_that_learns(seed: int) -> None:
-    assert names(judge(healthy(seed), max_staleness=2)) == []
+    assert names(judge(healthy(seed))) == []
 
 
 @pytest.mark.parametrize("rule", STEP_FAULTS)
 def test_a_fault_in_the_steps_is_found_by_its_rule_and_no_other_family(rule: str) -> None:
-    found = judge(healthy(1, change=STEP_FAULTS[rule]), max_staleness=2)
+    found = judge(healthy(1, change=STEP_FAULTS[rule]))
     family = next(each.family for each in RULES if each.name == rule)
     assert names(found)[0] == rule
     assert {each.rule.family for each in found} == {family}
@@ -118,7 +126,7 @@ def test_a_fault_that_passes_is_remembered_and_no_longer_wrong(rule: str) -> Non
         if step < STEPS:
             STEP_FAULTS[rule](row, step)
 
-    found = judge(healthy(1, STEPS + 30, passing), max_staleness=2)
+    found = judge(healthy(1, STEPS + 30, passing))
     assert rule in names(found)
     ended = next(each for each in found if each.rule.name == rule)
     assert not ended.active
@@ -137,14 +145,14 @@ def test_one_step_that_stands_out_is_no_finding() -> None:
                 "weights/replica_lag": 9.0,
             }
 
-    assert names(judge(healthy(1, change=once), max_staleness=2)) == []
+    assert names(judge(healthy(1, change=once))) == []
 
 
 def test_a_policy_that_solves_its_tasks_may_lose_its_entropy_and_its_signal() -> None:
     def solved(row: dict[str, float], _step: int) -> None:
         row |= {"reward/mean": 0.99, "trainer/entropy": 0.01, "groups/degenerate": 16.0, "groups/all_solved": 15.5}
 
-    assert names(judge(healthy(1, change=solved), max_staleness=2)) == []
+    assert names(judge(healthy(1, change=solved))) == []
 
 
 def test_a_run_of_an_earlier_release_is_judged_by_what_it_recorded() -> None:
@@ -158,18 +166,18 @@ def test_a_run_of_an_earlier_release_is_judged_by_what_it_recorded() -> None:
         Row(each.step, each.time, {name: value for name, value in each.values.items() if name not in new})
         for each in healthy(1)
     ]
-    assert names(judge(rows, max_staleness=2)) == []
+    assert names(judge(rows)) == []
     ruined = [
         Row(each.step, each.time, {**each.values, "groups/degenerate": 16.0} if each.step > FAULT_AT else each.values)
         for each in rows
     ]
-    assert "no-signal" in names(judge(ruined, max_staleness=2))
+    assert "no-signal" in names(judge(ruined))
 
 
 def test_steps_that_a_rollback_undid_do_not_count() -> None:
     rows = healthy(1, 40)
     ruined = [Row(each.step, each.time, {**each.values, "trainer/mismatch_kl": 1.0}) for each in rows[30:]]
-    found = judge([*rows[:30], *ruined, *rows[30:]], max_staleness=2)
+    found = judge([*rows[:30], *ruined, *rows[30:]])
     assert names(found) == ["mismatch"]
     assert found[0].broken
     assert not found[0].active
@@ -177,7 +185,7 @@ def test_steps_that_a_rollback_undid_do_not_count() -> None:
 
 def test_limits_are_settings() -> None:
     rows = healthy(1, change=STEP_FAULTS["mismatch"])
-    assert names(judge(rows, WatchConfig(mismatch_kl=0.5), 2)) == []
+    assert names(judge(rows, WatchConfig(mismatch_kl=0.5))) == []
 
 
 REPLICAS = (ReplicaLoad("a", "", 4, 100.0), ReplicaLoad("b", "", 4, 110.0), ReplicaLoad("c", "", 3, 90.0))
@@ -187,10 +195,9 @@ ENVIRONMENT = EnvironmentLoad("sums", 400, 0, 0)
 def watch_loads(load: Callable[[float], Load], seconds: int = 200) -> Watch:
     """Return a watch of a live run that was well for 100 seconds, and then had these loads, one every five seconds."""
     watch = Watch(max_staleness=2)
-    watch.set_live(True, 0.0)
     for row in healthy(1, 10):
         watch.step(Row(row.step, row.step * 10.0, row.values))
-    watch.load(Load(100.0, REPLICAS, (ENVIRONMENT,)))
+    watch.load(Load(100.0, True, REPLICAS, (ENVIRONMENT,)))
     for now in range(105, 105 + seconds, 5):
         watch.step(Row(now, float(now), healthy(1, 10)[-1].values))
         watch.load(load(float(now)))
@@ -207,19 +214,23 @@ def replace_last(replica: ReplicaLoad) -> tuple[ReplicaLoad, ...]:
     [
         (
             "replica",
-            lambda now: Load(now, replace_last(ReplicaLoad("c", "does not answer", 0, 0.0)), (ENVIRONMENT,)),
+            lambda now: Load(now, True, replace_last(ReplicaLoad("c", "does not answer", 0, 0.0)), (ENVIRONMENT,)),
             False,
         ),
         (
             "replica",
-            lambda now: Load(now, tuple(ReplicaLoad(each, "gone", 0, 0.0) for each in "abc"), (ENVIRONMENT,)),
+            lambda now: Load(now, True, tuple(ReplicaLoad(each, "gone", 0, 0.0) for each in "abc"), (ENVIRONMENT,)),
             True,
         ),
-        ("slow-replica", lambda now: Load(now, replace_last(ReplicaLoad("c", "", 9, 10.0)), (ENVIRONMENT,)), False),
-        ("waits", lambda now: Load(now, REPLICAS, (ENVIRONMENT,), ("agents: none came",)), False),
-        ("environment", lambda now: Load(now, REPLICAS, (EnvironmentLoad("sums", 500, 5, 0),)), False),
-        ("environment", lambda now: Load(now, REPLICAS, (EnvironmentLoad("sums", 500, 90, 0),)), True),
-        ("quarantine", lambda now: Load(now, REPLICAS, (EnvironmentLoad("sums", 500, 0, 2),)), False),
+        (
+            "slow-replica",
+            lambda now: Load(now, True, replace_last(ReplicaLoad("c", "", 9, 10.0)), (ENVIRONMENT,)),
+            False,
+        ),
+        ("waits", lambda now: Load(now, True, REPLICAS, (ENVIRONMENT,), ("agents: none came",)), False),
+        ("environment", lambda now: Load(now, True, REPLICAS, (EnvironmentLoad("sums", 500, 5, 0),)), False),
+        ("environment", lambda now: Load(now, True, REPLICAS, (EnvironmentLoad("sums", 500, 90, 0),)), True),
+        ("quarantine", lambda now: Load(now, True, REPLICAS, (EnvironmentLoad("sums", 500, 0, 2),)), False),
     ],
 )
 def test_a_fault_of_a_live_run_is_found_by_its_rule_alone(
@@ -234,13 +245,13 @@ def test_a_fault_of_a_live_run_is_found_by_its_rule_alone(
 @pytest.mark.parametrize(
     "load",
     [
-        lambda now: Load(now, REPLICAS, (ENVIRONMENT,)),
+        lambda now: Load(now, True, REPLICAS, (ENVIRONMENT,)),
         lambda now: Load(
-            now, replace_last(ReplicaLoad("c", "drained" if 120 < now < 150 else "", 3, 90.0)), (ENVIRONMENT,)
+            now, True, replace_last(ReplicaLoad("c", "drained" if 120 < now < 150 else "", 3, 90.0)), (ENVIRONMENT,)
         ),
-        lambda now: Load(now, replace_last(ReplicaLoad("c", "", 0, 0.0)), (ENVIRONMENT,)),
-        lambda now: Load(now, replace_last(ReplicaLoad("d", "loads the model", 0, None)), (ENVIRONMENT,)),
-        lambda now: Load(now, REPLICAS, (EnvironmentLoad("sums", 500, 2, 0),)),
+        lambda now: Load(now, True, replace_last(ReplicaLoad("c", "", 0, 0.0)), (ENVIRONMENT,)),
+        lambda now: Load(now, True, replace_last(ReplicaLoad("d", "loads the model", 0, None)), (ENVIRONMENT,)),
+        lambda now: Load(now, True, REPLICAS, (EnvironmentLoad("sums", 500, 2, 0),)),
     ],
     ids=["well", "away for less than a minute", "without work", "new", "two failures"],
 )
@@ -249,22 +260,37 @@ def test_what_happens_in_a_live_run_that_is_well_is_no_finding(load: Callable[[f
 
 
 def test_a_live_run_without_steps_is_found_and_a_paused_or_ended_one_is_not() -> None:
-    watch = watch_loads(lambda now: Load(now, REPLICAS, (ENVIRONMENT,)))
-    assert watch.load(Load(360.0, REPLICAS, (ENVIRONMENT,))) == []
-    begun = watch.load(Load(500.0, REPLICAS, (ENVIRONMENT,)))
+    watch = watch_loads(lambda now: Load(now, True, REPLICAS, (ENVIRONMENT,)))
+    assert watch.load(Load(360.0, True, REPLICAS, (ENVIRONMENT,))) == []
+    begun = watch.load(Load(500.0, True, REPLICAS, (ENVIRONMENT,)))
     assert names(begun) == ["no-step"]
     assert not begun[0].broken
-    watch.load(Load(5000.0, REPLICAS, (ENVIRONMENT,)))
+    watch.load(Load(5000.0, True, REPLICAS, (ENVIRONMENT,)))
     assert verdict(watch.findings) == 2
-    watch.set_live(False, 5001.0)
+    watch.load(Load(5001.0, False, REPLICAS, (ENVIRONMENT,)))
     assert verdict(watch.findings) == 0
+    watch.load(Load(5002.0, True, REPLICAS, (ENVIRONMENT,)))
+    assert verdict(watch.findings) == 0, "it has the time of a step again"
+    watch.load(Load(9000.0, True, REPLICAS, (ENVIRONMENT,)))
+    watch.end(9001.0)
+    assert verdict(watch.findings) == 0
+
+
+@pytest.mark.parametrize("rule", ["waits", "replica"])
+def test_what_a_run_that_does_not_run_lacks_is_found_as_well(rule: str) -> None:
+    """It is starting, or paused for want of what is missing."""
+    watch = Watch()
+    replicas = REPLICAS if rule == "waits" else (ReplicaLoad("a", "does not answer", 0, 0.0),)
+    waits = ("trainer: does not serve",) if rule == "waits" else ()
+    began = [watch.load(Load(1000.0 + 5 * each, False, replicas, (), waits)) for each in range(200)]
+    assert names([each for found in began for each in found]) == [rule]
 
 
 def test_a_run_has_ten_minutes_for_its_first_step() -> None:
     watch = Watch()
-    watch.set_live(True, 1000.0)
-    assert watch.load(Load(1590.0)) == []
-    assert names(watch.load(Load(1610.0))) == ["no-step"]
+    watch.load(Load(1000.0, True))
+    assert watch.load(Load(1590.0, True)) == []
+    assert names(watch.load(Load(1610.0, True))) == ["no-step"]
 
 
 def test_a_disk_and_a_memory_that_are_nearly_full_are_found() -> None:
