@@ -338,6 +338,12 @@ METRICS = (
         "Trainer against sampler: greatest difference",
     ),
     Metric(
+        "trainer/precision_differs",
+        OFF_POLICY,
+        "",
+        "1 if the sampler's weights have another precision than the trainer computes in; absent if replicas do not say theirs.",
+    ),
+    Metric(
         "trainer/effective_sample_size",
         OFF_POLICY,
         "share",

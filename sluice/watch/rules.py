@@ -251,6 +251,8 @@ def _mismatch(run: History) -> Said | None:
 
 
 def _precision(run: History) -> Said | None:
+    if run.value("trainer/precision_differs"):
+        return Said("the engine samples with weights of another precision than the trainer computes in")
     value = run.value("trainer/max_abs_log_difference")
     if value is None or run.value("staleness/max") != 0.0 or value <= run.limits.log_difference:
         return None
@@ -478,9 +480,8 @@ RULES: tuple[Rule, ...] = (
         _L,
         Source.STEP,
         _precision,
-        "Engine and trainer compute different policies from one version, so every ratio is wrong.",
+        "Engine and trainer compute different policies from one version: every ratio is wrong, and small updates do not reach the samples.",
         "Set rollout.dtype to the trainer's, or auto; quantise neither weights nor the KV cache (docs/numerics.md).",
-        steps=2,
     ),
     Rule(
         "effective-samples",

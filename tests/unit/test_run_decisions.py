@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_learner import learner, train
+from small_learner import batch, learner, train
 from small_models import save_model
 from structlog.testing import capture_logs
-from tiny_policy import tiny_model
+from tiny_policy import ragged_batch, tiny_model
 
 from rollout_svc.engines.slots import build
 from sluice.cli import report
@@ -173,6 +173,15 @@ def test_a_trainer_warns_once_of_tokens_that_its_own_weights_did_not_sample(tmp_
         train(policy, 1)  # the batch's log-probabilities are made up
     warnings = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
     assert [text for text in warnings if "at staleness 0: the engine does not sample from the policy" in text]
+
+
+@pytest.mark.parametrize(("sampled", "differs"), [("float32", 0.0), ("bfloat16", 1.0), ("", None)])
+def test_a_step_says_whether_the_sampler_has_the_precision_of_the_trainer(tmp_path: Path, sampled, differs) -> None:
+    policy = learner(tiny_model(tmp_path), tmp_path)
+    policy.restore(1, "")
+    applied = policy.apply(batch(policy, 1, ragged_batch(seed=1, groups=3), sampler_dtype=sampled))
+    assert applied.metrics is not None
+    assert applied.metrics.measured.get("precision_differs") == differs
 
 
 def test_an_orchestrator_that_is_less_patient_than_the_trainer_itself_is_refused():

@@ -49,6 +49,7 @@ def healthy(seed: int, steps: int = STEPS, change: Change = lambda _values, _ste
             "trainer/effective_sample_size": 0.99,
             "trainer/grad_norm": abs(chance.gauss(1.0, 0.3)),
             "trainer/skipped_steps": 0.0,
+            "trainer/precision_differs": 0.0,
             "staleness/max": 1.0,
             "time/step_s": STEP_S + chance.gauss(0, 1),
             "load/trainer_idle": 0.3,
@@ -107,6 +108,11 @@ def names(found: Sequence[object]) -> list[str]:
 @given(st.integers(0, 10_000))
 def test_no_rule_finds_anything_in_a_run_that_learns(seed: int) -> None:
     assert names(judge(healthy(seed))) == []
+
+
+def test_a_sampler_of_another_precision_is_found_at_the_first_step() -> None:
+    found = judge(healthy(1, change=sets(trainer__precision_differs=1.0))[: FAULT_AT + 1])
+    assert names(found) == ["precision"]
 
 
 @pytest.mark.parametrize("rule", STEP_FAULTS)

@@ -312,6 +312,7 @@ class Learner:
         if batch.sequences:
             updated, trained = self._train_on_all_ranks(batch.sequences)
             self._refuse_unfit(updated.unfit, f"batch {batch.header.batch_id!r}")
+            updated = replace(updated, metrics=self._with_precision(updated.metrics, batch.header.sampler_dtype))
             self._advise(updated.metrics, batch)
         metrics = None if updated is None else updated.metrics
         record = checkpoint_pb2.BatchRecord(
@@ -356,6 +357,17 @@ class Learner:
         updated = replace(updated, unfit=self.update.unfit_weights(self.publish_dtype))
         return updated, self.engine.ranks.gather(updated.rows)
 
+    @property
+    def computes_in(self) -> str:
+        """Return the precision of the forward pass, such as ``bfloat16``."""
+        return str(self.engine.network.compute_dtype).removeprefix("torch.")
+
+    def _with_precision(self, metrics: StepMetrics, sampled: str) -> StepMetrics:
+        """Add whether the engine's weights have another precision than the forward pass; nothing if that is not known."""
+        if not sampled:
+            return metrics
+        return replace(metrics, measured={**metrics.measured, "precision_differs": float(sampled != self.computes_in)})
+
     def _advise(self, metrics: StepMetrics, batch: Batch) -> None:
         """Warn once about each setting that a step shows to be a poor choice."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self.publish_dtype)
@@ -365,10 +377,7 @@ class Learner:
             bypass_warning(objective, metrics.measured, bf16=rounds, staleness=oldest),
             estimator_warning(objective, batch.header.advantage_estimator),
             mismatch_warning(
-                metrics.measured,
-                staleness=oldest,
-                sampled=batch.header.sampler_dtype,
-                computed=str(self.engine.network.compute_dtype).removeprefix("torch."),
+                metrics.measured, staleness=oldest, sampled=batch.header.sampler_dtype, computed=self.computes_in
             ),
         )
         for kind, advice in enumerate(advices):
