@@ -129,7 +129,6 @@ test: install-dev ## run every test that needs nothing but .venv
 test-fast: install-dev ## run the tests that take seconds
 	$(SUITE) "not (slow or gpu or $(ELSEWHERE))" tests -- $(PYTEST_OPTIONS) --hypothesis-profile=fast
 
-test-ecosystem: TEST_WORKERS = 2
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
 	$(SUITE) "ecosystem and not soak" tests -- $(PYTEST_OPTIONS)
 

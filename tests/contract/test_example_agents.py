@@ -91,6 +91,7 @@ async def test_an_agent_in_typescript_trains_a_run_and_ends_with_it(tmp_path) ->
 
 
 @pytest.mark.ecosystem
+@pytest.mark.soak  # its compiler builds gRPC first, a minute of CPU; in `make test-ecosystem` the agent in TypeScript plays
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(
     not (GO.exists() and GO_LIBRARIES.exists()),

@@ -320,7 +320,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "environment"), [("verifiers", "reverse-classic"), ("verifiers04", "reverse-taskset")]
+    ("name", "environment"),
+    [pytest.param("verifiers", "reverse-classic", marks=pytest.mark.soak), ("verifiers04", "reverse-taskset")],
 )
 def test_a_run_trains_on_an_environment_of_verifiers(model: str, tmp_path: Path, name: str, environment: str) -> None:
     settings = {

@@ -60,6 +60,7 @@ def sluice(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SLUICE, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
 
 
+@pytest.mark.soak  # `make test` replaces certificates and the authority beside calls: tests/contract/test_rotation.py
 def test_a_run_loses_nothing_while_certificates_and_the_authority_are_replaced(tmp_path: Path) -> None:
     """It has no token: every service is known by its certificate."""
     certs, model, outputs = tmp_path / "certs", tmp_path / "model", tmp_path / "outputs"

@@ -1,4 +1,7 @@
-"""The contracts make stubs that compile in Java and Rust, with the libraries of each; Go has an agent of its own (test_example_agents.py)."""
+"""The contracts make stubs that compile in Java and Rust, with the libraries of each; Go has an agent of its own (test_example_agents.py).
+
+Rust and Go build their libraries of gRPC first, a minute of CPU each: `make test-soak` does.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ def test_the_stubs_compile_in_java(tmp_path: Path) -> None:
     assert {"EpisodeServiceGrpc.class", "EnvironmentServiceGrpc.class", "RolloutServiceGrpc.class"} <= stubs
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     shutil.which("cargo") is None or not RUST.exists(),
     reason="cargo, or tonic, is not here: install Rust, and run `make install-ecosystem`, which needs apt",

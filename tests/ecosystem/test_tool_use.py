@@ -48,13 +48,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "@",
         str(EXAMPLE / "sft.toml"),
         "--max-steps",
-        "200",
+        "120",
         *("--model", model, "--data", data, "--output", warm),
     )
     return directory / "warm"
 
 
-@pytest.mark.parametrize("agent", ["agent_openai_agents", "agent_anthropic"])
+@pytest.mark.parametrize("agent", ["agent_openai_agents", pytest.param("agent_anthropic", marks=pytest.mark.soak)])
 def test_an_agent_with_a_tool_trains_a_run_and_ends_with_it(warm: Path, tmp_path: Path, agent: str) -> None:
     grpc, http = free_ports(2)
     small = [
