@@ -194,7 +194,7 @@ def half(models: Path, mesh: Mesh) -> dict[str, Any]:
 
 def memory(scratch: Path, mesh: Mesh) -> dict[str, list[int]]:
     """The most bytes that each rank holds at once while it loads a model, beside those of the whole model."""
-    shape = ModelShape(hidden=512, layers=8, heads=8, kv_heads=8, head_dim=64, mlp=2048)
+    shape = ModelShape(hidden=512, layers=4, heads=8, kv_heads=8, head_dim=64, mlp=2048)
     large = scratch / "large"
     parameters = init_model(large, shape, dtype="bfloat16") if mesh.rank == 0 else 0
     dist.barrier()

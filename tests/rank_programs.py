@@ -1,4 +1,5 @@
-"""Ranks of test programs, forked from one process that has imported PyTorch: an import takes seconds of a core, and a test starts up to four.
+"""Ranks and other programs of tests, forked from one process that has imported PyTorch: an import takes seconds of a core, and a test
+starts up to four.
 
 Run as a program this is that process. It reads one JSON object a line: ``{"start": {...}}`` forks a rank and answers its process
 id; ``{"pid": ..., "code": ...}`` reports the end of a rank. At the end of its input it kills the ranks that are left.
@@ -6,6 +7,7 @@ id; ``{"pid": ..., "code": ...}`` reports the end of a rank. At the end of its i
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -71,7 +73,7 @@ class RankPrograms:
         threading.Thread(target=self._read, name="rank-programs", daemon=True).start()
 
     def start(self, module: str, *arguments: str, environment: Mapping[str, str], output: Path | None = None) -> Rank:
-        """Fork a rank that runs ``main()`` of a module of the tests.
+        """Fork a rank that runs ``main()`` of a module, one of the tests or ``sluice.cli.main``; what it returns is the exit code.
 
         Args:
             module: Its name.
@@ -156,13 +158,13 @@ def run(request: Mapping[str, Any]) -> int:
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
     try:
-        importlib.import_module(request["module"]).main()
+        ended = importlib.import_module(request["module"]).main()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - what the interpreter does with an exception of a program
         sys.excepthook(*sys.exc_info())
         return 1
-    return 0
+    return ended if isinstance(ended, int) else 0
 
 
 def fork(request: Mapping[str, Any]) -> None:
@@ -200,6 +202,8 @@ def serve() -> None:
     """Fork ranks until the input ends."""
     import trainer_svc.engine.engine  # noqa: F401 - with PyTorch and transformers, which start no thread
 
+    gc.collect()
+    gc.freeze()  # or the collector of each rank writes to all pages, which are then copied
     rest = b""
     while True:
         ready, _, _ = select.select([0], [], [], POLL_S)

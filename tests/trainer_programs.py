@@ -11,6 +11,8 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from forked_programs import Forked, forked
+from rank_programs import RankPrograms
 
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.client import TrainerClient
@@ -71,11 +73,23 @@ class Programs:
             await process.wait()
             log.close()
 
+    @asynccontextmanager
+    async def forked(
+        self, programs: RankPrograms, name: str, *, launcher: tuple[str, ...] = ()
+    ) -> AsyncIterator[Forked]:
+        """Run a service that needs PyTorch, without a new import of it; `launcher` is a module of the tests with arguments."""
+        module, *arguments = (*launcher, "-m", "sluice.cli.main") if launcher else ("sluice.cli.main",)
+        log = self.directory / f"{name}.log"
+        async with forked(programs, module, *arguments, name, "@", str(self.file), log=log) as program:
+            yield program
+
     def client(self) -> TrainerClient:
         return TrainerClient(self.addresses["trainer"])
 
 
-async def ready(client: TrainerClient, process: asyncio.subprocess.Process) -> trainer_pb2.GetTrainerStateResponse:
+async def ready(
+    client: TrainerClient, process: asyncio.subprocess.Process | Forked
+) -> trainer_pb2.GetTrainerStateResponse:
     """Ask until the model is loaded and no epoch has begun."""
     async with asyncio.timeout(START_S):
         while True:

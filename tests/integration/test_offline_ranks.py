@@ -1,12 +1,12 @@
-"""Offline training by two processes under torchrun gives what one gives, here preferences and a sharded adapter."""
+"""Offline training by two processes gives what one gives, here preferences and a sharded adapter."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
+from rank_programs import RankPrograms
 from safetensors.torch import load_file
 
 from sluice.cli.init_model import ModelShape, init_model
@@ -41,14 +41,14 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 NAMES = [first + second for first in "abcdefg" for second in ("xy", "z", "uvwxyz")]
 
 
-def torchrun(*words: str) -> str:
+def of_two(programs: RankPrograms, directory: Path, *words: str) -> str:
     """What two processes say."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*command, "-m", "sluice.cli.main", *words], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    outputs = [directory / f"rank-{rank}.log" for rank in range(2)]
+    with programs.group(2, "sluice.cli.main", *words, outputs=outputs) as ranks:
+        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+    said = "".join(each.read_text() for each in outputs)
+    assert codes == [0, 0], said
+    return said
 
 
 def facts(said: str) -> list[str]:
@@ -56,11 +56,11 @@ def facts(said: str) -> list[str]:
     return [line.partition("  lr ")[0] for line in said.splitlines() if line.startswith(("step", "held out"))]
 
 
-def test_two_processes_learn_what_one_learns(words, tmp_path, capsys):
+def test_two_processes_learn_what_one_learns(words, tmp_path, capsys, rank_programs):
     words = [*words, "--lora.rank", "4"]
     assert DPO.run([*words, "--output", str(tmp_path / "one")]) == 0
     alone = capsys.readouterr().out
-    together = torchrun("dpo", *words, "--output", str(tmp_path / "two"))
+    together = of_two(rank_programs, tmp_path, "dpo", *words, "--output", str(tmp_path / "two"))
     assert facts(together) == facts(alone)
     assert len(facts(alone)) == 4
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from sluice.cli.init_model import ModelShape, init_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = 1000.0
 """Real seconds for all layouts that a group of processes trains; ten times what two quiet cores need."""
 
@@ -163,20 +160,13 @@ def test_four_processes_train_what_one_trains_in_the_other_cases(others_of_four:
     assert_exact(others_of_four[layout][case])
 
 
-def test_the_example_learns_under_torchrun_and_exports(models: Path, tmp_path: Path) -> None:
-    program = [str(TESTS.parent / "examples" / "parallel" / "train.py"), str(models / "qwen3"), str(tmp_path / "out")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(
-        [*launcher, *program, "--tp", "2"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("step")]
+def test_the_example_learns_on_two_ranks_and_exports(rank_programs: RankPrograms, models: Path, tmp_path: Path) -> None:
+    program = (str(ROOT / "examples" / "parallel" / "train.py"), str(models / "qwen3"), str(tmp_path / "out"))
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
+    with rank_programs.group(2, "script_rank", *program, "--tp", "2", outputs=logs) as ranks:
+        codes = [rank.wait(DEADLINE_S) for rank in ranks]
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    losses = [float(line.split()[3]) for line in logs[0].read_text().splitlines() if line.startswith("step")]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.5
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")

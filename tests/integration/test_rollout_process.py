@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import httpx
 import pytest
+from forked_programs import Forked, forked
+from rank_programs import RankPrograms
 from small_models import save_model
 
 from sluice.config import SecurityConfig
@@ -38,40 +39,45 @@ drain_s = {drain_s}
 """
 
 
-async def listening(process: asyncio.subprocess.Process) -> tuple[str, str]:
-    """Return the address of gRPC and the URL of HTTP, as the process logs them."""
-    target = ""
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        entry = json.loads(line) if line.startswith(b"{") else {}
-        target = entry.get("target", target)
-        if "url" in entry:
-            return target, entry["url"]
-    raise AssertionError("the process ended before it served HTTP")
+class Replica(NamedTuple):
+    """A replica, and the file of its output."""
+
+    process: Forked
+    log: Path
+
+    async def listening(self) -> tuple[str, str]:
+        """Return the address of gRPC and the URL of HTTP, as the process logs them."""
+        while True:
+            ended = self.process.returncode is not None
+            said = self.log.read_text().splitlines(keepends=True) if self.log.exists() else []
+            entries = [json.loads(line) for line in said if line.startswith("{") and line.endswith("\n")]
+            found = {name: entry[name] for entry in entries for name in ("target", "url") if name in entry}
+            if "url" in found:
+                return found["target"], found["url"]
+            assert not ended, said
+            await asyncio.sleep(0.02)
 
 
-@asynccontextmanager
-async def started(directory: Path, drain_s: float = 600.0) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a replica until the test ends."""
-    model = save_model(directory / "model", 1)
-    settings = directory / "rollout.toml"
-    settings.write_text(SETTINGS.format(model=model, drain_s=drain_s))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "sluice.cli.main", "rollout", "@", str(settings),
-        cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+@pytest.fixture
+def started(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> Callable[..., contextlib.AbstractAsyncContextManager[Replica]]:
+    @contextlib.asynccontextmanager
+    async def run(drain_s: float = 600.0) -> AsyncIterator[Replica]:
+        """Run a replica until the block ends."""
+        model = save_model(tmp_path / "model", 1)
+        settings = tmp_path / "rollout.toml"
+        settings.write_text(SETTINGS.format(model=model, drain_s=drain_s))
+        log = tmp_path / "rollout.log"
+        async with forked(rank_programs, "sluice.cli.main", "rollout", "@", str(settings), log=log) as process:
+            yield Replica(process, log)
+
+    return run
 
 
-async def test_a_replica_that_drains_says_so_refuses_new_work_and_finishes_the_rest(tmp_path):
-    async with started(tmp_path) as process, asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=DEADLINE_S) as http:
-        target, url = await listening(process)
-        log = asyncio.create_task(process.stdout.read())
+async def test_a_replica_that_drains_says_so_refuses_new_work_and_finishes_the_rest(started):
+    async with started() as replica, asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=DEADLINE_S) as http:
+        target, url = await replica.listening()
         async with connect(target, SecurityConfig()) as channel:
             agent, admin = (
                 rollout_pb2_grpc.RolloutServiceStub(channel),
@@ -90,7 +96,7 @@ async def test_a_replica_that_drains_says_so_refuses_new_work_and_finishes_the_r
             under_way = asyncio.create_task(_awaited(agent.Generate(request, timeout=DEADLINE_S)))
             while not (await admin.GetStatus(rollout_pb2.GetStatusRequest())).queued:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.01)
-            process.send_signal(signal.SIGTERM)
+            replica.process.send_signal(signal.SIGTERM)
             while (status := await admin.GetStatus(rollout_pb2.GetStatusRequest())).state != DRAINING:
                 assert status.state == rollout_pb2.REPLICA_STATE_PAUSED
                 await asyncio.sleep(0.01)
@@ -104,18 +110,17 @@ async def test_a_replica_that_drains_says_so_refuses_new_work_and_finishes_the_r
             await admin.Resume(rollout_pb2.ResumeRequest(owner="test"))
             assert len((await under_way).samples[0].token_ids) == 40
             assert (await events)[-2:] == ["data: [DONE]", ""]
-        assert await process.wait() == 0
-        assert b"Traceback" not in await log
+        assert await replica.process.wait() == 0
+        assert "Traceback" not in replica.log.read_text()
         with pytest.raises(httpx.ConnectError):
             await http.get(f"{url}/health")
 
 
 @pytest.mark.clock(reason="a real replica gets the seconds of its drain, and one more to hand over")
 @pytest.mark.parametrize("way", ["command", "signal"])
-async def test_what_does_not_end_in_time_is_handed_over_with_its_tokens(tmp_path, way):
-    async with started(tmp_path, drain_s=2.0) as process, asyncio.timeout(DEADLINE_S):
-        target, _ = await listening(process)
-        log = asyncio.create_task(process.stdout.read())
+async def test_what_does_not_end_in_time_is_handed_over_with_its_tokens(started, way):
+    async with started(drain_s=2.0) as replica, asyncio.timeout(DEADLINE_S):
+        target, _ = await replica.listening()
         async with connect(target, SecurityConfig()) as channel:
             agent, admin = (
                 rollout_pb2_grpc.RolloutServiceStub(channel),
@@ -128,7 +133,7 @@ async def test_what_does_not_end_in_time_is_handed_over_with_its_tokens(tmp_path
             if way == "command":
                 command = await drain_command(target, "--grace", "0.3s")
             else:
-                process.send_signal(signal.SIGTERM)
+                replica.process.send_signal(signal.SIGTERM)
             while (message := await stream.read()) is not grpc.aio.EOF:
                 streamed.append(message)
             samples = list((await whole).samples)
@@ -145,8 +150,8 @@ async def test_what_does_not_end_in_time_is_handed_over_with_its_tokens(tmp_path
             for sample in samples:
                 assert sample.finish_reason == tokens_pb2.FINISH_REASON_ABORT
                 assert 0 < len(sample.token_ids) < 400
-        assert await process.wait() == 0
-        assert b"Traceback" not in await log
+        assert await replica.process.wait() == 0
+        assert "Traceback" not in replica.log.read_text()
         if way == "command":
             output, _ = await command.communicate()
             assert command.returncode == 0

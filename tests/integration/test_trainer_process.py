@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_programs import RankPrograms
 from safetensors.torch import load_file
 from trainer_programs import RUN, START_S, Programs, header, reached, ready, submit, train
 
@@ -19,15 +20,12 @@ from trainer_svc.checkpoint.state import read_below
 pytestmark = pytest.mark.slow
 
 
-HELD = Path(__file__).parents[1] / "held_program.py"
-
-
 class Held:
     """A place at which a program stops for good."""
 
     def __init__(self, directory: Path, place: str, nth: int = 1) -> None:
         self.reached = directory / f"reached-{place.rpartition(':')[2]}"
-        self.launcher = (str(HELD), place, str(nth), str(self.reached))
+        self.launcher = ("held_program", place, str(nth), str(self.reached))
 
     async def there(self) -> None:
         """Wait until the program is at the place."""
@@ -36,7 +34,9 @@ class Held:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_trainer_killed_in_a_checkpoint_and_in_a_step_ends_where_one_ends_that_was_not(tmp_path: Path) -> None:
+async def test_a_trainer_killed_in_a_checkpoint_and_in_a_step_ends_where_one_ends_that_was_not(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     programs = Programs(tmp_path)
     checkpoints = tmp_path / "outputs" / RUN / "checkpoints"
 
@@ -46,7 +46,7 @@ async def test_a_trainer_killed_in_a_checkpoint_and_in_a_step_ends_where_one_end
 
     async with programs.program("weightsync"), programs.client() as client:
         saving = Held(tmp_path, "trainer_svc.checkpoint.saver:write_manifest", nth=3)
-        async with programs.program("trainer", launcher=saving.launcher) as trainer:
+        async with programs.forked(rank_programs, "trainer", launcher=saving.launcher) as trainer:
             digest = (await ready(client, trainer)).tokenizer_digest
             await client.begin_epoch(RUN, 1)
             for number in (1, 2, 3):
@@ -66,7 +66,7 @@ async def test_a_trainer_killed_in_a_checkpoint_and_in_a_step_ends_where_one_end
                 await asked
 
         stepping = Held(tmp_path, "trainer_svc.engine.engine:TrainEngine.step", nth=2)
-        async with programs.program("trainer", launcher=stepping.launcher) as trainer:
+        async with programs.forked(rank_programs, "trainer", launcher=stepping.launcher) as trainer:
             await ready(client, trainer)
             begun = await client.begin_epoch(RUN, 3)
             assert Version.from_proto(begun.restored_version) == Version(1, 3), (
@@ -77,7 +77,7 @@ async def test_a_trainer_killed_in_a_checkpoint_and_in_a_step_ends_where_one_end
             await stepping.there()
             trainer.kill()
 
-        async with programs.program("trainer") as trainer:
+        async with programs.forked(rank_programs, "trainer") as trainer:
             await ready(client, trainer)
             begun = await client.begin_epoch(RUN, 4)
             assert Version.from_proto(begun.policy_version) == Version(4, 3)
@@ -93,10 +93,16 @@ async def test_a_trainer_killed_in_a_checkpoint_and_in_a_step_ends_where_one_end
                 assert await trainer.wait() == 0
 
 
-async def test_a_signal_in_the_middle_of_a_long_step_ends_the_process_cleanly(tmp_path: Path) -> None:
+async def test_a_signal_in_the_middle_of_a_long_step_ends_the_process_cleanly(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     programs = Programs(tmp_path)
     programs.file.write_text(programs.file.read_text().replace("[trainer]", "[trainer]\n token_budget = 512"))
-    async with programs.program("weightsync"), programs.client() as client, programs.program("trainer") as trainer:
+    async with (
+        programs.program("weightsync"),
+        programs.client() as client,
+        programs.forked(rank_programs, "trainer") as trainer,
+    ):
         digest = (await ready(client, trainer)).tokenizer_digest
         await client.begin_epoch(RUN, 1)
         span = tokens_pb2.VersionSpan(start=0, policy_version=Version(0, 0).to_proto())
