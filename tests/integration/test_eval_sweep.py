@@ -15,8 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from sluice.cli.init_model import ModelShape, init_model
+from trainer_svc.offline.commands import SFT
+
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 TASKS = 12
+SHAPE = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48)
 
 ENVIRONMENTS = """
 from sluice.environments import Score, Task, Turn
@@ -158,24 +162,9 @@ def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, 
     assert [each["role"] for each in used["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert used["tools"][0]["function"]["name"] == "use"
     assert f"{len(rows)} of {3 * TASKS + 8} attempts" in done.stdout
-    base, tuned = str(tmp_path / "base"), str(tmp_path / "tuned")
-    subprocess.run([*SLUICE, "init-model", base], check=True, capture_output=True, timeout=300)
-    learn = [
-        *SLUICE,
-        "sft",
-        "--model",
-        base,
-        "--data",
-        str(data),
-        "--output",
-        tuned,
-        "--max-steps",
-        "2",
-        "--batch-size",
-        "4",
-    ]
-    learned = subprocess.run(learn, capture_output=True, text=True, timeout=300, check=False)
-    assert learned.returncode == 0, learned.stdout + learned.stderr
+    init_model(tmp_path / "base", SHAPE)
+    learn = {"model": tmp_path / "base", "data": data, "output": tmp_path / "tuned", "max-steps": 2, "batch-size": 4}
+    assert SFT.run([word for name, value in learn.items() for word in (f"--{name}", str(value))]) == 0
     none = subprocess.run(
         [*SLUICE, "synthesize", *words, "--threshold", "2"], capture_output=True, text=True, timeout=300, check=False
     )
@@ -218,8 +207,7 @@ def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(endpoint
 @pytest.mark.timeout(900)
 def test_a_sweep_evaluates_each_checkpoint_and_draws_them(env: str, tmp_path: Path) -> None:
     for step in (2, 10):
-        argv = [*SLUICE, "init-model", str(tmp_path / f"weights/v1.{step}"), "--seed", str(step)]
-        subprocess.run(argv, check=True, capture_output=True, timeout=300)
+        init_model(tmp_path / f"weights/v1.{step}", SHAPE, seed=step)
     settings = {
         "weights-dir": str(tmp_path / "weights"),
         "environment": f"{env}:Adds",
