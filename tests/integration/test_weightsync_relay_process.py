@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,10 @@ pytestmark = pytest.mark.slow
 PROGRAM = "from sluice.cli.main import main; raise SystemExit(main())"
 
 
+@cache
 def model(seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    return {f"layer.{index}": torch.randn(1 << 18, generator=random) for index in range(64)}
+    return {f"layer.{index}": torch.randn(1 << 18, generator=random) for index in range(24)}
 
 
 class RelayProcess:
