@@ -47,6 +47,7 @@ _LEAST_EPISODES = 100
 """Episodes that must end while a level is measured, however busy the machine is."""
 
 _LOOK_S = 1.0
+_WARM_UP_LOOK_S = 0.1
 _START_S = 60.0
 _LONGEST_WARM_UP_S = 300.0
 
@@ -292,7 +293,7 @@ async def _observe(services: Services, level: Level, seconds: float) -> Measured
                 raise RuntimeError(
                     f"{level.name}: only {state.trajectories_accepted} episodes ended: {state.error or state}"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_WARM_UP_LOOK_S)
         before, cpu = await client.run(RUN), services.cpu_s()
         lags_before = await asyncio.to_thread(lags, services.metrics_url)
         begun, in_flight, sizes, ended = time.perf_counter(), [], [], 0

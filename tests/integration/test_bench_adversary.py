@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_honest_agents_lose_nothing_beside_an_adversary(capsys) -> None:
-    result = run(["--seconds=6", "--agents=4", "--half-heads=100"])
+    result = run(["--seconds=4", "--agents=2", "--half-heads=50"])
     assert result["failures"] == []
     assert result["lost"] == 0
     for name in ("before", "during", "after"):
