@@ -308,16 +308,18 @@ async def test_groups_start_just_in_time_for_a_slow_trainer(scene) -> None:
     trainer, clock = scene.trainer, SimulatedClock()
     trainer.automatic = False
 
-    def value(metric: str) -> float | None:
-        return REGISTRY.get_sample_value(f"sluice_run_{metric}")
+    gauges = [f"sluice_run_{name}" for name in ("policy_number", "running_episodes", "queued_batches", "ready_groups")]
 
     def settled() -> bool:
         """Whether nothing will happen before time passes: no episode runs, and the trainer has the batches that it has room for."""
-        if not trainer.waiting or (value("policy_number"), value("running_episodes")) != (trainer.version.number, 0):
+        if not trainer.waiting:
             return False
-        return value("queued_batches") == len(trainer.waiting) and (
-            value("ready_groups") < 2 or len(trainer.waiting) == 2
-        )
+        metrics = [metric for metric in REGISTRY.collect() if metric.name in gauges]
+        values = {sample.name: sample.value for metric in metrics for sample in metric.samples}
+        number, running, queued, groups = (values.get(name) for name in gauges)
+        if (number, running) != (trainer.version.number, 0):
+            return False
+        return queued == len(trainer.waiting) and (groups < 2 or len(trainer.waiting) == 2)
 
     pacing = {"batches": 4, "reserve": 0.0}
     task = scene.start(common={"max_staleness": 3}, max_steps=12, pacing=pacing, clock=clock)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.offline.commands import SFT
+from sluice.cli.main import main
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 TASKS = 12
@@ -114,21 +114,29 @@ def env(tmp_path: Path) -> str:
     return f"{tmp_path}/env.py"
 
 
+def run(capfd: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str, str]:
+    """Run a `sluice` command in this process; return its exit code and what it wrote to its output and to its errors."""
+    code = main(words)
+    return code, *capfd.readouterr()
+
+
 def by_endpoint(url: str, env: str, tmp_path: Path, *more: str) -> list[str]:
     settings = {"url": url, "model": "m", "environment": f"{env}:Adds", "samples": "4", "greedy": "false"}
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    return [*SLUICE, "eval", *words, "--output", str(tmp_path / "result.json"), *more]
+    return ["eval", *words, "--output", str(tmp_path / "result.json"), *more]
 
 
 @pytest.mark.slow
-def test_a_model_behind_an_endpoint_is_evaluated(endpoint, env: str, tmp_path: Path) -> None:
+def test_a_model_behind_an_endpoint_is_evaluated(
+    endpoint, env: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     url, _ = endpoint
     both = json.dumps(
         [{"name": "adds", "environment": f"{env}:Adds"}, {"name": "asks", "environment": f"{env}:Asks", "samples": 1}]
     )
     argv = [each for each in by_endpoint(url, env, tmp_path) if each not in {"--environment", f"{env}:Adds"}]
-    done = subprocess.run([*argv, "--environments", both], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said, errors = run(capfd, [*argv, "--environments", both])
+    assert code == 0, said + errors
     adds, asks = json.loads((tmp_path / "result.json").read_text())["results"]
     assert (adds["environment"], adds["episodes"], adds["tokens"]) == ("adds", 4 * TASKS, 3 * 4 * TASKS)
     assert adds["metrics"]["reward_mean"] == 0.75
@@ -138,12 +146,14 @@ def test_a_model_behind_an_endpoint_is_evaluated(endpoint, env: str, tmp_path: P
     )
     assert adds["metrics"]["environment/length"] > 1
     assert (asks["episodes"], asks["metrics"]["reward_mean"]) == (4, 1.0)
-    assert "pass@4             1.0000" in done.stdout
+    assert "pass@4             1.0000" in said
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, env: str, tmp_path: Path) -> None:
+def test_good_attempts_become_demonstrations_that_a_model_learns_from(
+    endpoint, env: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     url, _ = endpoint
     both = [
         {"name": "adds", "environment": f"{env}:Adds", "samples": 3},
@@ -152,8 +162,8 @@ def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, 
     data = tmp_path / "data/good.jsonl"
     settings = {"url": url, "model": "m", "environments": json.dumps(both), "data": str(data), "keep": "2"}
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    done = subprocess.run([*SLUICE, "synthesize", *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said, errors = run(capfd, ["synthesize", *words])
+    assert code == 0, said + errors
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     sums = [row for row in rows if row["messages"][0]["content"] != "Use it."]
     assert len(rows) == TASKS + 4, "equal attempts are kept once"
@@ -161,24 +171,27 @@ def test_good_attempts_become_demonstrations_that_a_model_learns_from(endpoint, 
     used = next(row for row in rows if row not in sums)
     assert [each["role"] for each in used["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert used["tools"][0]["function"]["name"] == "use"
-    assert f"{len(rows)} of {3 * TASKS + 8} attempts" in done.stdout
+    assert f"{len(rows)} of {3 * TASKS + 8} attempts" in said
     init_model(tmp_path / "base", SHAPE)
     learn = {"model": tmp_path / "base", "data": data, "output": tmp_path / "tuned", "max-steps": 2, "batch-size": 4}
-    assert SFT.run([word for name, value in learn.items() for word in (f"--{name}", str(value))]) == 0
-    none = subprocess.run(
-        [*SLUICE, "synthesize", *words, "--threshold", "2"], capture_output=True, text=True, timeout=300, check=False
+    code, said, errors = run(
+        capfd, ["sft", *(word for name, value in learn.items() for word in (f"--{name}", str(value)))]
     )
-    assert (none.returncode, data.read_text()) == (1, "")
+    assert code == 0, said + errors
+    code, _, _ = run(capfd, ["synthesize", *words, "--threshold", "2"])
+    assert (code, data.read_text()) == (1, "")
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(endpoint, env: str, tmp_path: Path) -> None:
+def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(
+    endpoint, env: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     url, handler = endpoint
     handler.most = 4 * TASKS // 2
     handler.open.clear()
     file = tmp_path / "attempts.jsonl"
     argv = by_endpoint(url, env, tmp_path, "--attempts", str(file), "--concurrency", "2")
-    with subprocess.Popen(argv, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([*SLUICE, *argv], start_new_session=True, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 4):
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
@@ -189,23 +202,25 @@ def test_an_evaluation_that_was_killed_continues_and_asks_nothing_twice(endpoint
     with file.open("a") as torn:
         torn.write('{"task": "11", "sam')
     handler.asked.clear()
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(kept)} tasks were attempted before" in done.stderr
+    code, said, errors = run(capfd, argv)
+    assert code == 0, said + errors
+    assert f"{len(kept)} tasks were attempted before" in errors
     assert {each.split()[0] for each in handler.asked} == {str(n) for n in range(TASKS)} - kept
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["episodes"], result["prompts"]) == (4 * TASKS, TASKS)
     assert len(file.read_text().splitlines()) == 1 + TASKS
     handler.asked.clear()
-    again = subprocess.run([*argv, "--samples", "2"], capture_output=True, text=True, timeout=300, check=False)
-    assert again.returncode == 2
-    assert "belongs to another evaluation: samples was 4, is 2" in again.stderr
+    code, _, errors = run(capfd, [*argv, "--samples", "2"])
+    assert code == 2
+    assert "belongs to another evaluation: samples was 4, is 2" in errors
     assert not handler.asked
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_sweep_evaluates_each_checkpoint_and_draws_them(env: str, tmp_path: Path) -> None:
+def test_a_sweep_evaluates_each_checkpoint_and_draws_them(
+    env: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for step in (2, 10):
         init_model(tmp_path / f"weights/v1.{step}", SHAPE, seed=step)
     settings = {
@@ -220,14 +235,12 @@ def test_a_sweep_evaluates_each_checkpoint_and_draws_them(env: str, tmp_path: Pa
         "attempts": str(tmp_path / "attempts.jsonl"),
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    done = subprocess.run([*SLUICE, "eval", *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said, errors = run(capfd, ["eval", *words])
+    assert code == 0, said + errors
     results = json.loads((tmp_path / "sweep.json").read_text())["results"]
     assert [each["checkpoint"] for each in results] == ["v1.2", "v1.10"], "by number, not by name"
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(each.name for each in tmp_path.glob("attempts*")) == ["attempts.v1.10.jsonl", "attempts.v1.2.jsonl"]
-    refused = subprocess.run(
-        [*SLUICE, "eval", *words, "--steps", "2,7"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert refused.returncode == 2
-    assert "has no step 7; it has 2, 10" in refused.stderr
+    code, _, errors = run(capfd, ["eval", *words, "--steps", "2,7"])
+    assert code == 2
+    assert "has no step 7; it has 2, 10" in errors
