@@ -201,7 +201,10 @@ ranks: set[int] = set()
 def serve() -> None:
     """Fork ranks until the input ends."""
     import trainer_svc.engine.engine  # noqa: F401 - with PyTorch and transformers, which start no thread
+    from sluice.config import load_service
 
+    for service in ("trainer", "rollout", "weightsync"):
+        load_service(service)
     gc.collect()
     gc.freeze()  # or the collector of each rank writes to all pages, which are then copied
     rest = b""

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_programs import Forked, forked
 from held_ports import held_ports
+from rank_programs import RankPrograms
 from safetensors.torch import load_file
 from weightsync_stack import RESOURCE, RUN, EngineDouble, equal_bits, eventually, following
 
@@ -97,7 +99,8 @@ def weights(seed: int, megabytes: int = MEGABYTES) -> dict[str, torch.Tensor]:
 class Service:
     """The program, always on the same port and directory."""
 
-    def __init__(self, directory: Path, port: int) -> None:
+    def __init__(self, directory: Path, port: int, programs: RankPrograms) -> None:
+        self._programs = programs
         self.target = f"127.0.0.1:{port}"
         self.directory = directory / "outputs" / RUN / "weights"
         self.file = directory / "run.toml"
@@ -111,9 +114,9 @@ class Service:
             """)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        code = "from sluice.cli.main import main; raise SystemExit(main())"
-        async with program("-c", code, "weightsync", "@", str(self.file), log=self.log) as process:
+    async def running(self) -> AsyncIterator[Forked]:
+        words = ("weightsync", "@", str(self.file))
+        async with forked(self._programs, "sluice.cli.main", *words, log=self.log) as process:
             async with connect(self.target, SecurityConfig()) as channel, asyncio.timeout(LIMIT_S):
                 await channel.channel_ready()
             yield process
@@ -175,9 +178,9 @@ async def receiving(service: Service, stage_dir: Path, engine: Engine) -> AsyncI
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
+def service(tmp_path: Path, rank_programs: RankPrograms) -> Iterator[Service]:
     with held_ports(1) as (port,):
-        yield Service(tmp_path, port)
+        yield Service(tmp_path, port, rank_programs)
 
 
 async def test_a_trainer_killed_while_it_pushes_leaves_the_old_version(service: Service, tmp_path: Path) -> None:
