@@ -168,6 +168,7 @@ async def test_a_broken_certificate_leaves_the_last_good_one_in_use(folder: Path
         async with asyncio.timeout(DEADLINE_S):
             while len(double.peers) < 3:  # connections, all but the first of which begin while the files are broken
                 assert await client.state("r1")
+                await asyncio.sleep(0.01)
     await server.stop(0)
 
 

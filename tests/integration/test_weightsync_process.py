@@ -37,32 +37,6 @@ MEGABYTES, PULLED = 12, 48
 LIMIT_S = 300.0
 """Limit of what takes a process some seconds: it imports PyTorch."""
 
-PUSHER = """
-import asyncio, sys, threading
-import torch
-import weightsync.publish.push
-from sluice.config import SecurityConfig
-from sluice.rpc import connect
-from sluice.versions import BASE, Version
-from weightsync.publisher import WeightPublisher
-
-make = weightsync.publish.push.push_request
-
-def make_some(offset, views):
-    if offset > 2 << 20:
-        threading.Event().wait()  # until this process is killed
-    return make(offset, views)
-
-weightsync.publish.push.push_request = make_some
-
-async def main():
-    async with connect(sys.argv[1], SecurityConfig()) as channel:
-        tensors = {"w": torch.ones(int(sys.argv[3]) << 18)}
-        await WeightPublisher(channel, sys.argv[2], chunk_bytes=1024).update(Version(1, 2), tensors, deadline_s=300)
-
-asyncio.run(main())
-"""
-
 RECEIVER = """
 import asyncio, sys
 from pathlib import Path
@@ -183,10 +157,13 @@ def service(tmp_path: Path, rank_programs: RankPrograms) -> Iterator[Service]:
         yield Service(tmp_path, port, rank_programs)
 
 
-async def test_a_trainer_killed_while_it_pushes_leaves_the_old_version(service: Service, tmp_path: Path) -> None:
+async def test_a_trainer_killed_while_it_pushes_leaves_the_old_version(
+    service: Service, tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     async with service.running(), publishing(service) as publisher:
         await publisher.update(Version(1, 1), weights(1), deadline_s=LIMIT_S)
-        async with program("-c", PUSHER, service.target, RUN, str(MEGABYTES), log=tmp_path / "pusher.log") as pusher:
+        words = (service.target, RUN, str(MEGABYTES))
+        async with forked(rank_programs, "doomed_pusher", *words, log=tmp_path / "pusher.log") as pusher:
             await eventually(lambda: service.incoming_bytes() > 1 << 20, LIMIT_S)
             pusher.kill()
             await pusher.wait()

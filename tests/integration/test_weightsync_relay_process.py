@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
+import contextlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from forked_programs import Forked, forked
+from rank_programs import RankPrograms
 from relay_stack import Engine, Node, push, running
 from safetensors.torch import load_file
 from weightsync_stack import RESOURCE, RUN, equal_bits, eventually
@@ -24,8 +24,6 @@ from sluice.versions import Version
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = "from sluice.cli.main import main; raise SystemExit(main())"
-
 
 @cache
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -36,7 +34,8 @@ def model(seed: int) -> dict[str, torch.Tensor]:
 class RelayProcess:
     """`sluice weightsync --upstream`, always on the same port and directory."""
 
-    def __init__(self, directory: Path, upstream: str, port: int) -> None:
+    def __init__(self, directory: Path, upstream: str, port: int, programs: RankPrograms) -> None:
+        self._programs = programs
         self.target = f"127.0.0.1:{port}"
         self.directory = directory / "outputs" / RUN / "weights"
         self.log = directory / "relay.log"
@@ -45,25 +44,15 @@ class RelayProcess:
             *("--server.port", str(port), "--server.drain-s", "0", "--min-free-bytes", "0"),
         )
 
-    async def start(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", PROGRAM, "weightsync", *self.arguments),
-            stderr=self.log.open("ab"),
-            stdout=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    def start(self) -> contextlib.AbstractAsyncContextManager[Forked]:
+        return forked(self._programs, "sluice.cli.main", "weightsync", *self.arguments, log=self.log)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        process = await self.start()
-        try:
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Forked]:
+        async with self.start() as process:
             async with connect(self.target, SecurityConfig()) as channel, asyncio.timeout(60):
                 await channel.channel_ready()
             yield process
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
 
     def incoming_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.directory.glob(".incoming/*/*") if path.is_file())
@@ -75,10 +64,12 @@ class RelayProcess:
         return {Version.from_proto(manifest.version): manifest.digest for manifest in response.versions}
 
 
-async def test_a_relay_killed_at_any_time_goes_on(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_a_relay_killed_at_any_time_goes_on(
+    tmp_path: Path, unused_tcp_port: int, rank_programs: RankPrograms
+) -> None:
     engine = Engine("replica")
     async with running(Node(tmp_path / "root")) as root:
-        relay = RelayProcess(tmp_path, root.target, unused_tcp_port)
+        relay = RelayProcess(tmp_path, root.target, unused_tcp_port, rank_programs)
         async with relay.running() as process:
             await push(root, Version(1, 1), model(1))
             await eventually(lambda: relay.incoming_bytes() > 1 << 20, 60)
@@ -105,14 +96,10 @@ async def test_a_relay_killed_at_any_time_goes_on(tmp_path: Path, unused_tcp_por
     assert relay.incoming_bytes() == 0
 
 
-async def test_a_relay_that_is_its_own_upstream_says_so_and_ends(tmp_path: Path, unused_tcp_port: int) -> None:
-    relay = RelayProcess(tmp_path, f"127.0.0.1:{unused_tcp_port}", unused_tcp_port)
-    process = await relay.start()
-    try:
-        async with asyncio.timeout(60):
-            assert await process.wait() == 2
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+async def test_a_relay_that_is_its_own_upstream_says_so_and_ends(
+    tmp_path: Path, unused_tcp_port: int, rank_programs: RankPrograms
+) -> None:
+    relay = RelayProcess(tmp_path, f"127.0.0.1:{unused_tcp_port}", unused_tcp_port, rank_programs)
+    async with relay.start() as process, asyncio.timeout(60):
+        assert await process.wait() == 2
     assert "takes its versions from this relay" in relay.log.read_text()
