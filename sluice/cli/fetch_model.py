@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from sluice.config import ConfigError, Options, reason_of
 from sluice.host_files import whole_directory
+from sluice.imports import large_imports
 from sluice.models import check_files, check_hub
 
 if TYPE_CHECKING:
@@ -179,9 +180,10 @@ def _check_digest(path: Path, expected: str) -> None:
 
 def _convert(weights: Path, directory: Path) -> None:
     """Dequantise GGUF weights to bfloat16 and write them with their tokenizer and chat template."""
-    import torch  # noqa: PLC0415  seconds of import that `--help` must not pay
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
-    from transformers.utils import logging  # noqa: PLC0415
+    with large_imports():
+        import torch  # noqa: PLC0415  seconds of import that `--help` must not pay
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+        from transformers.utils import logging  # noqa: PLC0415
 
     logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}

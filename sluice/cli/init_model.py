@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from sluice.config import Options, whole_number
 from sluice.host_files import whole_directory
+from sluice.imports import large_imports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -123,8 +124,9 @@ def init_model(directory: Path, shape: ModelShape, *, seed: int = 0, dtype: str 
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists: remove it or choose another directory")
-    import torch  # noqa: PLC0415  seconds of import that `sluice --help` must not pay
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+    with large_imports():
+        import torch  # noqa: PLC0415  seconds of import that `sluice --help` must not pay
+        from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
 
     tokenizer = character_tokenizer(shape)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}

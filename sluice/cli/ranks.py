@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from sluice.config import ConfigError, Options, seconds, whole_number
+from sluice.imports import large_imports
 
 EXIT_FAILURE = 1
 
@@ -34,8 +35,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"--node-rank is {options.node_rank}: {options.nodes} nodes have numbers below {options.nodes}"
         )
-    from sluice.supervise.node_rendezvous import Nodes, NodesMissingError  # noqa: PLC0415 - brings PyTorch
-    from sluice.supervise.rank_launcher import launch  # noqa: PLC0415
+    with large_imports():
+        from sluice.supervise.node_rendezvous import Nodes, NodesMissingError  # noqa: PLC0415 - brings PyTorch
+        from sluice.supervise.rank_launcher import launch  # noqa: PLC0415
 
     nodes = Nodes()
     if options.nodes > 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sluice.config.schema import CommonConfig, Section
 from sluice.errors import ConfigError
+from sluice.imports import large_imports
 
 SERVICE_GROUP = "sluice.services"
 """Entry points of this group name one `Service` each. The name of the entry point is the name of the service's table."""
@@ -108,7 +109,8 @@ def load_service(name: str) -> Service:
     points = _entry_points()
     if name not in points:
         raise ConfigError(f"no service {name!r} is installed; there are: {', '.join(points) or 'none'}")
-    service = points[name].load()
+    with large_imports():
+        service = points[name].load()
     if not isinstance(service, Service):
         raise ConfigError(f"entry point {points[name].value} of service {name} is not a sluice.config.Service")
     return service

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from sluice.chat_template import TEMPLATE_FILE, check_chat_template, read_template
 from sluice.config import Command, ConfigError, Section, load_command, reason_of
 from sluice.environments.datasets import parts
+from sluice.imports import large_imports
 from sluice.models import ADAPTER_SETTINGS, check_files, check_hub, check_model
 from trainer_svc.compute_config import check_sizes
 from trainer_svc.offline.config import (
@@ -52,12 +53,13 @@ def _run(config_class: type[OfflineConfig], command: str, argv: list[str]) -> in
     config = load_offline(config_class, argv, command)
     for setting, model in _models(config).items():
         check_hub(model, setting)
-    import torch.distributed as dist  # noqa: PLC0415  `--help` must not import torch
-    from transformers.utils import logging  # noqa: PLC0415
+    with large_imports():
+        import torch.distributed as dist  # noqa: PLC0415  `--help` must not import torch
+        from transformers.utils import logging  # noqa: PLC0415
 
-    from trainer_svc.offline.checkpoints import FinishedError, remove_checkpoints  # noqa: PLC0415
-    from trainer_svc.offline.runs import run  # noqa: PLC0415
-    from trainer_svc.parallel.mesh import join  # noqa: PLC0415
+        from trainer_svc.offline.checkpoints import FinishedError, remove_checkpoints  # noqa: PLC0415
+        from trainer_svc.offline.runs import run  # noqa: PLC0415
+        from trainer_svc.parallel.mesh import join  # noqa: PLC0415
 
     logging.disable_progress_bar()
     try:
@@ -149,12 +151,13 @@ def merge(argv: list[str]) -> int:
     base = _base_of(config)
     check_hub(base)
     make_parent(config.output)
-    import torch  # noqa: PLC0415  `--help` must not import torch
-    from safetensors import SafetensorError  # noqa: PLC0415
-    from transformers.utils import logging  # noqa: PLC0415
+    with large_imports():
+        import torch  # noqa: PLC0415  `--help` must not import torch
+        from safetensors import SafetensorError  # noqa: PLC0415
+        from transformers.utils import logging  # noqa: PLC0415
 
-    from trainer_svc.engine.finite import UnfitWeightsError  # noqa: PLC0415
-    from trainer_svc.engine.lora import UnmergeableError, merge_adapter  # noqa: PLC0415
+        from trainer_svc.engine.finite import UnfitWeightsError  # noqa: PLC0415
+        from trainer_svc.engine.lora import UnmergeableError, merge_adapter  # noqa: PLC0415
 
     logging.disable_progress_bar()
     failed = f"cannot merge {config.adapter} into {base}"

@@ -7,12 +7,14 @@ from rollout_svc.engines.base import InferenceEngine, ServedTemplate
 from rollout_svc.engines.model_files import check_length
 from sluice.chat_template import template_text
 from sluice.config import CommonConfig, ConfigError
+from sluice.imports import large_imports
 from sluice.models import sizes_on_disk
 
 
 def build(run: CommonConfig, config: RolloutConfig) -> InferenceEngine:
     """See `EnginePackage`."""
-    from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine  # noqa: PLC0415 - imports torch
+    with large_imports():
+        from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine  # noqa: PLC0415 - imports torch
 
     options = SlotOptions(
         device=config.device,

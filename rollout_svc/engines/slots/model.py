@@ -29,6 +29,7 @@ from rollout_svc.engines.base import (
 from rollout_svc.engines.model_files import TIED_HEAD, BaseModel, check_length, model_directory
 from rollout_svc.engines.slots.sampling import Logits, PerRow
 from sluice.end_tokens import find_end_tokens
+from sluice.imports import large_imports
 from sluice.models import TOKENIZERS
 
 if TYPE_CHECKING:
@@ -69,8 +70,9 @@ class SlotModel:
     def __init__(
         self, model: str, device: str, dtype: str, max_model_len: int | None, template: ServedTemplate = OWN_TEMPLATE
     ) -> None:
-        from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
-        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+        with large_imports():
+            from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
+            from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
         disable_progress_bar()  # it would fill the log
         AttentionInterface.register(ATTENTION, slot_attention)

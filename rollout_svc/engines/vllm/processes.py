@@ -24,6 +24,7 @@ from rollout_svc.engines.vllm import check_names, lora_arguments
 from rollout_svc.engines.vllm.requests import LoadRecorder
 from sluice.clock import CLOCK, Clock
 from sluice.end_tokens import find_end_tokens
+from sluice.imports import large_imports
 from sluice.tasks import settle
 from sluice.threads import SerialThread
 from weightsync.vllm_plugin import BACKEND, CPU_KERNELS, WORKER_EXTENSION, children_die_with_us
@@ -164,9 +165,10 @@ def _launch(
     model: str, given: dict[str, Any], lora: LoraLimits | None, fork: bool, owner: OwnerThread
 ) -> VllmProcesses:
     prepare_environment(os.environ, workers=workers_of(given))
-    import vllm  # noqa: PLC0415 - takes seconds and reads the environment: only when an engine is wanted
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
-    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+    with large_imports():
+        import vllm  # noqa: PLC0415 - takes seconds and reads the environment: only when an engine is wanted
+        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
     require_tested_version(vllm.__version__)
     on_cpu = not has_accelerator()
