@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from forked_run import ForkedRun
+from rank_programs import RankPrograms
 
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.client import OrchestratorClient, TrainerClient
@@ -20,9 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DEADLINE_S = 800
 """Real seconds for the whole run; only a broken one takes them."""
-
-END_S = 60
-"""The same for a service to end after SIGTERM."""
 
 STEPS = 24
 
@@ -43,75 +40,36 @@ class Vowels:
 """
 
 
-class Services:
-    """One run's processes.
-
-    Attributes:
-        addresses: Where each is served: unix sockets, which no other test can take.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.run_dir = directory / "out" / "recovery"
-        names = ("weightsync", "trainer", "rollout", "orchestrator")
-        self.addresses = {name: f"unix:{directory}/{name}.sock" for name in names}
-        self.processes: dict[str, asyncio.subprocess.Process] = {}
-        (directory / "vowels_env.py").write_text(ENVIRONMENT)
-        shape = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=128)
-        init_model(directory / "model", shape, seed=0)
-        (directory / "run.toml").write_text(self._settings())
-
-    def _settings(self) -> str:
-        address = self.addresses
-        return f'''
+SETTINGS = """
 run = "recovery"
-model = "{self.directory / "model"}"
-output_dir = "{self.directory / "out"}"
+model = "{directory}/model"
+output_dir = "{directory}/out"
 max_staleness = 2
-[peers]
-weightsync = "{address["weightsync"]}"
-trainer = "{address["trainer"]}"
-rollout = ["{address["rollout"]}"]
-orchestrator = "{address["orchestrator"]}"
 [orchestrator]
-environment = "{self.directory / "vowels_env.py"}:Vowels"
+environment = "{directory}/vowels_env.py:Vowels"
 batch_size = 4
 group_size = 4
-max_steps = {STEPS}
+max_steps = {steps}
 sampling = {{ max_tokens = 16 }}
 checkpoint = {{ every_steps = 5 }}
 [trainer]
 lr = 1e-3
 [rollout]
 engine = "transformers"
-stage_dir = "{self.directory}"
-'''
+stage_dir = "{directory}"
+"""
 
-    async def start(self, name: str) -> None:
-        log = (self.directory / f"{name}.log").open("ab")
-        extra = ["--server.http-port", "none"] if name == "rollout" else []
-        self.processes[name] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "sluice.cli.main", name, "@", str(self.directory / "run.toml"),
-            "--server.host", self.addresses[name], *extra,
-            stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        log.close()
 
-    async def kill(self, name: str) -> None:
-        self.processes[name].send_signal(signal.SIGKILL)
-        await self.processes[name].wait()
+class Services(ForkedRun):
+    """One run's processes."""
 
-    async def stop(self) -> None:
-        for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        for process in self.processes.values():
-            try:
-                async with asyncio.timeout(END_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+    def __init__(self, programs: RankPrograms, directory: Path) -> None:
+        super().__init__(programs, directory, ["@", str(directory / "run.toml")])
+        self.run_dir = directory / "out" / "recovery"
+        (directory / "vowels_env.py").write_text(ENVIRONMENT)
+        shape = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=128)
+        init_model(directory / "model", shape, seed=0)
+        (directory / "run.toml").write_text(SETTINGS.format(directory=directory, steps=STEPS))
 
     async def reaches(self, step: int) -> None:
         """Wait until a step is applied."""
@@ -124,13 +82,10 @@ stage_dir = "{self.directory}"
             assert self.processes["orchestrator"].returncode is None, self.log("orchestrator")
             await asyncio.sleep(0.05)
 
-    def log(self, name: str) -> str:
-        return (self.directory / f"{name}.log").read_text()[-4000:]
-
 
 @pytest.fixture
-async def services(tmp_path):
-    found = Services(tmp_path)
+async def services(tmp_path: Path, rank_programs: RankPrograms) -> AsyncIterator[Services]:
+    found = Services(rank_programs, tmp_path)
     try:
         yield found
     finally:

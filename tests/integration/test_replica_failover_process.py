@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forked_programs import forked
+from rank_programs import RankPrograms
 from simulated_clock import SimulatedClock
 from small_models import greedy, recompute, save_model, text_of
-from test_rollout_process import DEADLINE_S, listening, started
+from test_rollout_process import DEADLINE_S, SETTINGS
+from test_rollout_process import Replica as Program
 
 from sluice.config import SecurityConfig
 from sluice.sampling.config import ReplicasConfig
@@ -81,15 +83,23 @@ def assert_whole(response: rollout_pb2.GenerateResponse, expected: list[int], lo
 
 
 @pytest.mark.clock(reason="a real engine must still be sampling when it is stopped or killed")
-async def test_a_generation_survives_a_stopped_and_a_killed_replica(tmp_path: Path) -> None:
-    directories = [tmp_path / "one", tmp_path / "two"]
-    for each in directories:
-        each.mkdir()
-    model = save_model(tmp_path / "same", 1)
-    async with started(directories[0]) as one, started(directories[1]) as two, asyncio.timeout(2 * DEADLINE_S):
+async def test_a_generation_survives_a_stopped_and_a_killed_replica(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
+    model = save_model(tmp_path / "model", 1)
+    settings = tmp_path / "rollout.toml"
+    settings.write_text(SETTINGS.format(model=model, drain_s=DEADLINE_S))
+    command = (rank_programs, "sluice.cli.main", "rollout", "@", str(settings))
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    async with (
+        forked(*command, log=logs[0]) as one,
+        forked(*command, log=logs[1]) as two,
+        asyncio.timeout(2 * DEADLINE_S),
+    ):
         expected = greedy(model, PROMPT, TOKENS)  # while they start
         logprobs = recompute(model, PROMPT, expected)
-        targets = [target for target, _ in await asyncio.gather(listening(one), listening(two))]
+        programs = [Program(one, logs[0]), Program(two, logs[1])]
+        targets = [target for target, _ in await asyncio.gather(*(each.listening() for each in programs))]
         processes = dict(zip(targets, (one, two), strict=True))
         config, clock = ReplicasConfig(poll_s=POLL_S, progress_s=60.0), SimulatedClock()
         pool = ReplicaPool(targets, SecurityConfig(), config, lambda _: None, clock=clock)
@@ -100,7 +110,7 @@ async def test_a_generation_survives_a_stopped_and_a_killed_replica(tmp_path: Pa
             await until(lambda: sum(not each.why_not() for each in pool.replicas) == 2)
 
             def stop(replica: Replica) -> None:
-                os.kill(processes[replica.target].pid, signal.SIGSTOP)
+                processes[replica.target].send_signal(signal.SIGSTOP)
                 noticing[replica] = asyncio.create_task(pass_time(pool, clock, replica, lambda: replica.loss))
 
             assert_whole(await disturbed(engine, stop), expected, logprobs)

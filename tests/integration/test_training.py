@@ -11,6 +11,7 @@ import pytest
 
 import sluice
 from sluice import training
+from sluice.cli.init_model import ModelShape, init_model
 from sluice.errors import ConfigError
 from sluice.supervise.log_records import Records
 
@@ -42,9 +43,7 @@ print(json.dumps({"model": str(run.model), "rewards": run.rewards, "metrics": [d
 @pytest.mark.timeout(240)
 def test_a_script_trains_with_its_own_reward_functions(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    subprocess.run(
-        [sys.executable, "-m", "sluice.cli.main", "init-model", str(tmp_path / "model")], check=True, timeout=120
-    )
+    init_model(tmp_path / "model", ModelShape(layers=1))
     argv = [sys.executable, "mine.py", "model", "runs"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

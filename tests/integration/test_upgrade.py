@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sluice.cli.main import main
+
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -19,25 +21,29 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("archive", sorted(FIXTURES.glob("run_v*.tar.gz")), ids=lambda each: each.name)
-def test_a_run_of_an_earlier_version_goes_on(archive: Path, tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_goes_on(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, filter="data")
-    assert audited(tmp_path)["differences"] == []
+    monkeypatch.chdir(tmp_path)
+    assert audited(capsys)["differences"] == []
     rows = (tmp_path / "outputs/first/metrics.jsonl").read_text().splitlines()
     before = max(json.loads(row)["step"] for row in rows)
     steps = before + FURTHER_STEPS
     words = ("rl", "@", "rl.toml", "--resume", "--plain", "--orchestrator.max-steps", str(steps))
-    done = subprocess.run([*SLUICE, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run([*SLUICE, *words], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    *_, last = done.stdout.splitlines()
+    assert last.startswith(f"run first done: {steps} steps"), "it ends by itself"
     report = json.loads((tmp_path / "outputs/first/report.json").read_text())
     assert (report["state"], report["steps"]) == ("succeeded", steps)
-    result = audited(tmp_path)
+    result = audited(capsys)
     assert result["differences"] == []
     assert result["trained"] >= FURTHER_STEPS
 
 
-def audited(directory: Path) -> dict:
-    words = ("audit", "first", "--json")
-    done = subprocess.run([*SLUICE, *words], cwd=directory, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return json.loads(done.stdout)
+def audited(capsys: pytest.CaptureFixture[str]) -> dict:
+    capsys.readouterr()
+    assert main(["audit", "first", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
