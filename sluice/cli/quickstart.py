@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class Quickstart:
     directory: Path
     seed: int
     rl_flags: tuple[str, ...] = ()
+    demonstrations_flags: tuple[str, ...] = ()
     sft_flags: tuple[str, ...] = ()
     eval_flags: tuple[str, ...] = ()
 
@@ -186,7 +188,8 @@ def _warm_up(job: Quickstart, stages: Stages) -> None:
         details.append(_sluice(job, "init-model", model, "--seed", str(job.seed)))
     with stages.stage("demonstrations", "write demonstrations, most of them wrong") as details:
         script = str(job.example / "demonstrations.py")
-        details.append(_python(job, "demonstrations", script, demonstrations, "--seed", str(job.seed)))
+        flags = ("--seed", str(job.seed), *job.demonstrations_flags)
+        details.append(_python(job, "demonstrations", script, demonstrations, *flags))
     with stages.stage("sft", "warm the model up on them (SFT)") as details:
         where = ("--model", model, "--data", demonstrations, "--output", str(job.start))
         settings = ("@", str(job.example / "sft.toml"), "--seed", str(job.seed), *where, *job.sft_flags)
@@ -422,9 +425,18 @@ def _job(options: argparse.Namespace) -> Quickstart:
             *_flag("--rollout.engine", options.engine),
             *(("--plain",) if options.plain else ()),
         ),
+        demonstrations_flags=_seen_in(options.sft_steps, example),
         sft_flags=_flag("--max-steps", options.sft_steps),
         eval_flags=(*_flag("--engine", options.engine), *_flag("--prompts", options.prompts)),
     )
+
+
+def _seen_in(steps: int | None, example: Path) -> tuple[str, ...]:
+    """Return the flag for as many demonstrations as these steps of the warm-up see; nothing to keep the example's number."""
+    if steps is None:
+        return ()
+    settings = tomllib.loads((example / "sft.toml").read_text(encoding="utf-8"))
+    return _flag("--count", steps * settings["batch_size"]) if "batch_size" in settings else ()
 
 
 def _flag(name: str, value: float | str | None) -> tuple[str, ...]:
