@@ -378,7 +378,8 @@ def test_each_service_may_be_killed_once_is_a_principal_with_the_least_role_and_
     assert Path(private).stat().st_mode & 0o077 == 0
     assert asyncio.run(refusals(peers, SecurityConfig(token_file=private))) == {"ROLE_REQUIRED"}
     wait_for(lambda: "OrchestratorService/StopRun" in {each["method"] for each in refused_to_dispatcher(run.directory)})
-    for service in ("orchestrator", "rollout", "weightsync", "trainer"):
+    # After the trainer others follow, so that the run is forked from a checkpoint of its second epoch.
+    for service in ("orchestrator", "trainer", "rollout", "weightsync"):
         run.child(service).kill()
         assert run.until(service).startswith(f"{service} ended with signal SIGKILL; restart 1 of 3")
         run.until(f"{service} serves")
