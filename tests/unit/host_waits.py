@@ -1,6 +1,6 @@
-"""Prints as JSON how often the host waits for the device: in single operations, and in updates of few and of many micro-batches by preset.
+"""Writes as JSON how often the host waits for the device: in single operations, and in updates of few and of many micro-batches by preset.
 
-Run in a process of its own, with the directory of a model.
+Run in a process of its own, with the directory of a model and the file to write.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from fake_device import DEVICE, fake_device, to_fake_device
@@ -54,7 +55,7 @@ def waits_of_updates(model_dir: str, preset: str) -> list[dict[str, object]]:
         with fake_device() as waits:
             update = update_on_device(model_dir, budget, OBJECTIVES[preset])
             waits.clear()
-            metrics = update.apply(ragged_batch(seed=3)).metrics
+            metrics = update.apply(ragged_batch(seed=3, groups=2)).metrics
         found.append({"skipped": metrics.skipped, "micro_batches": metrics.micro_batches, "waits": dict(waits)})
     return found
 
@@ -74,11 +75,7 @@ def waits_of_single_operations() -> dict[str, int]:
     return dict(waits)
 
 
-print(
-    json.dumps(
-        {
-            "operations": waits_of_single_operations(),
-            "updates": {preset: waits_of_updates(sys.argv[1], preset) for preset in OBJECTIVES},
-        }
-    )
-)
+def main() -> None:
+    model, file = sys.argv[1:]
+    updates = {preset: waits_of_updates(model, preset) for preset in OBJECTIVES}
+    Path(file).write_text(json.dumps({"operations": waits_of_single_operations(), "updates": updates}))

@@ -195,5 +195,5 @@ def test_arguments_that_do_not_fit_are_refused():
 
 
 @pytest.mark.slow
-def test_a_vocabulary_that_is_cut_over_2_and_3_processes_gives_the_same(tmp_path):
-    assert largest_difference(tmp_path) < 1e-12
+def test_a_vocabulary_that_is_cut_over_2_and_3_processes_gives_the_same(tmp_path, rank_programs):
+    assert largest_difference(tmp_path, rank_programs) < 1e-12

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_programs import RankPrograms
 from tiny_policy import tiny_model
 
 pytestmark = pytest.mark.slow
 
+LIMIT_S = 300.0
+
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `host_waits.py` prints; it registers a device, which must not stay in the process of the other tests."""
-    script = Path(__file__).with_name("host_waits.py")
-    command = [sys.executable, script, str(tiny_model(tmp_path_factory.mktemp("model")))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+def measured(tmp_path_factory: pytest.TempPathFactory, rank_programs: RankPrograms) -> dict[str, Any]:
+    """What `host_waits.py` writes; it registers a device, which must not stay in the process of the other tests."""
+    directory = tmp_path_factory.mktemp("waits")
+    found, output = directory / "found.json", directory / "output"
+    program = rank_programs.start("host_waits", str(tiny_model(directory)), str(found), environment={}, output=output)
+    assert program.wait(LIMIT_S) == 0, output.read_text()[-4000:]
+    return json.loads(found.read_text())
 
 
 @pytest.mark.parametrize("preset", ["grpo", "aipo", "recomputed", "every mask"])

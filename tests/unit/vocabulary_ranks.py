@@ -1,15 +1,19 @@
-"""Processes that each hold a slice of the vocabulary, and how far their results are from a single process's."""
+"""Processes that each hold a slice of the vocabulary, and how far their results are from a single process's.
+
+As a program, with a directory: one of these processes.
+"""
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_programs import RankPrograms
 from safetensors.torch import load_file, save_file
-from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -68,11 +72,12 @@ def outcome(start: int, end: int, group: dist.ProcessGroup | None, *, layer: boo
     return {name: local_slice(each)[0].contiguous() for name, each in found.items()}
 
 
-def rank_main(rank: int, directory: str) -> None:
+def main() -> None:
     """Take part with 2 and with 3 ranks, and write down what came of it."""
+    (directory,) = sys.argv[1:]
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=DEADLINE_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
+    rank = dist.get_rank()
     for name, cuts in CUTS.items():
         group = dist.new_group(list(range(len(cuts) - 1)))
         if rank < len(cuts) - 1:
@@ -82,9 +87,10 @@ def rank_main(rank: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
-def largest_difference(directory: Path) -> float:
+def largest_difference(directory: Path, programs: RankPrograms) -> float:
     """Start the ranks, and compare every value and gradient of every rank with the single process's."""
-    multiprocessing.spawn(rank_main, (str(directory),), nprocs=RANKS)
+    with programs.group(RANKS, "vocabulary_ranks", str(directory)) as ranks:
+        assert [rank.wait(DEADLINE_S) for rank in ranks] == [0] * RANKS
     alone = outcome(0, VOCABULARY, None)
     worst = 0.0
     for cut, cuts in CUTS.items():
