@@ -10,12 +10,14 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import threading
 import tomllib
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.rollout_stack import Replica, running_engine  # type: ignore[import-not-found]
+from contract.rollout_stack import RUN, Replica, running_engine  # type: ignore[import-not-found]
 from small_models import recompute  # type: ignore[import-not-found]
 
 from agents_svc.player import load_agent
@@ -65,6 +67,15 @@ NOT_COPIED = shutil.ignore_patterns("__pycache__", "node_modules", "examples")
 
 LIMIT_S = 240
 
+HERE = re.compile(r"(PYTHONPATH=\. )?(?:(printf '[^']*') \| )?sluice ((?:init-model|objective|env) .*)")
+"""Commands that need no process of their own, and import nothing that the page changes of a checkout."""
+
+REPLICA = "--model tiny --engine transformers"
+"""What starts a replica in commands of the page."""
+
+SUITE = "pytest -q tests/contract/test_engine_conformance.py -k seeded"
+"""The tests of engines, on the page's own."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -103,6 +114,20 @@ def run_in(directory: Path, line: str, **variables: str) -> subprocess.Completed
     return ran
 
 
+def run_here(directory: Path, line: str) -> str:
+    """Run a command of `HERE` in this process; return what it prints."""
+    found = HERE.fullmatch(line)
+    assert found is not None
+    path, printf, words = found.groups()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(directory)
+        patch.setattr(sys, "path", [str(directory), *sys.path] if path else [*sys.path])
+        patch.delitem(sys.modules, "my_losses", raising=False)
+        patch.setattr(sys, "stdin", io.StringIO(run_in(directory, printf).stdout if printf else ""))
+        assert main(shlex.split(words)) == 0, line
+    return printed.getvalue()
+
+
 def prints(shown: str, printed: str) -> bool:
     """Whether a text is what the page shows, where `...` is any text and all white space is the same."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -133,8 +158,29 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as a reader has it."""
     directory = tmp_path_factory.mktemp("place")
     write_files(directory, of_checkout=False)
-    assert prints(PREPARE.output, run_in(directory, PREPARE.line).stdout)
+    assert prints(PREPARE.output, run_here(directory, PREPARE.line))
     return directory
+
+
+@pytest.fixture(scope="module")
+def replica(place: Path) -> Iterator[str]:
+    """The address of what `REPLICA` starts, in this process and started once."""
+    started: Future[str] = Future()
+    over = threading.Event()
+
+    async def serve() -> None:
+        model = place / "tiny"
+        async with running_engine(model) as engine, Replica(model, engine) as serving:
+            started.set_result(serving.target)
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        yield started.result(LIMIT_S)
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -159,24 +205,47 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(each, id=f"{number} {each.line[:40]}", marks=[pytest.mark.slow] if each.slow else [])
-        for number, each in enumerate(COMMANDS[1:])
-    ],
-)
-def test_each_command_prints_what_the_page_shows(command: Command, request: pytest.FixtureRequest) -> None:
+def cases() -> Iterator[Any]:
+    """The commands, and those of `soak` for which `make test` has a shorter one of the same kind."""
+    for number, each in enumerate(COMMANDS[1:]):
+        marks = [pytest.mark.slow] if each.slow else []
+        kind = f"{number} {each.line[:40]}"
+        yield pytest.param(each, shorter(each), id=kind, marks=marks)
+        if shorter(each) != each.line:
+            yield pytest.param(each, each.line, id=f"{kind}, whole", marks=[*marks, pytest.mark.soak])
+
+
+def shorter(command: Command) -> str:
+    """A command as `make test` runs it: with a replica that is there, and with one class of the tests of engines."""
+    if command.line == SUITE:
+        return f"{SUITE.removesuffix('seeded')}'seeded and TestSampling'"
+    return command.line.replace(REPLICA, f"--address {{replica}} --run {RUN}")
+
+
+@pytest.mark.parametrize(("command", "line"), list(cases()))
+def test_each_command_prints_what_the_page_shows(command: Command, line: str, request: pytest.FixtureRequest) -> None:
+    place = request.getfixturevalue("checkout" if command.section == IN_CHECKOUT else "place")
+    shown = command.output
     if command.section == IN_CHECKOUT:
-        directory: Path = request.getfixturevalue("checkout")
-        if " --model models/tiny" in command.line and not (directory / "models/tiny").exists():
-            run_in(directory, "sluice init-model models/tiny")
-        elif "init-model" in command.line:
-            shutil.rmtree(directory / "models", ignore_errors=True)
-        ran = run_in(directory, command.line, PYTHONPATH=str(directory))
+        if " --model models/tiny" in line and not (place / "models/tiny").exists():
+            run_here(place, "sluice init-model models/tiny")
+        elif "init-model" in line:
+            shutil.rmtree(place / "models", ignore_errors=True)
+    if "{replica}" in line:
+        address = request.getfixturevalue("replica")
+        line = line.format(replica=address)
+        shown = shown.replace("tiny on", f"{address} on")
+    if HERE.fullmatch(line):
+        printed = run_here(place, line)
     else:
-        ran = run_in(request.getfixturevalue("place"), command.line)
-    assert prints(command.output, ran.stdout), f"{command.line}\n{ran.stdout}{ran.stderr}"
+        own = {"PYTHONPATH": str(place)} if command.section == IN_CHECKOUT else {}
+        printed = run_in(place, line, **own).stdout
+    assert prints(shown, printed), f"{line}\n{printed}"
+
+
+def test_what_has_a_shorter_command_is_on_the_page() -> None:
+    assert sum(shorter(each) != each.line for each in COMMANDS) == 3
+    assert '`-k "seeded and TestSampling"`' in PAGE
 
 
 def test_every_section_on_something_to_add_has_a_command() -> None:
