@@ -24,6 +24,19 @@ from sluice.supervise.watchdog import Watchdog
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="services are forked on Linux only")
 
 FORK_SERVER = (sys.executable, "-m", "sluice.cli.fork_server")
+SAYS_WHETHER_SOUND = """
+import gc, os, sys
+from sluice.cli import fork_server
+server = os.getpid()
+code = fork_server.serve(sys.argv[1:])
+if os.getpid() != server:
+    from rollout_svc.engines.vllm.processes import fork_is_sound
+    gc.unfreeze()  # what is frozen is not looked at
+    print("sound" if fork_is_sound() else "not sound")
+sys.exit(code)
+"""
+"""A fork server whose forks say whether they have objects of gRPC from it; those that they made themselves have gone with their end."""
+
 SAYS_COLD = "import socket; socket.socket(fileno=0).sendall(b'cold\\n')"
 
 
@@ -201,13 +214,18 @@ def test_an_open_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("service", ["trainer", "rollout", "orchestrator", "weightsync"])
+@pytest.mark.parametrize(
+    "service", ["trainer", "rollout", "orchestrator", "weightsync", "gateway", "envserver", "agents"]
+)
 async def test_every_service_can_be_forked(service: str, tmp_path: Path) -> None:
-    """Its imports start no thread and open no device; with wrong settings the fork ends before it does anything."""
+    """Its imports start no thread, open no device and make no object of gRPC: nothing runs that a fork could cut off.
+
+    With wrong settings the fork ends before it does anything.
+    """
     witness = Witness()
     arguments = (service, "--no-such-setting", "1")
-    child = ChildSpec(
-        service, ("/no/such/program",), tmp_path / "log", asyncio.Event().wait, {}, (*FORK_SERVER, *arguments)
-    )
+    server = (sys.executable, "-c", SAYS_WHETHER_SOUND, *arguments)
+    child = ChildSpec(service, ("/no/such/program",), tmp_path / "log", asyncio.Event().wait, {}, server)
     outcome = await run([child], witness)
+    assert [line for line in lines(witness) if line in {"sound", "not sound"}] == ["sound"]
     assert outcome.reason == "ended with exit code 2, and its settings are wrong"
