@@ -102,8 +102,9 @@ def test_the_compose_file_is_the_plan_of_the_example(monkeypatch: pytest.MonkeyP
     assert document(plan, words) == written
 
 
-READ_AT_EACH_STEP = """#!{python}
-import os, pathlib, ssl, subprocess, sys
+READ_AT_EACH_STEP = """#!{python} -IS
+import os, ssl, sys
+def run(*words): return os.waitstatus_to_exitcode(os.waitpid(os.posix_spawnp(words[0], words, os.environ), 0)[1])
 name = os.path.basename(sys.argv[0])
 os.environ["PATH"] = os.environ["PATH"].partition(":")[2]
 
@@ -113,14 +114,14 @@ if name == "sluice":
     words = [sys.executable, "-m", "sluice.cli.main", *sys.argv[1:]]
     if sys.argv[1:3] == ["certs", "renew"] and {renewed!r}:
         words.append("--all")
-    sys.exit(subprocess.run(words).returncode)
-code = subprocess.run([name, *sys.argv[1:]]).returncode
-for service in pathlib.Path({keys!r}).iterdir():
-    if (service / "tls.pem").exists():
+    sys.exit(run(*words))
+code = run(name, *sys.argv[1:])
+for service in os.scandir({keys!r}):
+    if os.path.exists(service.path + "/tls.pem"):
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(service / "tls.pem", service / "tls.key")
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(service.path + "/tls.pem", service.path + "/tls.key")
         except OSError as error:
-            open({log!r}, "a").write(f"{{service}} after {{sys.argv}}: {{error}}\\n")
+            open({log!r}, "a").write(f"{{service.name}} after {{sys.argv}}: {{error}}\\n")
 sys.exit(code)
 """
 """In place of the programs of `prepare.sh`: runs them, and reads key and certificate of each service as one that starts right then."""
