@@ -113,12 +113,14 @@ def test_what_is_no_list_of_numbers_is_refused_with_the_functions_name(
         trl([1.0], found)
 
 
+FAILING = """
+def raises(completions=None, *_, **__): raise KeyError("answer")
+def exits(completions=None, *_, **__): raise SystemExit(3)
+"""
+
 FUNCTIONS = """
 import torch, numpy as np
 from sluice.environments import Score
-
-def raises(completions=None, *_, **__): raise KeyError("answer")
-def exits(completions=None, *_, **__): raise SystemExit(3)
 
 def scalar(completion, answer): return np.float32(0.5)
 def tensor(completion, answer): return torch.tensor(0.5)
@@ -135,6 +137,7 @@ def parts(completion, answer): return float(answer == ["a", 1])
 @pytest.fixture
 def functions(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "failing.py").write_text(FAILING)
     row = {"prompt": "p", "question": "q", "answer": ["a", 1], "reward_model": {"ground_truth": "7"}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     return f"{tmp_path}/mine.py"
@@ -154,7 +157,7 @@ async def test_an_exception_says_which_function_and_row_it_comes_from(
     functions: str, environment: str, arguments: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("raises", "exits"):
-        located = f"{functions}:{name}"
+        located = f"{functions.replace('mine', 'failing')}:{name}"
         given = {key: located if isinstance(value, str) else [located] for key, value in arguments.items()}
         async with processes(environment, functions, **given) as asked:
             (task,) = await asked.tasks("train", 0)
