@@ -243,19 +243,23 @@ def playing(directory: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_the_rewards_of_an_environment_say_which_model_is_the_best(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(chat("a", "yes"))
-    words = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out")]
+    """A model that says "yes" learns "no": the one before that is the best."""
+    yes = tmp_path_factory.mktemp("yes")
+    run(settings(model, yes, max_steps=20, eval_data="", eval_every=0), lambda _: None)
+    (tmp_path / "rows.jsonl").write_text(chat("a", "no"))
+    words = ["--model", str(yes / "out"), "--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out")]
     words += ["--evaluation", json.dumps(playing(tmp_path)), "--metric", "greedy_reward_mean", "--keep-best", "true"]
     words += ["--device", "cpu", "--lr", "1e-2", "--max-steps", "60", "--eval-every", "20", "--patience", "1"]
     assert SFT.run([*words, "--batch-size", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     evaluated = [line for line in lines if line.startswith("evaluated")]
-    assert evaluated[0].startswith("evaluated after 0 steps:  greedy_reward_mean 0.0000")
-    assert evaluated[1].startswith("evaluated after 20 steps:  greedy_reward_mean 1.0000")
-    assert len(evaluated) == 3
-    assert "written: greedy_reward_mean 1.0000 after 20 steps; ended by patience, 1 evaluations" in lines[-1]
+    assert evaluated[0].startswith("evaluated after 0 steps:  greedy_reward_mean 1.0000")
+    assert evaluated[1].startswith("evaluated after 20 steps:  greedy_reward_mean 0.0000")
+    assert len(evaluated) == 2
+    assert "written: greedy_reward_mean 1.0000 after 0 steps; ended by patience, 1 evaluations" in lines[-1]
+    assert same(weights(tmp_path / "out"), weights(yes / "out"))
     left = {each.name for each in tmp_path.iterdir()} - {"__pycache__"}
     assert left == {"env.py", "out", "rows.jsonl"}
 
