@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rank_programs import RankPrograms
 
 TESTS = Path(__file__).parents[1]
+LIMIT_S = 120.0
 
 
-def run(directory: Path, text: str, **environment: str) -> dict[str, list[str]]:
+def run(programs: RankPrograms, directory: Path, text: str, **environment: str) -> dict[str, list[str]]:
     """Run a file of tests under our conftest; return the outcomes of each test, in order."""
     (directory / "conftest.py").write_text(
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom suite_rules import *\n"
@@ -26,14 +26,10 @@ def run(directory: Path, text: str, **environment: str) -> dict[str, list[str]]:
         "[pytest]\nasyncio_mode = auto\nmarkers =\n  gpu: a device\n  docker: an engine\n"
     )
     log = directory / "log.jsonl"
-    inherited = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST_")}
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--report-log={log}"],
-        cwd=directory,
-        env={**inherited, **environment},
-        check=False,
-        capture_output=True,
-    )
+    ours = {name: "" for name in os.environ if name == "CI" or name.startswith("PYTEST_")}
+    words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={directory}", f"--report-log={log}"]
+    program = programs.start("pytest", *words, str(directory), environment=ours | environment, output=directory / "out")
+    program.wait(LIMIT_S)
     outcomes: dict[str, list[str]] = {}
     for line in log.read_text().splitlines():
         report = json.loads(line)
@@ -72,16 +68,22 @@ def test_expected(): assert False
 
 
 @pytest.mark.slow
-def test_a_failure_that_nobody_awaited_is_blamed_on_the_test_that_left_it(tmp_path: Path) -> None:
-    outcomes = run(tmp_path, LEFT_BEHIND)
+def test_a_failure_that_nobody_awaited_is_blamed_on_the_test_that_left_it(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
+    outcomes = run(rank_programs, tmp_path, LEFT_BEHIND)
     assert outcomes == {"test_leaves_a_failure": ["passed", "failed"], "test_innocent": ["passed"]}
 
 
 @pytest.mark.slow
-def test_a_skip_is_red_in_ci_but_for_devices_and_containers(tmp_path: Path) -> None:
+def test_a_skip_is_red_in_ci_but_for_devices_and_containers(tmp_path: Path, rank_programs: RankPrograms) -> None:
     skipped = {"test_gpu": ["skipped"], "test_docker": ["skipped"], "test_expected": ["skipped"]}
-    assert run(tmp_path, SKIPPED) == {"test_skipped": ["skipped"], "test_skipped_by_mark": ["skipped"], **skipped}
-    assert run(tmp_path, SKIPPED, CI="true") == {
+    assert run(rank_programs, tmp_path, SKIPPED) == {
+        "test_skipped": ["skipped"],
+        "test_skipped_by_mark": ["skipped"],
+        **skipped,
+    }
+    assert run(rank_programs, tmp_path, SKIPPED, CI="true") == {
         "test_skipped": ["failed"],
         "test_skipped_by_mark": ["failed"],
         **skipped,
