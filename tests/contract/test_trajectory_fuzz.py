@@ -206,7 +206,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MAX_TRAJECTORIES", MOST_TRAJECTORIES)
 
 
-@pytest.mark.parametrize(("seed", "advantage"), [(1, "centered"), (2, "maxrl")])
+@pytest.mark.parametrize(("seed", "advantage"), [pytest.param(1, "centered", marks=pytest.mark.soak), (2, "maxrl")])
 async def test_odd_trajectories_end_no_run_and_most_are_trained(tmp_path, limits, seed, advantage) -> None:
     report, given = await fuzz(tmp_path, seed, advantage)
     assert (report["state"], report["steps"]) == ("succeeded", STEPS)

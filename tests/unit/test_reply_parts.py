@@ -88,7 +88,7 @@ def whole_calls(text: str) -> tuple[str, list[str], int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(text=texts, places=st.lists(st.integers(0, 300), max_size=12), opened=st.booleans(), tools=st.booleans())
 def test_the_parts_joined_are_what_the_whole_reply_says(name, text, places, opened, tools):
     how = FORMATS[name]
@@ -216,7 +216,7 @@ MODELS = {"marks as tokens": speaking(), **TOKENIZERS}
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kept", [MARKERS, None])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 async def test_tokens_in_parts_say_what_all_of_them_say(name, kept, data):
     model = MODELS[name]

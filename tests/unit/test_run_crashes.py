@@ -648,5 +648,5 @@ def lost_for_good(facts: list[pb.Fact]) -> Counter[str]:
     return counted
 
 
-CrashingRun.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+CrashingRun.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestCrashingRun = pytest.mark.slow(CrashingRun.TestCase)
