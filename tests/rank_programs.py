@@ -209,7 +209,7 @@ def serve() -> None:
     gc.freeze()  # or the collector of each rank writes to all pages, which are then copied
     rest = b""
     while True:
-        ready, _, _ = select.select([0], [], [], POLL_S)
+        ready, _, _ = select.select([0], [], [], POLL_S if ranks else None)
         report_ended()
         if not ready:
             continue
