@@ -39,7 +39,7 @@ def test_of_gsm8k_the_last_number_counts(completion: str, reward: float) -> None
 
 async def test_programs_are_tested_in_the_sandbox(tmp_path: Path) -> None:
     answer = "assert double(2) == 4\nassert double(-1) == -2"
-    async with asks(tmp_path, answer, reward="code", limits={"wall_s": LIMIT_S, "cpu_s": 2}) as questions:
+    async with asks(tmp_path, answer, reward="code", limits={"wall_s": LIMIT_S, "cpu_s": 1}) as questions:
         (task,) = await questions.tasks("train", 0)
         answers = ["def double(x): return 2 * x", "def double(x): return 4", "open('/etc/passwd')", "while True: pass"]
         assert await questions.score(task, answers) == [1.0, 0.0, 0.0, 0.0]
