@@ -650,3 +650,11 @@ def lost_for_good(facts: list[pb.Fact]) -> Counter[str]:
 
 CrashingRun.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestCrashingRun = pytest.mark.slow(CrashingRun.TestCase)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+class TestManyCrashingRuns(CrashingRun.TestCase):
+    """More of the same."""
+
+    settings = settings(max_examples=200, stateful_step_count=40)
