@@ -26,6 +26,7 @@ from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.batch_record import RecordFile, read_record_file, record_directory, record_paths
 from sluice.checkpoint_files import complete_checkpoints
 from sluice.config import Command, ConfigError, Options
+from sluice.progress import doing
 from sluice.v1 import checkpoint_pb2, journal_pb2
 from sluice.versions import Lineage, Version
 
@@ -54,7 +55,8 @@ def run(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     directory = find_run(arguments.run, arguments.output_dir)
     try:
-        result = audit_run(directory)
+        with doing(f"audit {directory}"):
+            result = audit_run(directory)
     except (OSError, JournalError) as error:
         raise ConfigError(f"the files of {directory} cannot be audited: {error}") from error
     if arguments.json:

@@ -40,6 +40,7 @@ from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import PLAYING, locate
 from sluice.loading import check_there
 from sluice.models import check_files, check_model
+from sluice.progress import Step, doing
 from sluice.sampling.config import ReplicasConfig
 from sluice.tasks import settle
 from sluice.telemetry import LEVEL_VARIABLE, configure_logging
@@ -471,27 +472,14 @@ async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
     from orchestrator_svc.eval_children import Children  # noqa: PLC0415
     from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
     from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_workflow  # noqa: PLC0415
-    from sluice.environments.processes import EnvironmentProcesses  # noqa: PLC0415
     from sluice.rpc.channel import token_file  # noqa: PLC0415
     from sluice.sampling.policy import PolicyEngine  # noqa: PLC0415
     from sluice.sampling.pool import ReplicaPool  # noqa: PLC0415
 
     settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)
     async with contextlib.AsyncExitStack() as stack:
-        environment = await stack.enter_async_context(
-            EnvironmentProcesses(
-                config.environment,
-                config.environment_args,
-                config.environment_processes,
-                (config.start_s, "--start-s"),
-                clock=clock,
-            )
-        )
-        tasks = (await environment.tasks(config.split, config.seed))[: config.prompts]
-        if not tasks:
-            raise ConfigError(
-                f"split {config.split!r} of environment {config.environment} has no tasks: correct --split or environment_args"
-            )
+        with doing(f"start {config.environment}"):
+            environment, tasks = await _started_environment(config, stack, clock)
         known, keep = _attempts(config, stack)
         if config.url:
             return await _by_endpoint(config, environment, tasks, known, keep)
@@ -501,7 +489,8 @@ async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
         children = await stack.enter_async_context(Children.ending_with_this())
         replica, target = None, config.address
         if config.model:
-            replica, target = await stack.enter_async_context(_started_replica(config, children))
+            with doing(f"start a replica of {config.model}"):
+                replica, target = await stack.enter_async_context(_started_replica(config, children))
         # The operator named this address, so it may get the operator's own token.
         token = config.security.dispatcher_token_file or token_file(config.security, "admin")
         security = config.security.model_copy(update={"dispatcher_token_file": token})
@@ -520,7 +509,10 @@ async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
         # A replica of this command has them itself.
         arguments = {} if config.model else config.chat_template_kwargs
         sampling = Sampling(config.temperature, config.max_tokens, config.stop, chat_template_kwargs=arguments)
-        evaluating = asyncio.create_task(evaluate(runner, tasks, config, sampling, known=known, keep=keep))
+        step = stack.enter_context(_attempting(tasks, known))
+        evaluating = asyncio.create_task(
+            evaluate(runner, tasks, config, sampling, known=known, keep=keep, count=step.advance)
+        )
         stack.push_async_callback(settle, evaluating)
         stack.callback(evaluating.cancel)
         done, _ = await asyncio.wait(
@@ -532,6 +524,37 @@ async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
             done.pop().result()  # raises why
         version, unscored = str(pool.replicas[0].version), environment.failures["missing"]
         return Outcome(evaluating.result(), version, len(tasks), engine.counts["tokens"], unscored)
+
+
+async def _started_environment(
+    config: EvalConfig, stack: contextlib.AsyncExitStack, clock: Clock
+) -> tuple[EnvironmentProcesses, Sequence[Task]]:
+    """Return the environment, which ends with the stack, and the tasks to evaluate.
+
+    Raises:
+        ConfigError: if it cannot be used, or has no tasks.
+    """
+    from sluice.environments.processes import EnvironmentProcesses  # noqa: PLC0415 - as in run_evaluation
+
+    limit = (config.start_s, "--start-s")
+    processes = EnvironmentProcesses(
+        config.environment, config.environment_args, config.environment_processes, limit, clock=clock
+    )
+    environment = await stack.enter_async_context(processes)
+    tasks = (await environment.tasks(config.split, config.seed))[: config.prompts]
+    if not tasks:
+        raise ConfigError(
+            f"split {config.split!r} of environment {config.environment} has no tasks: correct --split or environment_args"
+        )
+    return environment, tasks
+
+
+@contextlib.contextmanager
+def _attempting(tasks: Sequence[Task], known: Mapping[str, Attempted]) -> Iterator[Step]:
+    """Show how many tasks were attempted."""
+    before = sum(each.task_id in known for each in tasks)
+    with doing("evaluate", len(tasks), "tasks", before=before) as step:
+        yield step
 
 
 def _attempts(
@@ -574,7 +597,8 @@ async def _by_endpoint(
         sampling = Sampling(config.temperature, config.max_tokens, config.stop, chat_template_kwargs=arguments)
         try:
             async with asyncio.timeout(config.deadline_s):
-                result = await evaluate(runner, tasks, config, sampling, known=known, keep=keep)
+                with _attempting(tasks, known) as step:
+                    result = await evaluate(runner, tasks, config, sampling, known=known, keep=keep, count=step.advance)
         except TimeoutError as error:
             raise ConfigError(f"the evaluation took more than {config.deadline_s:g} s (--deadline-s)") from error
     return Outcome(result, "", len(tasks), workflow.tokens, environment.failures["missing"])

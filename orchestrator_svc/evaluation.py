@@ -412,6 +412,7 @@ async def evaluate(
     *,
     known: Mapping[str, Attempted] = MappingProxyType({}),
     keep: Callable[[str, Attempted], None] = lambda *_: None,
+    count: Callable[[], object] = lambda: None,
 ) -> EvalResult:
     """Attempt every task, with `version` or a newer one; the caller sets the deadline.
 
@@ -425,6 +426,7 @@ async def evaluate(
         version: Oldest version of the weights.
         known: Attempts that were made before, by task; they are not made again.
         keep: Takes the attempts at each other task as they end.
+        count: Called when those at a task have ended, well or not.
     """
     result = EvalResult()
     for each in known.values():
@@ -454,6 +456,7 @@ async def evaluate(
                 result.samples += samples
                 result.failed_episodes += failed
                 keep(task.task_id, Attempted(samples, failed))
+            count()
 
     async with asyncio.TaskGroup() as group:
         for index, task in enumerate(tasks):

@@ -14,6 +14,7 @@ from orchestrator_svc.audit_command import find_run
 from orchestrator_svc.eval_command import versions
 from sluice.config import Command, ConfigError, Options, whole_number
 from sluice.host_files import whole_directory
+from sluice.progress import doing
 
 _LEFT_OUT = {"manifest.json"}
 """Files of a version that only a run needs."""
@@ -41,7 +42,7 @@ def run(argv: list[str]) -> int:
     weights = versions(run_directory / "weights", steps)[-1]
     card = model_card(run_directory, weights.name, arguments.license)
     try:
-        with whole_directory(arguments.directory) as staging:
+        with doing(f"copy {weights.name}"), whole_directory(arguments.directory) as staging:
             for file in weights.iterdir():
                 if file.is_file() and file.name not in _LEFT_OUT:
                     shutil.copyfile(file, staging / file.name)
@@ -50,7 +51,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"cannot write {arguments.directory}: {error}") from error
     sys.stdout.write(f"{arguments.directory}: {weights.name} of run {arguments.run}\n")
     if arguments.push:
-        sys.stdout.write(f"{_pushed(arguments.directory, arguments.push, private=arguments.private)}\n")
+        with doing(f"push to {arguments.push}"):
+            address = _pushed(arguments.directory, arguments.push, private=arguments.private)
+        sys.stdout.write(f"{address}\n")
     return 0
 
 

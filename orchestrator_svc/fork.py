@@ -31,6 +31,7 @@ from sluice.batch_record import record_directory, record_paths
 from sluice.checkpoint_files import MANIFEST, complete_checkpoints, damaged, read_manifest
 from sluice.config import Command, ConfigError, Options
 from sluice.host_files import remove_tree
+from sluice.progress import doing
 from sluice.v1 import checkpoint_pb2, journal_pb2
 from sluice.versions import Version
 
@@ -59,7 +60,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{arguments.checkpoint!r} names no checkpoint: give RUN/step_N, such as quickstart/step_50")
     old = find_run(source.removesuffix("/checkpoints"), arguments.output_dir)
     try:
-        forked = fork(old, name, arguments.output_dir / arguments.new)
+        with doing(f"fork {old}/{name}"):
+            forked = fork(old, name, arguments.output_dir / arguments.new)
     except (OSError, sqlite3.Error, JournalError, LedgerError) as error:
         raise ConfigError(f"{old}/{name} cannot be forked: {error}") from error
     sys.stdout.write(

@@ -6,6 +6,7 @@ Nothing is sampled and nothing of the run is changed: it shows what a reward wou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import locate
 from sluice.host_files import write_whole
 from sluice.loading import check_there
+from sluice.progress import doing
 from sluice.telemetry import LEVEL_VARIABLE, configure_logging
 
 _LEAST_FOR_CORRELATION = 2
@@ -127,12 +129,16 @@ async def _rescored(config: RescoreConfig, rows: Sequence[Row], seed: int) -> li
 
     processes = config.environment_processes or EnvironmentProcessesConfig()
     limit = (config.start_s, "--start-s")
-    async with EnvironmentProcesses(config.environment, config.environment_args, processes, limit) as environment:
+    async with contextlib.AsyncExitStack() as stack:
+        with doing(f"start {config.environment}"):
+            environment = await stack.enter_async_context(
+                EnvironmentProcesses(config.environment, config.environment_args, processes, limit)
+            )
+            tasks = {each.task_id: each for each in await environment.tasks(config.split, seed)}
         if not environment.scores:
             raise ConfigError(
                 f"environment {environment.name} has no `score`: its episodes cannot be scored afterwards"
             )
-        tasks = {each.task_id: each for each in await environment.tasks(config.split, seed)}
         unknown = sorted({row["task_id"] for row in rows} - tasks.keys())
         if unknown:
             raise ConfigError(
@@ -144,6 +150,7 @@ async def _rescored(config: RescoreConfig, rows: Sequence[Row], seed: int) -> li
         async def score(group: Sequence[Row]) -> list[dict[str, Any]]:
             async with room:
                 found = await environment.judge(tasks[group[0]["task_id"]], [row["completion"] for row in group])
+            step.advance()
             kept = ("step", "trajectory_id", "group_id", "task_id", "reward")
             return [
                 {**{name: row.get(name) for name in kept}, "new_reward": each.reward, "metrics": dict(each.metrics)}
@@ -151,6 +158,7 @@ async def _rescored(config: RescoreConfig, rows: Sequence[Row], seed: int) -> li
             ]
 
         groups = [list(group) for _, group in groupby(rows, key=lambda row: row["group_id"])]
+        step = stack.enter_context(doing("score", len(groups), "groups"))
         return [row for group in await asyncio.gather(*map(score, groups)) for row in group]
 
 

@@ -28,6 +28,7 @@ from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.otlp import Collector, export_spans
 from orchestrator_svc.trace import Following, Trace, TracedSession, following
 from sluice.config import Command, ConfigError, Options, whole_number
+from sluice.progress import doing
 from sluice.v1 import session_pb2, tokens_pb2
 from sluice.versions import Version
 
@@ -84,7 +85,8 @@ def run(argv: list[str]) -> int:
         if arguments.otlp:
             _export(directory, arguments.otlp, arguments.after, follow=arguments.follow)
             return 0
-        trace = Trace.of(read_facts(directory))
+        with doing(f"read the journal of {directory}", unit="facts") as step:
+            trace = Trace.of(step.count(read_facts(directory)))
         if arguments.episode:
             shown = [_find(trace, arguments.episode)]
         else:

@@ -19,6 +19,7 @@ from sluice.doctor.machine import check_engine, check_machine
 from sluice.doctor.peers import check_peers, peers_of
 from sluice.doctor.settings import check_settings
 from sluice.engines import ENGINES
+from sluice.progress import doing
 from sluice.run_files import CONFIG_FILE
 
 _STYLES = {State.OK: "green", State.WARNING: "yellow", State.WRONG: "bold red"}
@@ -47,7 +48,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     arguments, settings = parser.parse_known_args(argv)
     directory, settings = _run_directory(settings)
-    findings = list(_findings(settings, arguments.start, directory, peers=arguments.peers))
+    found = _findings(settings, arguments.start, directory, peers=arguments.peers)
+    with doing("look", unit="checks") as step:
+        findings = list(step.count(found))
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(each) for each in findings], indent=2) + "\n")
     else:

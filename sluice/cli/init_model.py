@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sluice.config import Options, whole_number
 from sluice.host_files import whole_directory
 from sluice.imports import large_imports
+from sluice.progress import doing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -179,13 +180,14 @@ def character_tokenizer(shape: ModelShape) -> PreTrainedTokenizerFast:
 def run(argv: Sequence[str]) -> int:
     """Read the command line, write the model and say what it is."""
     arguments = _parser().parse_args(argv)
-    from transformers.utils import logging  # noqa: PLC0415  seconds of import that `--help` must not pay
-
-    logging.disable_progress_bar()
     try:
         sizes = {name: getattr(arguments, name) for name in SIZES}
         shape = ModelShape(**sizes, vocabulary_characters=arguments.vocab_chars, tie=arguments.tie)
-        parameters = init_model(arguments.directory, shape, seed=arguments.seed, dtype=arguments.dtype)
+        with doing(f"make {arguments.directory}"):
+            from transformers.utils import logging  # noqa: PLC0415  seconds of import that `--help` must not pay
+
+            logging.disable_progress_bar()
+            parameters = init_model(arguments.directory, shape, seed=arguments.seed, dtype=arguments.dtype)
     except (ValueError, OSError) as error:
         print(f"sluice init-model: {error}", file=sys.stderr)
         return 2

@@ -27,6 +27,7 @@ from sluice.cli.live_view import finding_lines, sparkline
 from sluice.cli.report import FILE_WIDTH
 from sluice.client import OrchestratorClient
 from sluice.config import ConfigError, Options, RunConfig, load_run, seconds, whole_number
+from sluice.progress import doing
 from sluice.run_files import CONFIG_FILE
 from sluice.watch.files import Evaluation
 from sluice.watch.follow import FollowedRun, runs_below
@@ -123,26 +124,28 @@ async def _list(settings: Sequence[str], console: Console, *, as_lines: bool) ->
         "run", "state", "step", "reward", "last step", "verdict", title=f"runs in {output_dir}", title_justify="left"
     )
     worst = 0
-    for path in runs_below(output_dir):
-        config = find_run(str(path.resolve()), settings)
-        async with OrchestratorClient(config.peers.orchestrator, config.security) as orchestrator:
-            followed = FollowedRun(config, orchestrator)
-            await followed.look()
-        worst = max(worst, followed.verdict)
-        if as_lines:
-            print(json.dumps(_state(followed)))
-            continue
-        rewards = [row.values["reward/mean"] for row in followed.rows if "reward/mean" in row.values]
-        ago = _ago(followed.rows[-1].time) if followed.rows else ""
-        found = ", ".join(each.rule.name for each in followed.watch.active)
-        table.add_row(
-            path.name,
-            followed.state,
-            f"{followed.step}/{followed.max_steps or '?'}",
-            f"{rewards[-1]:.3f}" if rewards else "",
-            ago,
-            Text(_VERDICTS[followed.verdict] + (f": {found}" if found else ""), style=_STYLES[followed.verdict]),
-        )
+    runs = runs_below(output_dir)
+    with doing("look at runs", len(runs), "runs") as step:
+        for path in step.count(runs):
+            config = find_run(str(path.resolve()), settings)
+            async with OrchestratorClient(config.peers.orchestrator, config.security) as orchestrator:
+                followed = FollowedRun(config, orchestrator)
+                await followed.look()
+            worst = max(worst, followed.verdict)
+            if as_lines:
+                print(json.dumps(_state(followed)))
+                continue
+            rewards = [row.values["reward/mean"] for row in followed.rows if "reward/mean" in row.values]
+            ago = _ago(followed.rows[-1].time) if followed.rows else ""
+            found = ", ".join(each.rule.name for each in followed.watch.active)
+            table.add_row(
+                path.name,
+                followed.state,
+                f"{followed.step}/{followed.max_steps or '?'}",
+                f"{rewards[-1]:.3f}" if rewards else "",
+                ago,
+                Text(_VERDICTS[followed.verdict] + (f": {found}" if found else ""), style=_STYLES[followed.verdict]),
+            )
     if not as_lines:
         console.print(table)
     return worst
@@ -433,15 +436,16 @@ def _plot(config: RunConfig, directory: Path, console: Console) -> int:
             series.setdefault(name, {})[row.step] = value
     if not series:
         raise ConfigError(f"{config.run_dir} has no metrics: the run has not finished a step")
-    for name, values in sorted(series.items()):
-        figure = Figure(figsize=(6, 3.5), dpi=110, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        axes.plot(sorted(values), [values[step] for step in sorted(values)], marker="o" if len(values) < 20 else "")
-        axes.set_title(f"{config.run}: {name}")
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        figure.savefig(directory / f"{name.replace('/', '-')}.png", metadata={"Software": None})
+    with doing("draw", len(series), "plots") as step:
+        for name, values in step.count(sorted(series.items())):
+            figure = Figure(figsize=(6, 3.5), dpi=110, layout="constrained")
+            FigureCanvasAgg(figure)
+            axes = figure.subplots()
+            axes.plot(sorted(values), [values[step] for step in sorted(values)], marker="o" if len(values) < 20 else "")
+            axes.set_title(f"{config.run}: {name}")
+            axes.set_xlabel("step")
+            axes.grid(alpha=0.3)
+            figure.savefig(directory / f"{name.replace('/', '-')}.png", metadata={"Software": None})
     console.print(f"{len(series)} plots in {directory}", soft_wrap=True)
     return 0
 

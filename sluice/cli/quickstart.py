@@ -16,8 +16,8 @@ import shutil
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from sluice.config import ConfigError, Options, whole_number
 from sluice.engines import ENGINES
 from sluice.host_files import write_whole
 from sluice.plan.local import shared_cores
+from sluice.progress import doing
 from sluice.run_files import is_held
 from sluice.supervise.log_records import LogLine
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Supervisor, run_until_signal
@@ -165,54 +166,67 @@ def make_room(directory: Path, console: Console) -> None:
 def _run_stages(job: Quickstart, console: Console) -> tuple[int, Stages]:
     stages = Stages(console, count=4 if job.task.pretrained else 6)
     if job.task.pretrained:
-        with stages.stage("fetch_model", "fetch a pretrained model") as details:
-            details.append(_sluice(job, "fetch-model", job.task.pretrained, str(job.start)))
+        with stages.stage("fetch_model", "fetch a pretrained model") as stage:
+            stage.details.append(_sluice(job, stage, "fetch-model", job.task.pretrained, str(job.start)))
     else:
         _warm_up(job, stages)
-    with stages.stage("eval_before", "evaluate on held-out prompts") as details:
-        details.append(_evaluate(job, "before", job.start))
+    with stages.stage("eval_before", "evaluate on held-out prompts") as stage:
+        stage.details.append(_evaluate(job, stage, "before", job.start))
     with stages.stage("rl", "train by RL: rollout, trainer, orchestrator, weightsync", quiet=False):
         where = ("--run", job.directory.name, "--output-dir", str(job.directory.parent), "--model", str(job.start))
         code = rl.run(["@", str(job.example / "rl.toml"), "--seed", str(job.seed), *where, *job.rl_flags])
     if code:
         return code, stages
-    with stages.stage("eval_after", "evaluate on the same held-out prompts") as details:
-        details.append(_evaluate(job, "after", job.trained()))
+    with stages.stage("eval_after", "evaluate on the same held-out prompts") as stage:
+        stage.details.append(_evaluate(job, stage, "after", job.trained()))
     return 0, stages
 
 
 def _warm_up(job: Quickstart, stages: Stages) -> None:
     """Make a model from scratch and fine-tune it on demonstrations."""
     model, demonstrations = str(job.directory / "model"), str(job.directory / "demonstrations.jsonl")
-    with stages.stage("init_model", "make a model from scratch") as details:
-        details.append(_sluice(job, "init-model", model, "--seed", str(job.seed)))
-    with stages.stage("demonstrations", "write demonstrations, most of them wrong") as details:
+    with stages.stage("init_model", "make a model from scratch") as stage:
+        stage.details.append(_sluice(job, stage, "init-model", model, "--seed", str(job.seed)))
+    with stages.stage("demonstrations", "write demonstrations, most of them wrong") as stage:
         script = str(job.example / "demonstrations.py")
         flags = ("--seed", str(job.seed), *job.demonstrations_flags)
-        details.append(_python(job, "demonstrations", script, demonstrations, *flags))
-    with stages.stage("sft", "warm the model up on them (SFT)") as details:
+        stage.details.append(_python(job, stage, "demonstrations", script, demonstrations, *flags))
+    with stages.stage("sft", "warm the model up on them (SFT)") as stage:
         where = ("--model", model, "--data", demonstrations, "--output", str(job.start))
         settings = ("@", str(job.example / "sft.toml"), "--seed", str(job.seed), *where, *job.sft_flags)
-        details.append(_sluice(job, "sft", *settings))
+        stage.details.append(_sluice(job, stage, "sft", *settings))
 
 
-def _evaluate(job: Quickstart, name: str, model: Path) -> str:
+def _evaluate(job: Quickstart, stage: Stage, name: str, model: Path) -> str:
     output = job.directory / f"eval_{name}.json"
     where = ("--model", str(model), "--output", str(output), "--samples-output", str(job.conversations(name)))
-    _sluice(job, "eval", "@", str(job.example / "eval.toml"), *where, *job.eval_flags, log=f"eval_{name}")
+    _sluice(job, stage, "eval", "@", str(job.example / "eval.toml"), *where, *job.eval_flags, log=f"eval_{name}")
     return describe_evaluation(output)
 
 
-def _sluice(job: Quickstart, command: str, *arguments: str, log: str = "") -> str:
-    return _python(job, log or command, "-m", "sluice.cli.main", command, *arguments)
+def _sluice(job: Quickstart, stage: Stage, command: str, *arguments: str, log: str = "") -> str:
+    return _python(job, stage, log or command, "-m", "sluice.cli.main", command, *arguments)
 
 
-def _python(job: Quickstart, log: str, *argv: str) -> str:
-    return run_quietly([*argv], job.directory / "logs" / f"{log}.log", shared_cores(os.environ))
+def _python(job: Quickstart, stage: Stage, log: str, *argv: str) -> str:
+    return run_quietly([*argv], job.directory / "logs" / f"{log}.log", shared_cores(os.environ), stage.note)
 
 
 class StageError(Exception):
     """A stage failed; the message says why, for people."""
+
+
+@dataclass
+class Stage:
+    """A stage that runs.
+
+    Attributes:
+        details: Texts that are printed at the end of its line.
+        note: Takes the last line of the program that does it.
+    """
+
+    details: list[str] = field(default_factory=list)
+    note: Callable[[str], object] = lambda _: None
 
 
 class Stages:
@@ -223,36 +237,42 @@ class Stages:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def stage(self, name: str, title: str, *, quiet: bool = True) -> Iterator[list[str]]:
+    def stage(self, name: str, title: str, *, quiet: bool = True) -> Iterator[Stage]:
         """Run a stage and measure its seconds.
 
         Args:
             name: Key of its seconds in `seconds`.
             title: What it does, for people.
             quiet: Whether the stage prints nothing itself, so that its line can be printed at its end.
-
-        Yields:
-            A list. The texts that are appended to it are printed at the end of the line.
         """
         self._number += 1
         label = f"[{self._number}/{self._count}] {title}"
-        details: list[str] = []
         began = time.monotonic()
+        stage = Stage()
         if quiet:
-            with self._console.status(Text(label)) if self._console.is_terminal else contextlib.nullcontext():
-                yield details
+            with doing(label) as step:
+                stage.note = lambda line: setattr(step, "note", line)
+                yield stage
         else:
             self._console.print(Text(label), soft_wrap=True)
-            yield details
+            yield stage
         self.seconds[name] = time.monotonic() - began
         line = Text.assemble(label, f"  {self.seconds[name]:.1f} s", style="green")
-        for detail in details:
+        for detail in stage.details:
             line.append(f"  {detail}", style="default")
         self._console.print(line, soft_wrap=True)
 
 
-def run_quietly(argv: list[str], log: Path, environment: Mapping[str, str]) -> str:
+def run_quietly(
+    argv: list[str], log: Path, environment: Mapping[str, str], note: Callable[[str], object] = lambda _: None
+) -> str:
     """Run the Python interpreter with further variables, its output appended to a file. A signal ends it and everything that it started.
+
+    Args:
+        argv: Arguments of the interpreter.
+        log: The file.
+        environment: The variables.
+        note: Takes each line of its output.
 
     Returns:
         The last line of its output.
@@ -261,7 +281,7 @@ def run_quietly(argv: list[str], log: Path, environment: Mapping[str, str]) -> s
         StageError: if it fails; the message holds the last lines of its output.
         KeyboardInterrupt: if a signal ended it.
     """
-    listener = _LastLine()
+    listener = _LastLine(note)
     spec = ChildSpec(log.stem, (sys.executable, *argv), log, _at_once, environment, ends_run=True)
     supervisor = Supervisor([spec], listener, max_restarts=0)
     outcome = asyncio.run(run_until_signal(supervisor, lambda _: None))
@@ -280,12 +300,14 @@ async def _at_once() -> None:
 class _LastLine:
     """Keeps the last line of a program's output; the stage prints the outcome."""
 
-    text = ""
+    def __init__(self, note: Callable[[str], object]) -> None:
+        self.text, self._note = "", note
 
     def on_line(self, child: str, line: LogLine) -> None:
         """Keep the line."""
         del child
         self.text = line.text
+        self._note(line.text)
 
     def on_state(self, child: str, state: ChildState, detail: str) -> None:
         """Ignore it."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice.config import ConfigError, Options
+from sluice.progress import doing
 from sluice.run_files import METRICS_FILE
 from sluice.versions import Version
 from sluice.watch.files import RunFiles
@@ -71,7 +72,8 @@ def run(argv: list[str]) -> int:
         if f"{name}_mean" in summary:
             table.add_row(name, *(f"{summary[f'{name}_{part}']:.4g}" for part in ("first", "last", "mean")))
     plot = directory / PLOT_FILE
-    plot_run(steps, plot, str(directory))
+    with doing(f"draw {plot}"):
+        plot_run(steps, plot, str(directory))
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(table)

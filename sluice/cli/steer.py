@@ -14,6 +14,7 @@ from rich.console import Console
 
 from sluice.client import OrchestratorClient
 from sluice.config import ConfigError, Options, RunConfig, load_run
+from sluice.progress import doing
 from sluice.rpc import SluiceError
 from sluice.run_files import CONFIG_FILE, JOURNAL_FILE, REPORT_FILE, is_held
 from sluice.v1 import orchestrator_pb2
@@ -73,7 +74,8 @@ async def _ask(name: str, config: RunConfig, act: Act) -> int:
     target = config.peers.orchestrator
     try:
         async with OrchestratorClient(target, config.security) as orchestrator:
-            await act(orchestrator)
+            with doing(f"wait for the orchestrator at {target}"):
+                await act(orchestrator)
     except SluiceError as error:
         nobody = (
             error.code is grpc.StatusCode.UNAVAILABLE and error.reason == error.code.name

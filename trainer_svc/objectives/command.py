@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from sluice.config import Command, ConfigError, Options
+from sluice.progress import doing
 
 _EXAMPLE = """\
 a case:
@@ -28,7 +29,8 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--case", required=True, metavar="FILE", help="JSON file with the numbers; - is standard input")
     text = _read(parser.parse_args(argv).case)
-    from trainer_svc.objectives.evaluate import Case, evaluate  # noqa: PLC0415  `--help` must not import torch
+    with doing("load PyTorch"):  # `--help` must not import it
+        from trainer_svc.objectives.evaluate import Case, evaluate  # noqa: PLC0415
 
     try:
         result = evaluate(Case.parse(text))

@@ -19,6 +19,7 @@ from sluice.config import Command, ConfigError, Section, load_command, reason_of
 from sluice.environments.datasets import parts
 from sluice.imports import large_imports
 from sluice.models import ADAPTER_SETTINGS, check_files, check_hub, check_model
+from sluice.progress import doing
 from trainer_svc.compute_config import check_sizes
 from trainer_svc.offline.config import (
     DistillConfig,
@@ -53,8 +54,8 @@ def _run(config_class: type[OfflineConfig], command: str, argv: list[str]) -> in
     config = load_offline(config_class, argv, command)
     for setting, model in _models(config).items():
         check_hub(model, setting)
-    with large_imports():
-        import torch.distributed as dist  # noqa: PLC0415  `--help` must not import torch
+    with doing("load PyTorch"), large_imports():  # `--help` must not import it
+        import torch.distributed as dist  # noqa: PLC0415
         from transformers.utils import logging  # noqa: PLC0415
 
         from trainer_svc.offline.checkpoints import FinishedError, remove_checkpoints  # noqa: PLC0415
@@ -164,7 +165,8 @@ def merge(argv: list[str]) -> int:
     try:
         own = config.adapter / TEMPLATE_FILE  # that of the base, or one that the adapter was trained with
         template = read_template(own) if own.is_file() else None
-        merge_adapter(base, str(config.adapter), config.output, getattr(torch, config.save_dtype), template)
+        with doing(f"merge {config.adapter} into {base}"):
+            merge_adapter(base, str(config.adapter), config.output, getattr(torch, config.save_dtype), template)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{failed}: {reason_of(error)}; give directories as save_pretrained writes them") from error
     except UnfitWeightsError as error:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from sluice.config import ConfigError
 from sluice.environments.datasets import Row, mixed_rows
+from sluice.progress import doing
 from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
@@ -283,25 +284,26 @@ def load_examples(
     """
     kept = _TokenFile(directory)
     dropped = 0
-    for place, row in mixed_rows(data, split):
-        try:
-            examples = render(row)
-        except TemplateError as error:
-            raise ConfigError(f"{place}: {error}") from error
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{place} contains malformed messages ({error!r}): give objects with role and content"
-            ) from error
-        for rendered in examples:
-            length = max(len(each.ids) for each in rendered)
-            if length <= max_length:
-                kept.append(rendered)
-            elif drop_long:
-                dropped += 1
-            else:
+    with doing("read the data", unit="rows") as step:
+        for place, row in step.count(mixed_rows(data, split)):
+            try:
+                examples = render(row)
+            except TemplateError as error:
+                raise ConfigError(f"{place}: {error}") from error
+            except (AttributeError, KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"{place} has {length} tokens, more than max_length {max_length}: raise it, or set on_long to drop"
-                )
+                    f"{place} contains malformed messages ({error!r}): give objects with role and content"
+                ) from error
+            for rendered in examples:
+                length = max(len(each.ids) for each in rendered)
+                if length <= max_length:
+                    kept.append(rendered)
+                elif drop_long:
+                    dropped += 1
+                else:
+                    raise ConfigError(
+                        f"{place} has {length} tokens, more than max_length {max_length}: raise it, or set on_long to drop"
+                    )
     kept.close()
     if not len(kept):
         raise ConfigError(f"{data} holds no usable row ({dropped} were longer than max_length): raise max_length")
@@ -453,12 +455,14 @@ def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column)
     logprobs = list(flat.split(counts))
     ranks = engine.ranks
     block = FORWARDED_ROWS * ranks.size
-    for start in range(0, len(examples), block):
-        mine = range(start, min(start + block, len(examples)))[ranks.index :: ranks.size]
-        rows = [examples.rows(index) for index in mine]
-        answers = iter(engine.forward([row for pair in rows for row in pair]))
-        for index, parts in zip(mine, rows, strict=True):
-            logprobs[index].copy_(torch.cat([next(answers)[row.loss_mask] for row in parts]))
+    with doing(f"compute {column.replace('_', ' ')}", len(examples), "examples") as step:
+        for start in range(0, len(examples), block):
+            mine = range(start, min(start + block, len(examples)))[ranks.index :: ranks.size]
+            rows = [examples.rows(index) for index in mine]
+            answers = iter(engine.forward([row for pair in rows for row in pair]))
+            for index, parts in zip(mine, rows, strict=True):
+                logprobs[index].copy_(torch.cat([next(answers)[row.loss_mask] for row in parts]))
+            step.advance(min(block, len(examples) - start))
     if ranks.group is not None:
         dist.all_reduce(flat, group=ranks.group)  # each place is filled by one rank and 0 on the others
 

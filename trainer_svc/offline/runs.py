@@ -18,6 +18,7 @@ from sluice.chat_template import set_chat_template, template_text
 from sluice.config import ConfigError, reason_of
 from sluice.end_tokens import EndTokens, find_padding, read_end_tokens
 from sluice.environments.datasets import Row
+from sluice.progress import doing
 from sluice.render import ChatRenderer, Rendered
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import LoraConfig, check_decay
@@ -190,15 +191,16 @@ def _build_engine(
     """
     model = frozen_model or config.model
     try:
-        return TrainEngine(
-            config,
-            model,
-            config.seed,
-            head=head,
-            mesh=mesh,
-            frozen="auto" if frozen_model else None,
-            chat_template=template_text(config.chat_template),
-        )
+        with doing(f"load {model}"):
+            return TrainEngine(
+                config,
+                model,
+                config.seed,
+                head=head,
+                mesh=mesh,
+                frozen="auto" if frozen_model else None,
+                chat_template=template_text(config.chat_template),
+            )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot load the model {model}: {reason_of(error)}") from error
     except ValueError as error:
@@ -285,23 +287,25 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
     rows: list[Sequence] | None = None
     done = first
     drawn = batches(examples, config.batch_size, config.seed, engine.ranks, first=first)
-    for step, batch in zip(range(first, steps), drawn):  # noqa: B905  batches never end
-        if (step % config.eval_every == 0 if config.eval_every else step == 0) and evaluate(step, rows):
-            break
-        rows = batch
-        metrics = engine.train_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups)
-        if metrics.skipped:  # because of the batch, or of weights that the step before made
-            checkpoints.require_fit(step, rows=rows)
-        tally.add(metrics)
-        done = step + 1
-        if done % config.log_every == 0 or done == steps:
-            say(f"step {done:>{len(str(steps))}}/{steps}  {tally.progress()}")
-        checkpoints.after(done)
+    with doing("train", steps, "steps", before=first) as shown:
+        for step, batch in shown.count(zip(range(first, steps), drawn)):  # noqa: B905  batches never end
+            if (step % config.eval_every == 0 if config.eval_every else step == 0) and evaluate(step, rows):
+                break
+            rows = batch
+            metrics = engine.train_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups)
+            if metrics.skipped:  # because of the batch, or of weights that the step before made
+                checkpoints.require_fit(step, rows=rows)
+            tally.add(metrics)
+            done = step + 1
+            if done % config.log_every == 0 or done == steps:
+                say(f"step {done:>{len(str(steps))}}/{steps}  {tally.progress()}")
+            checkpoints.after(done)
     checkpoints.require_fit(done, save_dtype, rows=rows)
     evaluate(done, None)
     seconds = perf_counter() - start - tally.left_out_s
     checkpoints.before_export()
-    evaluations.export()
+    with doing(f"write {config.output}"):
+        evaluations.export()
     checkpoints.remove()
     dropped = f" ({examples.dropped_long} more were too long)" if examples.dropped_long else ""
     say(

@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from sluice.client import RolloutClient, WeightSyncClient
 from sluice.config import ConfigError
+from sluice.progress import doing
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
@@ -87,7 +88,10 @@ async def _verify(config: WeightsConfig, versions: Sequence[Version]) -> int:
         return await _verify_replica(config, config.replica, versions)
     with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
         try:
-            version, digest, size = await _fetch(config, versions[0] if versions else None, Path(scratch, "version"))
+            with doing("fetch the version"):
+                version, digest, size = await _fetch(
+                    config, versions[0] if versions else None, Path(scratch, "version")
+                )
         except (PullError, StagingError) as error:
             print(f"DAMAGED: {error}")  # noqa: T201
             return 1
@@ -100,7 +104,8 @@ async def _verify_replica(config: WeightsConfig, replica: str, versions: Sequenc
     if versions:
         raise ConfigError("a replica verifies the version that it holds: leave the version out beside --replica")
     async with RolloutClient(replica, config.security) as client:
-        answer = await client.verify_weights(timeout_s=config.deadline_s)
+        with doing(f"wait for replica {replica}"):
+            answer = await client.verify_weights(timeout_s=config.deadline_s)
     version = Version.from_proto(answer.policy_version)
     for each in answer.unchecked:
         print(  # noqa: T201
@@ -124,11 +129,13 @@ async def _diff(config: WeightsConfig, versions: Sequence[Version]) -> int:
         paths = [Path(scratch, str(version)) for version in versions]
         for version, path in zip(versions, paths, strict=True):
             try:
-                await _fetch(config, version, path)
+                with doing(f"fetch version {version}"):
+                    await _fetch(config, version, path)
             except (PullError, StagingError) as error:
                 print(f"DAMAGED: version {version}: {error}")  # noqa: T201
                 return 1
-        differences = await asyncio.to_thread(_compare_files, *paths)
+        with doing("compare"):
+            differences = await asyncio.to_thread(_compare_files, *paths)
     Console().print(_difference_table(differences, config.top))
     return 0
 

@@ -1,0 +1,183 @@
+"""What a command does, how far it is and when it ends: on standard error, as soon as it takes longer than two seconds.
+
+A terminal shows a bar that goes when the step ends. Elsewhere a plain line is written, and further ones that come less and less often.
+Of processes that share a job as ranks, the first one shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from sluice.clock import CLOCK, Clock
+
+SILENT_S = 2.0
+"""Seconds for which a step says nothing."""
+LINE_S, GROWTH = 10.0, 0.1
+"""Seconds between two plain lines of a step, and the share of its time so far if that is more: lines stay few, however long it lasts."""
+_LONGEST_S = 1e10
+"""More is not told apart: 300 years."""
+
+_Item = TypeVar("_Item")
+
+
+class Step:
+    """A part of a command that takes time.
+
+    Attributes:
+        what: What is done, such as ``load the model``.
+        total: How many units there are; None if that is not known.
+        done: How many are done.
+        note: What else is known, such as the last line of a program that does it.
+    """
+
+    def __init__(
+        self, what: str, total: int | None = None, unit: str = "", *, before: int = 0, clock: Clock = CLOCK
+    ) -> None:
+        self.what, self.total, self.done, self.note = what, total, before, ""
+        self._unit, self._before, self._clock, self._began = unit, before, clock, clock()
+
+    def advance(self, count: int = 1) -> None:
+        """Count what was done."""
+        self.done += count
+
+    def count(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Yield items, and count each when the next one is asked for."""
+        for each in items:
+            yield each
+            self.advance()
+
+    @property
+    def seconds(self) -> float:
+        """Return for how long it lasts."""
+        return self._clock() - self._began
+
+    @property
+    def left_s(self) -> float | None:
+        """Return in how many seconds it ends if it goes on as so far; None if that is not known."""
+        here = self.done - self._before
+        if not self.total or not here:
+            return None
+        return self.seconds / here * max(0, self.total - self.done)
+
+    def __str__(self) -> str:
+        """Return what it does, how far it is and when it ends."""
+        parts = []
+        if self.total is not None:
+            parts.append(f"{self.done:,} of {self.total:,} {self._unit}".rstrip())
+        elif self.done:
+            parts.append(f"{self.done:,} {self._unit}".rstrip())
+        parts.append(_time(self.seconds))
+        if self.left_s is not None:
+            parts.append(f"about {_time(self.left_s)} left")
+        return f"{self.what}: {', '.join(parts)}{self.note and f' | {self.note}'}"
+
+
+@contextlib.contextmanager
+def doing(
+    what: str, total: int | None = None, unit: str = "", *, before: int = 0, clock: Clock = CLOCK
+) -> Iterator[Step]:
+    """Show a step while it lasts.
+
+    Args:
+        what: What is done, such as ``load the model``.
+        total: How many units there are, if that is known.
+        unit: Their name in the plural.
+        before: How many were done before this step began; they took none of its time.
+        clock: Times the step.
+    """
+    step = Step(what, total, unit, before=before, clock=clock)
+    if os.environ.get("RANK", "0") != "0":
+        yield step
+        return
+    if sys.stderr.isatty():
+        with _SCREEN.showing(step):
+            yield step
+        return
+    ended = threading.Event()
+    writer = threading.Thread(target=write_lines, args=(step, ended.wait, _write), name="progress", daemon=True)
+    writer.start()
+    try:
+        yield step
+    finally:
+        ended.set()
+        writer.join()
+
+
+def write_lines(step: Step, has_ended: Callable[[float], bool], write: Callable[[str], object]) -> None:
+    """Write a line now and then until the step ends.
+
+    Args:
+        step: What is shown.
+        has_ended: Waits for so many seconds, or until the step has ended; returns whether it has.
+        write: Takes a line.
+    """
+    wait_s = SILENT_S
+    while not has_ended(wait_s):
+        write(str(step))
+        wait_s = max(LINE_S, GROWTH * step.seconds)
+
+
+def _write(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+def _time(seconds: float) -> str:
+    return str(timedelta(seconds=round(min(seconds, _LONGEST_S))))
+
+
+class _Bars(Progress):
+    """The steps that last longer than SILENT_S, a line each."""
+
+    def __init__(self) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.fields[step]}", markup=False), BarColumn(bar_width=20))
+        super().__init__(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return what is drawn."""
+        shown = []
+        for task in self.tasks:
+            step: Step = task.fields["step"]
+            task.completed, task.total = step.done, step.total
+            if step.seconds > SILENT_S:
+                shown.append(task)
+        yield self.make_tasks_table(shown)
+
+
+class _Screen:
+    """The bars of this process: a terminal has room for one set of them."""
+
+    def __init__(self) -> None:
+        self._bars: _Bars | None = None
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def showing(self, step: Step) -> Iterator[None]:
+        """Show a step."""
+        with self._lock:
+            if self._bars is None:
+                self._bars = _Bars()
+                self._bars.start()
+            bars = self._bars
+            task = bars.add_task("", total=step.total, step=step)
+        try:
+            yield
+        finally:
+            with self._lock:
+                bars.remove_task(task)
+                if not bars.tasks:
+                    bars.stop()
+                    self._bars = None
+
+
+_SCREEN = _Screen()
