@@ -108,6 +108,7 @@ def collected_by_child(told: list[int]) -> int:
     """How many pieces of garbage a forked child finds."""
     child = os.fork()
     if child == 0:
+        gc.unfreeze()  # as vLLM does at its end
         gc.collect()
         os._exit(len(told))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import logging
 import multiprocessing.util  # at exit it waits for children; imported first, it does so after `OwnerThread` has ended them
 import os
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -176,7 +178,10 @@ def _launch(
     config = AsyncEngineArgs(**arguments).create_engine_config()
     hold_tokens(config)
     # vLLM's CPU platform sets "spawn" in the line above; on a GPU a fork would inherit a broken CUDA context.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and on_cpu and fork_is_sound() else "spawn"
+    forks = fork and on_cpu and fork_is_sound()
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if forks else "spawn"
+    if forks:  # here once, not in each process that is forked
+        importlib.import_module(config.parallel_config.worker_cls.rpartition(".")[0])
     recorder = LoadRecorder()
     before = frozenset(SHARED_MEMORY.glob("vllm_dist_*"))
     with children_die_with_us(), threads_as_in_environment(), garbage_stays_behind():
@@ -264,16 +269,35 @@ def collect_rpc_garbage() -> None:
 
 @contextmanager
 def garbage_stays_behind() -> Iterator[None]:
-    """Prevent processes that are forked in this block from collecting the garbage of their parent.
+    """Prevent processes that this thread forks in this block from collecting the garbage of their parent, then and later.
 
     That garbage may own threads and sockets that the child does not have: a store of torch.distributed would wait for its thread
-    for ever, and a socket of ZeroMQ would close a descriptor that the child uses for something else.
+    for ever, and a socket of ZeroMQ would close a descriptor that the child uses for something else. It also takes most of a
+    second to search what was inherited, which vLLM thaws and searches twice when it ends.
     """
     gc.freeze()
+    _forking.frozen = True
     try:
         yield
     finally:
+        _forking.frozen = False
         gc.unfreeze()
+
+
+_forking = threading.local()
+
+
+def _stay_frozen() -> None:
+    """In a forked child, whose own children inherit it: nobody thaws what was frozen."""
+    if getattr(_forking, "frozen", False):
+        gc.unfreeze = _leave_frozen
+
+
+def _leave_frozen() -> None:
+    """Stand in for `gc.unfreeze`."""
+
+
+os.register_at_fork(after_in_child=_stay_frozen)
 
 
 def describe(
