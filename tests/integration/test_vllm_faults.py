@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -161,33 +159,3 @@ async def test_a_restart_without_the_staged_file_serves_the_base(engine, second,
     moved.unlink()
     assert await engine.restart() == BASE
     assert engine.status().version == BASE
-
-
-OWNER = """
-import asyncio, sys
-from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
-async def main():
-    engine = VllmEngine(sys.argv[1], VllmOptions(engine_args={"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22}, start_method="fork"))
-    await engine.start()
-    print("started", flush=True)
-    await asyncio.sleep(600)
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-async def test_killing_the_owner_leaves_no_process_behind(model, tmp_path):
-    """Of an engine that was forked; test_adapter_process.py kills the owner of one that was spawned."""
-    program = tmp_path / "owner.py"
-    program.write_text(OWNER)
-    owner = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-        [sys.executable, str(program), str(model)], stdout=subprocess.PIPE, text=True
-    )
-    lines = asyncio.to_thread(lambda: next(line for line in owner.stdout if line.startswith("started")))
-    assert await asyncio.wait_for(lines, DEADLINE_S)
-    children = psutil.Process(owner.pid).children(recursive=True)
-    assert engine_processes(owner.pid)
-    owner.kill()
-    owner.wait()
-    gone, alive = await asyncio.to_thread(psutil.wait_procs, children, DEADLINE_S)
-    assert not alive, f"{gone} ended, {alive} did not"
