@@ -34,7 +34,7 @@ LIMITS = LoraLimits(max_loras=4, max_rank=8)
 
 def vllm(model: Path) -> LoraEngine:
     arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20}
-    return VllmEngine(str(model), VllmOptions(engine_args=arguments), LIMITS)
+    return VllmEngine(str(model), VllmOptions(engine_args=arguments, start_method="fork"), LIMITS)
 
 
 def transformers(model: Path) -> LoraEngine:
@@ -318,8 +318,9 @@ async def test_live_weights_are_still_compared_beneath_adapters(engine, models):
     assert await engine.verify_weights(other) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 async def test_tensor_parallel_workers_serve_adapters_together(models):
+    """In `make test` one worker serves adapters, and tensor-parallel workers switch weights (test_vllm_weight_update.py)."""
     arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": 2}
     engine = VllmEngine(str(models.base), VllmOptions(engine_args=arguments), LIMITS)
     await engine.start()
