@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
-from small_models import load
+from small_models import load, written
 
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedAdapter, TensorSpec
@@ -43,7 +44,12 @@ def recompute_adapted(
     base: Path, adapter: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probabilities of sampled tokens after temperature, by the base model with the adapter beside it."""
-    model = PeftModel.from_pretrained(load(base), adapter).eval()
+    model = _adapted(base, adapter, written(base, adapter))
     logits = model(input_ids=torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / temperature, -1)
     return logprobs.gather(1, torch.tensor(sampled)[:, None])[:, 0]
+
+
+@lru_cache(maxsize=8)
+def _adapted(base: Path, adapter: Path, _written: tuple[int, ...]) -> PeftModel:
+    return PeftModel.from_pretrained(load(base), adapter).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -102,10 +103,25 @@ def load(directory: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
 
 
+def written(*directories: Path) -> tuple[int, ...]:
+    """Tells whether tensors in directories were written again."""
+    return tuple(path.stat().st_mtime_ns for each in directories for path in sorted(each.glob("*.safetensors")))
+
+
+def load_to_read(directory: Path) -> PreTrainedModel:
+    """The model in transformers, which others read, too: most of the time of one short pass is that of loading."""
+    return _load_to_read(directory, written(directory))
+
+
+@lru_cache(maxsize=8)
+def _load_to_read(directory: Path, _written: tuple[int, ...]) -> PreTrainedModel:
+    return load(directory)
+
+
 @torch.no_grad()
 def recompute(directory: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of sampled tokens after temperature, computed in one forward pass as a trainer does."""
-    logits = load(directory)(torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1].float()
+    logits = load_to_read(directory)(torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / temperature, -1)
     return logprobs.gather(1, torch.tensor(sampled)[:, None])[:, 0]
 
@@ -120,15 +136,15 @@ def recompute_mixed(
     """
     ids = torch.tensor([[*prompt, *sampled]])
     fed = len(prompt) + switch - 1
-    cache = load(before)(ids[:, :fed], use_cache=True).past_key_values
-    logits = load(after)(ids[:, fed:-1], past_key_values=cache, use_cache=True).logits[0].float()
+    cache = load_to_read(before)(ids[:, :fed], use_cache=True).past_key_values
+    logits = load_to_read(after)(ids[:, fed:-1], past_key_values=cache, use_cache=True).logits[0].float()
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(sampled[switch:])[:, None])[:, 0]
 
 
 @torch.no_grad()
 def greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
     """The most likely continuation, token by token."""
-    model = load(directory)
+    model = load_to_read(directory)
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
