@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 import torch
 from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from held_ports import held_ports
 from small_adapters import recompute_adapted, save_adapter
 from small_models import CONTEXT, recompute, save_model
@@ -77,6 +79,7 @@ class Running:
     agent: rollout_pb2_grpc.RolloutServiceAsyncStub
     admin: rollout_pb2_grpc.RolloutAdminServiceAsyncStub
     info: common_pb2_grpc.ServerInfoServiceAsyncStub
+    health: health_pb2_grpc.HealthStub
 
     async def publish(self, number: int) -> None:
         """Publish an adapter and wait until the replica follows."""
@@ -178,6 +181,7 @@ async def running(tmp_path: Path, ports: list[int]) -> AsyncIterator[Running]:
             rollout_pb2_grpc.RolloutServiceStub(channel),
             rollout_pb2_grpc.RolloutAdminServiceStub(channel),
             common_pb2_grpc.ServerInfoServiceStub(channel),
+            health_pb2_grpc.HealthStub(channel),
         )
 
 
@@ -214,9 +218,17 @@ async def _assert_adapters_outlive_the_engine(running: Running) -> None:
 
     It was spawned, since gRPC is in use by now: test_vllm_faults.py kills the owner of one that was forked.
     """
+    request = rollout_pb2.GenerateRequest(token_ids=tokens_pb2.TokenIds(ids=PROMPT), sampling=LONG, n=4)
+    waiting = asyncio.ensure_future(running.agent.Generate(request, timeout=DEADLINE_S))
+    await running.until(lambda status: status.running == 4)
     max(running.process.children(recursive=True), key=lambda child: child.memory_info().rss).kill()
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await waiting
+    assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
     status = await running.until(lambda status: status.engine_restarts == 1 and status.state == SERVING)
     assert Version.from_proto(status.policy_version) == Version(1, 3)
+    health = await running.health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
     await running.assert_samples(3)
     await running.publish(4)
     await running.assert_samples(4)

@@ -1,4 +1,4 @@
-"""`sluice rollout` with vLLM as a process of its own: versions arrive in flight, and a killed engine comes back."""
+"""`sluice rollout` with vLLM as a process of its own: versions arrive in flight, a killed engine comes back, a drain ends it."""
 
 from __future__ import annotations
 
@@ -95,11 +95,25 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
             yield Running(psutil.Process(child.pid), sync, client, target)
 
 
-async def test_versions_arrive_in_flight_and_a_killed_engine_comes_back(running, tmp_path):
+async def test_versions_arrive_in_flight_and_a_drain_ends_all_processes(running, tmp_path):
     second = save_model(tmp_path / "second", 2)
     spans = await _spans_of_a_request_with_an_update_on_its_way(running, second)
     assert [version for _, version in spans] == [BASE, Version(1, 1)]
+    answer = await running.client.generate(PROMPT, GREEDY)
+    assert list(answer.samples[0].token_ids) == greedy(second, PROMPT, 12)
 
+    third = save_model(tmp_path / "third", 3)
+    await running.until(rollout_pb2.REPLICA_STATE_SERVING, await running.publish(third, 2))
+    answer = await running.client.generate(PROMPT, GREEDY)
+    assert list(answer.samples[0].token_ids) == greedy(third, PROMPT, 12)
+    await _a_drain_ends_all_processes(running)
+
+
+@pytest.mark.soak
+async def test_a_killed_engine_comes_back(running, tmp_path):
+    """In `make test`, test_adapter_process.py does the same to an engine with an adapter."""
+    second = save_model(tmp_path / "second", 2)
+    await running.until(rollout_pb2.REPLICA_STATE_SERVING, await running.publish(second, 1))
     waiting = asyncio.ensure_future(running.client.generate(PROMPT, LONG, n=4))
     async with asyncio.timeout(DEADLINE_S):
         while (await running.client.status()).running < 4:  # noqa: ASYNC110 - status is meant to be polled
@@ -119,7 +133,10 @@ async def test_versions_arrive_in_flight_and_a_killed_engine_comes_back(running,
     await running.until(rollout_pb2.REPLICA_STATE_SERVING, await running.publish(third, 2), restarts=1)
     answer = await running.client.generate(PROMPT, GREEDY)
     assert list(answer.samples[0].token_ids) == greedy(third, PROMPT, 12)
+    await _a_drain_ends_all_processes(running)
 
+
+async def _a_drain_ends_all_processes(running: Running) -> None:
     family = running.process.children(recursive=True)
     await _a_drain_hands_requests_over(running)
     _, alive = await asyncio.to_thread(psutil.wait_procs, [*family], timeout=30)
