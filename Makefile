@@ -7,8 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-# Processes that run tests side by side, one file at a time each; one more than cores, since many tests wait for processes.
-TEST_WORKERS ?= 3
+# Processes that run tests side by side, one file at a time each; more than two cores, since many tests wait for processes.
+TEST_WORKERS ?= 4
 # A test that fails is run once more, alone: see tests/run_suite.py.
 SUITE := $(BIN)/python tests/run_suite.py
 PYTEST_OPTIONS = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=5
@@ -129,6 +129,7 @@ test: install-dev ## run every test that needs nothing but .venv
 test-fast: install-dev ## run the tests that take seconds
 	$(SUITE) "not (slow or gpu or $(ELSEWHERE))" tests -- $(PYTEST_OPTIONS) --hypothesis-profile=fast
 
+test-ecosystem: TEST_WORKERS = 3
 test-ecosystem: install-dev install-bench install-ecosystem ## run the tests against what others publish, such as the chat templates that TRL ships
 	$(SUITE) "ecosystem and not soak" tests -- $(PYTEST_OPTIONS)
 
