@@ -1,5 +1,6 @@
 """Lies here so that modules beside it, such as `small_models`, can be imported by the tests of every folder."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -12,6 +13,16 @@ import structlog
 from rank_programs import RankPrograms
 from run_suite import pytest_ignore_collect  # noqa: F401 - a hook
 from suite_rules import *  # noqa: F403 - hooks and fixtures for every test
+
+gc.disable()  # until all tests are collected: what they import stays
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from here on, and let no collection look at what was imported: a million objects."""
+    gc.freeze()
+    gc.enable()
+
 
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("sluice", deadline=None, suppress_health_check=_SLOW)  # machines are busy

@@ -39,6 +39,7 @@ async def asked(target: str, security: SecurityConfig | None = None, name: str =
 # The machine and what is installed.
 
 
+@pytest.mark.slow
 def test_a_sound_machine_has_no_findings() -> None:
     assert all(each.state is not State.WRONG for each in machine.check_machine())
 
@@ -211,6 +212,7 @@ async def test_a_peer_of_another_release_or_with_another_time(monkeypatch) -> No
         await server.stop(0)
 
 
+@pytest.mark.slow
 async def test_what_is_wrong_with_the_tls_of_a_peer(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     trusting = SecurityConfig(tls_ca=authority.path)

@@ -141,6 +141,7 @@ async def health(port: int, *metadata: tuple[str, str]) -> int:
         return int(checked.status)
 
 
+@pytest.mark.slow
 @GRPC
 async def test_a_connection_that_never_speaks_http2_is_closed(kind, monkeypatch) -> None:
     async with rpc_ports(monkeypatch, server_handshake_timeout_ms=1000) as ports:
@@ -305,6 +306,7 @@ async def scraped(port: int) -> bytes:
         writer.close()
 
 
+@pytest.mark.slow
 async def test_a_head_that_takes_too_long_ends_its_connection(monkeypatch) -> None:
     monkeypatch.setattr(metrics_server, "HEAD_S", SOON_S)
     with metrics_port(monkeypatch) as port:

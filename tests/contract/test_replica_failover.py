@@ -355,6 +355,7 @@ async def test_a_caller_that_leaves_ends_all_that_was_asked_for_it() -> None:
         assert not any(each.works or each.in_flight for each in scene.pool.replicas)
 
 
+@pytest.mark.slow
 async def test_turns_of_an_episode_go_where_its_prefix_is_until_that_replica_is_lost() -> None:
     first, second = replica("first"), replica("second")
     async with fleet(first, second) as scene:
@@ -409,6 +410,7 @@ async def test_a_replica_whose_lease_ends_finishes_what_it_has() -> None:
         assert len(only.requests) == 1
 
 
+@pytest.mark.slow
 async def test_a_replica_that_says_that_it_leaves_gets_nothing_new_at_once() -> None:
     leaving, other = replica("leaving"), replica("other", version=Version(1, 1))
     async with fleet(leaving, other, announced=True) as scene:
@@ -428,6 +430,7 @@ async def test_a_replica_that_says_that_it_leaves_gets_nothing_new_at_once() -> 
         assert not evictions(scene), "it ended as it said"
 
 
+@pytest.mark.slow
 async def test_a_replica_at_a_configured_address_may_announce_that_it_leaves() -> None:
     """Its last answer to a poll may still say that it serves."""
     leaving, other = pair()

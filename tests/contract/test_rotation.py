@@ -80,6 +80,7 @@ async def test_a_call_in_progress_ends_on_the_connection_that_it_began_on(folder
     await server.stop(0)
 
 
+@pytest.mark.slow
 async def test_a_watch_is_ended_at_its_age_and_the_client_library_resumes_it(folder: Path) -> None:
     security = SecurityConfig(certs_dir=folder, connection_age_s=AGE_S)
     server, double = await start_double(security.of_service("trainer"))
@@ -158,6 +159,7 @@ async def test_a_watch_whose_token_goes_while_its_request_is_on_its_way_does_not
     await server.stop(0)
 
 
+@pytest.mark.slow
 async def test_a_broken_certificate_leaves_the_last_good_one_in_use(folder: Path) -> None:
     security = SecurityConfig(certs_dir=folder, connection_age_s=AGE_S)
     server, double = await start_double(security.of_service("trainer"))

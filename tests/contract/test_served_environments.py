@@ -167,6 +167,7 @@ async def tried(address: str) -> None:
     await asyncio.to_thread(Path(path).unlink, missing_ok=True)
 
 
+@pytest.mark.slow
 async def test_an_episode_outlives_its_server(address) -> None:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:
         await first.enter_async_context(served(DIALOGUE, address))

@@ -122,6 +122,7 @@ async def test_a_version_that_is_not_there_is_named(stack: Stack) -> None:
         await sluice_weights(stack, "show", "9.9")
 
 
+@pytest.mark.slow
 def test_a_service_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1"):
         COMMAND.run(["ls", "--address", "127.0.0.1:1", "--deadline-s", "3"])

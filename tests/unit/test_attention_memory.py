@@ -30,6 +30,7 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40, 300])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("value_dim", [4, 8, 12])

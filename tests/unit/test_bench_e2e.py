@@ -48,6 +48,7 @@ TICKS_S = 0.05
 """What the kernel's counts of user and system time may lack, each in ticks of 10 ms, and what saying it costs."""
 
 
+@pytest.mark.slow
 def test_cpu_is_counted_by_the_service_that_used_it() -> None:
     used, said = asyncio.run(_used_by_a_service_and_its_child())
     assert min(said["orchestrator"], said["child"]) >= 0.4

@@ -35,12 +35,14 @@ def writer(output_dir: Path, compute: ComputeThread, ranks: RankGroup | None) ->
     return CheckpointWriter(learner, compute)
 
 
+@pytest.mark.slow
 async def test_one_process_notes_it_and_goes_on(tmp_path: Path, busy: ComputeThread) -> None:
     alone = writer(tmp_path, busy, None)
     await alone.begin_scheduled()
     assert "copying the state for a checkpoint took longer" in alone.last_error
 
 
+@pytest.mark.slow
 async def test_several_ranks_end_since_none_knows_how_far_the_others_are(tmp_path: Path, busy: ComputeThread) -> None:
     with lone_link() as link:
         several = writer(tmp_path, busy, RankGroup(link))

@@ -91,6 +91,7 @@ def test_steps_go_on_while_the_disk_is_slow_and_the_checkpoint_is_of_its_moment(
     assert_same(state(policy), then)
 
 
+@pytest.mark.slow
 def test_the_next_checkpoint_waits_for_the_one_before_as_long_as_it_may(
     model: Path, tmp_path: Path, gate: Gate
 ) -> None:

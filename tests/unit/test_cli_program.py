@@ -56,6 +56,7 @@ async def test_help_lists_commands_and_services_and_imports_none_of_them(site):
     assert {"rl", "init-model", "health", "toy", "trainer", "sft"} <= listed
 
 
+@pytest.mark.slow
 async def test_a_service_serves_until_sigterm_and_ends_with_code_zero(site):
     process = await sluice(site, "toy", "--server.port", "0", ends=False)
     target = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()

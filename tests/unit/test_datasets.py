@@ -344,6 +344,7 @@ def test_a_file_or_split_that_is_not_there_is_named(tmp_path: Path) -> None:
 # Memory.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.json", "a.parquet", "file.arrow", "stream.arrow"]
 )

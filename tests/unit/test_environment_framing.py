@@ -22,6 +22,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(TEXTS, PLAIN, max_size=4), max_size=5), st.lists(st.integers(1, 40), min_size=1))
 def test_messages_arrive_as_they_were_sent_however_the_bytes_are_cut(messages, cuts) -> None:
     stream = b"".join(map(encode, messages))

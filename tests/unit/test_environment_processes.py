@@ -178,6 +178,7 @@ async def test_memory_that_processes_share_counts_once(timed, clock, logs) -> No
     assert await sharing == [16.0], "it and its forks have 100 MiB of 150"
 
 
+@pytest.mark.slow
 async def test_calls_that_hang_cost_their_own_process_whether_they_hold_the_gil_or_not(clock, logs) -> None:
     call_s = 3600.0  # more than the steps below take
     async with pool("Single", count=4, call_s=call_s, clock=clock) as environment:
@@ -332,6 +333,7 @@ async def test_processes_that_only_die_are_given_up(tmp_path) -> None:
         assert "given up" in waits
 
 
+@pytest.mark.slow
 async def test_hung_calls_alone_never_end_the_environment(clock, logs) -> None:
     async with pool("Single", count=1, score_retries=0, max_restarts=2, clock=clock) as environment:
         for number in range(6):

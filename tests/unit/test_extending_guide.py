@@ -507,6 +507,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda each: each.message[:60])
 def test_a_mistake_gives_the_message_of_the_page(
     mistake: Mistake, files: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -44,6 +44,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "settings",

@@ -141,6 +141,7 @@ def test_waiting_for_a_run_that_has_ended_says_at_once_whether_it_came(runs: Pat
     assert monitor(runs, "good", "--until", until) == code
 
 
+@pytest.mark.slow
 def test_a_live_run_is_followed_until_a_step_and_its_findings_are_told(tmp_path: Path, capsys) -> None:
     # A step that is old is a finding, too.
     directory = write_run(tmp_path, "live", [step_line(each, time=time.time()) for each in range(1, 11)], None)
@@ -165,6 +166,7 @@ def test_a_live_run_is_followed_until_a_step_and_its_findings_are_told(tmp_path:
     assert [(each["event"], each["rule"]) for each in messages] == [("finding", "mismatch")]
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_come_in_time_ends_the_wait(tmp_path: Path, capsys) -> None:
     directory = write_run(tmp_path, "live", [step_line(1)], None)
     with locked(directory):

@@ -98,6 +98,7 @@ def test_the_first_node_says_how_many_joined_and_which_are_missing(port: int) ->
                 join.result(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_a_node_without_the_first_one_names_its_address(port: int) -> None:
     with pytest.raises(
         NodesMissingError, match=f"node 1 of 2 did not join the first node at 127.0.0.1:{port} within 1 s"
@@ -138,6 +139,7 @@ def test_a_node_that_gives_no_sign_of_life_is_named(port: int) -> None:
         first.num_nodes_waiting()
 
 
+@pytest.mark.slow
 def test_a_sign_of_life_counts_from_when_it_came(port: int) -> None:
     clock = Time()
     first = node(0, port, lost_s=LOST_S, clock=clock)

@@ -200,6 +200,7 @@ def offloaded_engine(model_dir: Path) -> TrainEngine:
     return trainer
 
 
+@pytest.mark.slow
 def test_host_memory_of_offload_is_the_moments_and_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUFFER_ELEMENTS", 100)
     parameters = [torch.nn.Parameter(torch.randn(100)) for _ in range(50)]

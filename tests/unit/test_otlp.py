@@ -132,6 +132,7 @@ def test_spans_of_a_run_reach_a_collector_and_a_second_call_sends_the_later_ones
     assert [attributes(each)["sluice.version"] for each in collector.spans() if each.name == "task"] == ["1.2"]
 
 
+@pytest.mark.slow
 def test_a_live_run_is_followed_and_a_collector_that_refuses_for_a_while_gets_all(
     tmp_path: Path, collector: Collector
 ) -> None:

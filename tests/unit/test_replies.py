@@ -60,6 +60,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.lists(

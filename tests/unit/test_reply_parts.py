@@ -214,6 +214,7 @@ def speaking() -> Any:
 MODELS = {"marks as tokens": speaking(), **TOKENIZERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kept", [MARKERS, None])
 @settings(max_examples=40, deadline=None)

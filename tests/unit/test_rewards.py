@@ -37,6 +37,7 @@ def test_of_gsm8k_the_last_number_counts(completion: str, reward: float) -> None
     assert gsm8k_reward(completion, "One step.\n#### 1,234") == reward
 
 
+@pytest.mark.slow
 async def test_programs_are_tested_in_the_sandbox(tmp_path: Path) -> None:
     answer = "assert double(2) == 4\nassert double(-1) == -2"
     async with asks(tmp_path, answer, reward="code", limits={"wall_s": LIMIT_S, "cpu_s": 1}) as questions:
@@ -258,6 +259,7 @@ def judge() -> Iterator[tuple[str, type[Answers]]]:
     server.server_close()
 
 
+@pytest.mark.slow
 async def test_a_judge_scores_once_what_is_asked_twice_and_its_key_stays_its_own(
     tmp_path: Path, judge, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:

@@ -87,6 +87,7 @@ def test_the_second_attempt_runs_without_workers(tmp_path: Path) -> None:
     assert "beside others" in (tmp_path / "flaky.txt").read_text()
 
 
+@pytest.mark.slow
 def test_tests_that_race_the_clock_run_without_workers(tmp_path: Path) -> None:
     marked = ALONE.replace("def ", "@pytest.mark.clock\ndef ").replace("import os", "import pytest, os")
     done = run(tmp_path, "-n", "2", healthy=HEALTHY, alone=marked)

@@ -85,6 +85,7 @@ def readable() -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ESCAPES)
 def test_code_cannot(what: str, targets: dict[str, object]) -> None:
     ran = run_python(ESCAPES[what].format(**targets), limits=SOON if what in WAITING else LIMITS)
@@ -420,6 +421,7 @@ def test_much_input_that_nobody_reads_hangs_nothing() -> None:
     )
 
 
+@pytest.mark.slow
 def test_code_that_closes_its_output_and_goes_on_is_stopped_in_time() -> None:
     ran = run_python("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(3600)", limits=SOON)
     assert (ran.ok, ran.stopped) == (False, Stopped.TIME)
@@ -455,6 +457,7 @@ def test_a_machine_that_cannot_confine_refuses(monkeypatch: pytest.MonkeyPatch) 
     assert CodeReward(confined=False)("x = 1", "assert x == 1") == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [

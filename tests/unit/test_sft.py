@@ -38,6 +38,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("sft"))
 
 
+@pytest.mark.slow
 def test_a_run_teaches_the_demonstrated_answers(model_dir, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "yes"), chat("b", "no")] * 8)
     config = tmp_path / "sft.toml"

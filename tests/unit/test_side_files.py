@@ -153,6 +153,7 @@ async def test_events_are_appended_over_restarts_with_rising_numbers(tmp_path: P
     assert all(each["time"] > 1e9 for each in found)
 
 
+@pytest.mark.slow
 async def test_the_run_waits_for_no_disk_with_what_is_written_beside_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, None, DroppedFile(tmp_path / "trajectories", 1 << 30))
     disk = threading.Event()

@@ -215,6 +215,7 @@ async def test_a_program_that_does_not_exist_is_an_error_that_leaves_nothing_beh
         await run([absent, spec(tmp_path, "fine", SERVE)], Witness())
 
 
+@pytest.mark.slow
 def test_a_sigkill_of_the_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     child = (

@@ -71,6 +71,7 @@ def parts(prompts: ModelTokenizer, ids: Sequence[int], sizes: Sequence[int]) -> 
     raise AssertionError("each part has at least one token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=300)
 @given(data=st.data())

@@ -87,6 +87,7 @@ async def test_a_thread_whose_call_has_ended_takes_the_next_one() -> None:
     assert await threads.run(threading.get_ident) == await threads.run(threading.get_ident)
 
 
+@pytest.mark.slow
 async def test_threads_end_with_their_owner() -> None:
     threads = DeadlineThreads("test", 1, LIMIT_S, 1)
     thread = await threads.run(threading.current_thread)

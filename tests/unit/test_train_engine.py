@@ -45,6 +45,7 @@ def gradient(trainer: TrainEngine, rows, objective=None) -> tuple[torch.Tensor, 
     return taken[0], metrics.loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["aipo", "grpo"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "constant"])
 def test_loss_and_gradient_do_not_depend_on_packing_or_order(model_dir, preset, aggregation):

@@ -233,6 +233,7 @@ def _tear_the_manifest(checkpoint: Path) -> None:
 FAULTS = [_flip_a_byte, _cut_short, _remove_a_file, _remove_the_manifest, _tear_the_manifest]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_torn_or_damaged_checkpoint_is_skipped_with_a_warning(
     fault: Callable[[Path], None], model: Path, tmp_path: Path

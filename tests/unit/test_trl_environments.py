@@ -125,6 +125,7 @@ async def test_the_public_methods_of_a_class_are_tools_and_it_gives_the_reward(m
             assert (cut_off.done, cut_off.truncated, cut_off.reward) == (True, True, 0.7)
 
 
+@pytest.mark.slow
 async def test_without_a_data_set_all_attempts_at_a_task_begin_alike(mine: str) -> None:
     async with trl(mine, rows="", environment_factory=f"{mine}:Counter", tasks=6) as counters:
         openings = []

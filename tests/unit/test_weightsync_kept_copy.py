@@ -157,6 +157,7 @@ def test_the_copy_is_readable_as_a_file_where_it_lies_in_shared_memory() -> None
     assert equal_bits(read, weights())
 
 
+@pytest.mark.slow
 @needs_shared_memory
 def test_files_in_shared_memory_go_with_their_objects() -> None:
     def open_files() -> int:
@@ -175,6 +176,7 @@ def test_files_in_shared_memory_go_with_their_objects() -> None:
     assert open_files() == before
 
 
+@pytest.mark.slow
 @needs_shared_memory
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_not() -> None:
     program = """

@@ -321,6 +321,7 @@ async def test_a_request_that_nobody_asks_for_again_ends_and_gives_its_claim_bac
         assert not gateway.orchestrator.recorded
 
 
+@pytest.mark.slow
 async def test_what_no_replica_was_asked_for_ends_with_its_client(tmp_path):
     transport = ImpatientTransport()
     async with stack(tmp_path, ScriptedReplica("one")) as gateway, gateway.http(transport) as http:

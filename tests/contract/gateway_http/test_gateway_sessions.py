@@ -69,6 +69,7 @@ class TestWhichSession:
             assert (await http.get(f"/sessions/{name}/v1/models")).status_code == 200
         assert (len(other.requests), len(gateway.session.requests)) == (2, 0)
 
+    @pytest.mark.slow
     async def test_the_path_precedes_the_header(self, gateway):
         other = gateway.sessions.new()
         async with gateway.http(authorization="") as http:

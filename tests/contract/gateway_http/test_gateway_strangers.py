@@ -183,6 +183,7 @@ async def test_a_priority_orders_a_session_s_own_requests_and_never_goes_before_
     assert told == [False, True, True, False, False]
 
 
+@pytest.mark.slow
 async def test_names_that_clients_choose_leave_metrics_small(another_gateway) -> None:
     async with another_gateway() as gateway, gateway.http() as http:
         long = "x" * 200_000

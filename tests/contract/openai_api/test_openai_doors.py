@@ -181,6 +181,7 @@ class TestNonsense:
             )
         assert response.status_code in {200, 400, 404, 413, 429}, f"{body}: {response.text}"
 
+    @pytest.mark.slow
     @FUZZ
     @given(changes=CHANGES)
     async def test_odd_values_of_a_chat(self, replica, changes):

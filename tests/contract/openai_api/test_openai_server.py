@@ -134,6 +134,7 @@ class TestDeadline:
         await server.EventStream(events())({}, leaves, send)
         assert asked.is_set() == reads_all
 
+    @pytest.mark.slow
     async def test_the_kernel_cuts_off_a_connection_whose_client_reads_nothing(self, monkeypatch):
         monkeypatch.setattr(server, "SEND_DEADLINE_S", 1.0)
 
