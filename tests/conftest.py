@@ -28,7 +28,7 @@ _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("sluice", deadline=None, suppress_health_check=_SLOW)  # machines are busy
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("sluice"), derandomize=True)
 # `make test-fast` draws fewer examples, where a test does not say how many.
-hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("sluice"), max_examples=25)
+hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("sluice"), max_examples=10)
 # CI draws the same examples each time, so that no change is red for what an earlier one left undiscovered. Other runs go on searching.
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "sluice")
 

@@ -152,6 +152,7 @@ async def test_a_connection_that_never_speaks_http2_is_closed(kind, monkeypatch)
         assert await health(ports[kind]) == health_pb2.HealthCheckResponse.SERVING
 
 
+@pytest.mark.slow
 @GRPC
 async def test_a_connection_without_calls_is_ended(kind, monkeypatch) -> None:
     async with rpc_ports(monkeypatch, max_connection_idle_ms=1000) as ports:

@@ -251,6 +251,7 @@ async def test_a_replica_that_does_not_end_a_switch_is_evicted() -> None:
         await scene.time.until(lambda: not scene.known(failing).why_not())
 
 
+@pytest.mark.slow
 async def test_a_step_that_takes_longer_than_a_hang_ends_at_one_of_the_replicas() -> None:
     """A long prompt: each replica that it stalls gets twice the time of the one before."""
     one, two = (replica(name, prefill_s=2.7 * PROGRESS_S) for name in ("one", "two"))

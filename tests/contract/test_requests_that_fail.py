@@ -153,6 +153,7 @@ async def test_a_full_replica_is_asked_later_and_the_log_says_so_once() -> None:
     assert {each["log_level"] for each in waits} <= {"warning", "debug"}
 
 
+@pytest.mark.slow
 async def test_a_replica_that_drains_is_waited_for_beyond_any_number_of_tries() -> None:
     away = SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one", 1.0)
     only = fragile("only", error=away, failing=30)

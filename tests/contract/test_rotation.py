@@ -289,6 +289,7 @@ def test_the_port_of_the_metrics_knows_certificates_and_follows_their_files(fold
     server.server_close()
 
 
+@pytest.mark.slow
 async def test_every_port_follows_the_principals_file_and_keeps_the_last_good_one(tmp_path: Path) -> None:
     file, token = tmp_path / "principals.toml", tmp_path / "token"
     token.write_text(add_token(file, "gone", "admin"))

@@ -57,6 +57,7 @@ async def test_calls_of_every_arity_get_a_default_deadline(served):
     assert 31 < stream <= 25 * 3600
 
 
+@pytest.mark.slow
 async def test_a_given_deadline_is_kept(served):
     stub, double, _ = served
     deadline_s = 1.0

@@ -117,6 +117,7 @@ async def test_questions_are_listed_posed_and_scored_as_in_a_process_of_the_run(
         assert there.failures["missing"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("define", "group_s"), [("def score", 4 * 40.0), ("async def score", 40.0)])
 async def test_a_server_says_how_long_its_environment_may_score(tmp_path, address, define, group_s) -> None:
     limited = QUESTIONS.replace("def score", define).replace(
@@ -180,6 +181,7 @@ async def test_an_episode_outlives_its_server(address) -> None:
                 assert (await last).done
 
 
+@pytest.mark.slow
 async def test_an_episode_ends_if_the_next_server_answers_otherwise(address) -> None:
     async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as first:
         await first.enter_async_context(served(DIALOGUE, address, args={"fickle": True}))

@@ -392,6 +392,7 @@ async def test_a_damaged_chunk_is_never_applied_but_pulled_anew(stack: Stack, st
     assert equal_bits(engine.tensors, weights(1))
 
 
+@pytest.mark.slow
 async def test_bytes_changed_under_a_right_checksum_are_never_applied(stack: Stack, stage_dir: Path) -> None:
     async def swap(stream: int, response: pb.PullWeightsResponse) -> bool:
         if stream == 1 and response.chunk.offset == 3000:

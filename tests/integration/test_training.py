@@ -83,6 +83,7 @@ def test_arguments_that_exclude_each_other_or_hold_nothing_are_refused(tmp_path:
         sluice.train("m", [{"prompt": "?", "image": object()}], top_level, output_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_is_the_reason_and_no_logs_are_named_that_there_are_not(tmp_path: Path, capsys) -> None:
     rows = [{"prompt": "hi"}] * 8
     with pytest.raises(training.TrainingFailedError) as failed:

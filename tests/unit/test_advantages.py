@@ -99,6 +99,7 @@ def test_reinforce_pp_baseline_is_whitened_over_the_tokens_of_the_batch():
     assert result == pytest.approx(expected | {"c0": 0.0}, rel=1e-12)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(BATCH_SCALES)), ragged, st.randoms())
 def test_estimators_over_the_batch_do_not_depend_on_the_order(name, groups, random):
     episodes = episodes_of(groups)

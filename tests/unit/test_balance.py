@@ -36,6 +36,7 @@ def alone(each: Sequence, cost: Cost) -> float:
     return cost.token * tokens + cost.pair * tokens * (tokens + 1) / 2 + cost.loss_token * len(trained)
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 5), st.booleans())
 def test_every_row_lies_in_one_share_and_whole_groups_stay_whole(rows, shares, whole):
     dealt = balance(rows, shares, cost=QUADRATIC, whole_groups=whole)
@@ -48,6 +49,7 @@ def test_every_row_lies_in_one_share_and_whole_groups_stay_whole(rows, shares, w
         assert all(not one & other for one, other in combinations(groups, 2))
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 5), st.sampled_from([TOKENS, QUADRATIC]))
 def test_the_slowest_rank_is_bounded_by_the_mean_and_the_heaviest_row(rows, shares, cost):
     costs = [alone(each, cost) for each in rows]

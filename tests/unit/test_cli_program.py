@@ -160,6 +160,7 @@ async def test_a_thread_that_computes_while_its_service_is_stopped_does_not_abor
     assert b"terminate called" not in err
 
 
+@pytest.mark.slow
 async def test_the_metrics_port_is_served_beside_the_service_whatever_rank_its_pod_has(site):
     ports = ("--server.port", "0", "--server.metrics-port", "0")
     process = await sluice(site, "toy", *ports, ends=False, SLUICE_LOG_LEVEL="info", RANK="1")

@@ -186,6 +186,7 @@ def reward() -> CodeReward:
     return CodeReward({"wall_s": 60.0, "cpu_s": 20.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "mistake"), TABLE)
 def test_a_wrong_program_gets_nothing_and_its_right_twin_all(reward: CodeReward, form: str, mistake: str) -> None:
     answer, is_function = FORMS[form]

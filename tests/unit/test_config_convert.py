@@ -568,6 +568,7 @@ def test_a_missing_file_and_references_in_a_circle(tmp_path):
     assert {each.name for each in done.unresolved} == {"actor.path", "actor.other"}
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(st.sampled_from("ab.= \\\n\"'$(){}[]#+-1:@"), max_size=60))
 def test_no_script_makes_the_reader_fail(text, tmp_path_factory):

@@ -45,6 +45,7 @@ def rewarded(seed: int, scale: float = 1.0) -> list[Sequence]:
     return [replace(each, reward=scale * (i % 3), truncated=i % 4 == 0) for i, each in enumerate(rows)]
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_and_then_beside_the_policy(update: PolicyUpdate) -> None:
     rows = rewarded(5)
     logprobs = update.engine.forward(rows)

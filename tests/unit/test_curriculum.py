@@ -109,6 +109,7 @@ def test_every_prefix_of_places_is_within_one_of_the_wanted_shares(weights, plac
         assert all(abs(shares.share(each) * place - given_to[each]) < 1 + 1e-6 for each in names)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(ratios, st.data())
 def test_a_name_that_cannot_take_its_place_loses_the_share_and_claims_nothing_later(weights, data) -> None:

@@ -75,6 +75,7 @@ LORA = ("--trainer.lora.rank", "16", "--trainer.lora.merge", "false")
 SERVED = ("--rollout.lora.enabled", "--rollout.lora.max-rank")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -151,6 +151,7 @@ def test_a_person_answers_a_question(shop: str, monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out.rstrip().endswith("reward 1")
 
 
+@pytest.mark.slow
 def test_an_endpoint_plays_and_its_refusal_for_a_moment_is_waited_out(
     shop: str, endpoint, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

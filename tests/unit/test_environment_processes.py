@@ -322,6 +322,7 @@ async def test_an_environment_whose_start_has_no_end_is_a_wrong_setting(  # noqa
         await starting
 
 
+@pytest.mark.slow
 async def test_processes_that_only_die_are_given_up(tmp_path) -> None:
     async with pool("DiesAgain", arguments={"first": str(tmp_path / "first")}, count=1, max_restarts=3) as environment:
         with pytest.raises(EnvironmentFailedError, match="exit code 3"):
@@ -346,6 +347,7 @@ async def test_hung_calls_alone_never_end_the_environment(clock, logs) -> None:
         assert await environment.score(TASK, ["a"]) == [1.0]
 
 
+@pytest.mark.slow
 async def test_calls_that_kill_their_process_never_end_the_environment() -> None:
     async with pool("Single", count=1, score_retries=0, max_restarts=2) as environment:
         assert await environment.score(TASK, ["exit", "kill", "segfault", "exit"]) == [None] * 4
@@ -570,6 +572,7 @@ async def test_an_episode_that_cannot_be_replayed_has_to_begin_again() -> None:
             await innocent.step("b")
 
 
+@pytest.mark.slow
 async def test_of_several_calls_in_threads_the_one_that_kills_is_found() -> None:
     async with pool("Single", count=1, calls=4) as environment:
         words = ["a", "exit", "bb", "ccc"]

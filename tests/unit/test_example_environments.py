@@ -123,6 +123,7 @@ def test_an_evaluation_asks_held_out_tasks_as_the_run_asks_its_own(name: str, mo
     assert told.prompts <= len(load_environment(told.environment, told.environment_args).tasks("eval", 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("completion", STRANGE)
 @pytest.mark.parametrize("name", ["alphabet_sort", "wordle"])
 def test_an_episode_of_strange_replies_ends_with_a_low_reward(name: str, completion: str) -> None:

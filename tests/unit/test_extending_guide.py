@@ -678,6 +678,7 @@ async def test_the_workflow_makes_trajectories_that_are_what_was_sampled(files: 
         assert [each.role for each in record.conversation.messages] == ["user", "assistant"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", IN_A_RUN)
 async def test_wrong_records_of_a_workflow_give_the_message_of_the_page(message: str, files: Path, place: Path) -> None:
     old, new = IN_A_RUN[message]

@@ -61,6 +61,7 @@ def processes_of(spec: ChildSpec) -> tuple[psutil.Process, psutil.Process]:
     return server, service
 
 
+@pytest.mark.slow
 async def test_the_output_and_the_exit_code_of_a_forked_process_arrive(tmp_path: Path) -> None:
     witness = Witness()
     prints = ChildSpec(
@@ -125,6 +126,7 @@ async def test_how_a_service_ended_is_known_although_its_fork_server_was_killed_
     await watchdog.stop()
 
 
+@pytest.mark.slow
 async def test_a_service_whose_port_is_taken_fails_so_that_the_run_can_choose_another(tmp_path: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as other:
         port = str(other.getsockname()[1])

@@ -239,6 +239,7 @@ def rewritten_arguments(draw: st.DrawFn, text: str) -> str:
     return draw(st.sampled_from([text, json.dumps(value), json.dumps(shuffled(value), indent=1)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", [Chat, Messages, Responses])
 @given(data=st.data(), reply=REPLIES)
 def test_a_history_that_comes_back_has_the_key_of_the_reply(dialect, data, reply):

@@ -200,6 +200,7 @@ def unruly(data, draw: random.Random, part: Part, *, calm: bool):
                 break
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 3), st.integers(1, 12), st.booleans())
 def test_what_was_given_away_is_never_taken_back(data, n: int, most: int, return_message: bool) -> None:
     request = rollout_pb2.GenerateRequest(

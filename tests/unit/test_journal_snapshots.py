@@ -253,6 +253,7 @@ def test_a_snapshot_holds_values_of_the_ledger_and_no_others() -> None:
         snapshot._Writer(pb.Snapshot()).add([Path()])
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),

@@ -80,6 +80,7 @@ def bound(name: str) -> tuple[PreTrainedTokenizerFast, LeastTokens]:
     return tokenizer, LeastTokens(tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS)
 @example(text="<|end|>\u0338")

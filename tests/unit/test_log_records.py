@@ -192,6 +192,7 @@ PIECES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(PIECES, max_size=25), st.integers(1, 40))
 @example([OURS.encode(), b"\n", OURS[:50].encode(), b"\n", OURS.encode()], 7)
 @example([b"a", b"\n", b"\xff" * 10, b"\r", b"x" * (PIECE + 100), b"\n"], 1 << 17)

@@ -88,6 +88,7 @@ def test_a_fresh_adapter_changes_nothing_and_only_its_factors_are_trained(model_
     )
 
 
+@pytest.mark.slow
 def test_what_is_written_is_what_peft_writes_and_computes_the_same(model_dir, tmp_path):
     trainer = trained(model_dir)
     trainer.export_hf(tmp_path / "ours")
@@ -121,6 +122,7 @@ def test_merged_weights_compute_what_base_and_adapter_compute(model_dir, tmp_pat
     assert furthest(trainer, AutoModelForCausalLM.from_pretrained(model_dir)) > 1e-3
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_on_request(model_dir, tmp_path, capsys):
     trainer = trained(model_dir)
     trainer.export_hf(tmp_path / "adapter")

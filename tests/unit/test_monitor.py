@@ -116,6 +116,7 @@ def test_metrics_and_samples_can_be_asked_for_alone(runs: Path, capsys) -> None:
     assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [0.0, 0.25]
 
 
+@pytest.mark.slow
 def test_plots_go_to_a_folder(runs: Path, tmp_path: Path, capsys) -> None:
     assert monitor(runs, "good", "--plots", str(tmp_path / "plots")) == 0
     written = {path.name for path in (tmp_path / "plots").iterdir()}

@@ -102,6 +102,7 @@ def test_the_reference_is_the_policy_at_first_and_falls_behind(model_dir):
     assert drift[2] > drift[1] > 1e-5
 
 
+@pytest.mark.slow
 def test_a_teacher_is_followed(model_dir, tmp_path):
     config = settings("distill", teacher={"model": str(_lover_of_odd_ids(tmp_path))}, lr=1e-2)
     update = update_of(model_dir, config)

@@ -170,6 +170,7 @@ def test_at_the_start_policy_and_reference_are_one(model_dir, renderer, tmp_path
         trainer.eval_batch([replace(row, group_id="") for row in rows], loss, count_pairs, whole_groups=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", "ipo"])
 def test_a_run_learns_what_is_preferred(model_dir, tmp_path, capsys, objective):
     rows = write_rows(tmp_path / "rows.jsonl", vowels_preferred(80, 0))
@@ -186,6 +187,7 @@ def test_a_run_learns_what_is_preferred(model_dir, tmp_path, capsys, objective):
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_in_transformers_as_it_was_trained(model_dir, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", vowels_preferred(80, 0))
     words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]

@@ -141,6 +141,7 @@ def test_the_longest_that_a_program_can_take_follows_from_its_limits() -> None:
     assert CodeReward({"wall_s": 5.0, "cases_s": 2.0}, confined=False).scoring_s == 5.0 + starts_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

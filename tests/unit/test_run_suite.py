@@ -58,6 +58,7 @@ def test_a_suite_without_failures_is_green(tmp_path: Path) -> None:
     assert not (tmp_path / "flaky.txt").exists()
 
 
+@pytest.mark.slow
 def test_what_passes_the_second_time_is_reported_with_its_first_error(tmp_path: Path) -> None:
     done = run(tmp_path, healthy=HEALTHY, flaky=FLAKY.format(count=1))
     assert done.returncode == 0
@@ -67,6 +68,7 @@ def test_what_passes_the_second_time_is_reported_with_its_first_error(tmp_path: 
     assert done.stdout.endswith(report)
 
 
+@pytest.mark.slow
 def test_what_fails_twice_is_red(tmp_path: Path) -> None:
     done = run(tmp_path, broken=BROKEN, flaky=FLAKY.format(count=1))
     assert done.returncode == 1
@@ -130,6 +132,7 @@ def test_marks_that_select_tests_are_written_in_test_files() -> None:
     assert not [path for path in helpers if marks.search(path.read_text())]
 
 
+@pytest.mark.slow
 def test_a_suite_without_tests_of_one_kind_is_green(tmp_path: Path) -> None:
     assert run(tmp_path, alone="import pytest\n@pytest.mark.clock\n" + HEALTHY).returncode == 0
 

@@ -40,6 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(model: Path, tmp_path: Path) -> None:
     uninterrupted = learner(model, tmp_path / "one")
     uninterrupted.restore(1, "")
@@ -150,6 +151,7 @@ def test_a_complete_checkpoint_that_a_kill_left_without_its_name_is_used(model: 
     assert [path.name for path in directory.iterdir()] == ["step_1"]
 
 
+@pytest.mark.slow
 def test_the_newest_are_kept_and_an_interrupted_write_leaves_them_alone(model: Path, tmp_path: Path) -> None:
     policy = learner(model, tmp_path)
     policy.restore(1, "")
@@ -165,6 +167,7 @@ def test_the_newest_are_kept_and_an_interrupted_write_leaves_them_alone(model: P
     assert sorted(path.name for path in policy.checkpoints.directory.iterdir()) == ["step_2", "step_3"]
 
 
+@pytest.mark.slow
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +349,7 @@ def test_what_an_operator_rolled_back_is_not_resumed(model: Path, tmp_path: Path
     assert names(again) == ["step_2", "step_1"], "the new step_2 took the place of the retired one"
 
 
+@pytest.mark.slow
 def test_a_rollback_costs_no_checkpoint_that_the_weights_build_upon(model: Path, tmp_path: Path) -> None:
     policy = learner(model, tmp_path)
     policy.restore(1, "")

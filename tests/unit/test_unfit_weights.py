@@ -64,6 +64,7 @@ def test_a_precision_counts_as_far_as_values_fit_into_it() -> None:
     assert unfit_weights([("large", torch.tensor([70_000.0]))], torch.bfloat16) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", ["1e99", "1e30"])
 @pytest.mark.parametrize(
     ("command", "row"),

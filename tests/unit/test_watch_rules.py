@@ -105,6 +105,7 @@ def names(found: Sequence[object]) -> list[str]:
     return [each.rule.name for each in found]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000))
 def test_no_rule_finds_anything_in_a_run_that_learns(seed: int) -> None:
     assert names(judge(healthy(seed))) == []

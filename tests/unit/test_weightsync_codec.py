@@ -97,6 +97,7 @@ def test_a_version_without_a_base_travels_whole(chain: tuple[str, list[Octets]])
     assert applied(encoded, versions[-1], dtype).tobytes() == versions[0].tobytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(chains(), st.integers(8, 12))
 def test_blocks_of_any_length_give_the_dense_bytes(chain: tuple[str, list[Octets]], block_log2: int) -> None:

@@ -122,6 +122,7 @@ def test_a_diff_that_grows_too_large_is_given_up_and_the_copy_is_right_all_the_s
     assert equal_bits(anchor(kept, diff), tensors)
 
 
+@pytest.mark.slow
 def test_there_is_one_copy_which_stays_where_it_is() -> None:
     tensors = {"embed": torch.randn(1 << 18, 16), "head": torch.randn(1 << 18, 16)}  # 16 MiB each
     size = sum(tensor.nbytes for tensor in tensors.values())

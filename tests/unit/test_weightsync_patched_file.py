@@ -153,6 +153,7 @@ SHAPES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(shapes=SHAPES, length=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_chain_of_deltas_makes_the_dense_file(

@@ -295,6 +295,7 @@ async def test_a_client_with_a_short_limit_gets_its_reply_when_it_asks_again(tmp
         assert len(gateway.replica.requests) == 1
 
 
+@pytest.mark.slow
 async def test_a_reply_whose_client_was_cut_off_is_given_to_the_same_request_without_a_mark(tmp_path):
     transport = ImpatientTransport()
     async with stack(tmp_path, HeldReplica("slow")) as gateway, gateway.http(transport) as http:
@@ -543,6 +544,7 @@ async def test_a_named_request_that_two_gateways_record_is_the_first_one_s_reply
         assert orchestrator.session.leaves() == [f"{name}/mine/0"]
 
 
+@pytest.mark.slow
 async def test_a_reply_waits_for_an_orchestrator_that_is_away_and_is_recorded_before_its_end(tmp_path):
     async with stack(tmp_path, HeldReplica("one")) as gateway, gateway.http() as http:
         lines: list[str] = []
@@ -567,6 +569,7 @@ async def test_a_reply_waits_for_an_orchestrator_that_is_away_and_is_recorded_be
         assert len(gateway.orchestrator.recorded) == 1
 
 
+@pytest.mark.slow
 async def test_a_reply_waits_until_an_orchestrator_that_is_full_has_room_and_is_sampled_once(tmp_path):
     async with stack(tmp_path, ScriptedReplica("one", pace_s=0.0)) as gateway, gateway.http() as http:
         full = SluiceError.resource_exhausted("TOO_MANY_RPCS", "1024 calls are in progress", 2.0)
@@ -581,6 +584,7 @@ async def test_a_reply_waits_until_an_orchestrator_that_is_full_has_room_and_is_
         assert len(gateway.replica.requests) == 1
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_sampled_is_told_and_its_claim_given_back(tmp_path):
     class Refusing(ScriptedReplica):
         async def _stream(self, wanted):
@@ -620,6 +624,7 @@ async def test_over_grpc_a_reply_that_is_larger_than_a_message_comes_in_parts(tm
     assert len(gateway.replica.requests) == 1, "the reply was recorded, and sampled once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "own", "sent"),
     [
@@ -642,6 +647,7 @@ async def test_a_request_s_template_arguments_take_precedence_over_the_environme
     assert request.conversation.template_arguments_json == sent
 
 
+@pytest.mark.slow
 async def test_over_grpc_a_request_with_a_name_is_its_own_repetition_and_one_without_is_another_sample(tmp_path):
     async with stack(tmp_path, ScriptedReplica("slow", pace_s=0.02)) as gateway:
         conversation = {"messages": [{"role": "user", "content": "Where is it?"}]}

@@ -73,6 +73,7 @@ async def test_bodies_of_our_own_routes_are_small(another_gateway, route) -> Non
         assert await status_of(gateway.url, head(route, KEY, 2), b"{}") == 404
 
 
+@pytest.mark.slow
 async def test_the_orchestrator_is_asked_once_for_a_made_up_key(tmp_path, monkeypatch) -> None:
     async with stack(tmp_path, ScriptedReplica("one", pace_s=0.0)) as gateway:
         before = asked("NOT_FOUND")

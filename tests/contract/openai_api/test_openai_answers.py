@@ -83,6 +83,7 @@ class TestChat:
         answer = await chat(client, max_tokens=openai.omit, max_completion_tokens=3, extra_body=PAST_THE_END)
         assert answer.usage.completion_tokens == 3
 
+    @pytest.mark.slow
     async def test_without_a_limit_the_context_is_the_limit(self, client):
         answer = await chat(client, max_tokens=openai.omit, extra_body=PAST_THE_END)
         assert answer.usage.total_tokens == CONTEXT

@@ -132,6 +132,7 @@ class TestRoles:
         async with Replica(model, engine, security) as served:
             yield served
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("path", "key", "status"),
         [

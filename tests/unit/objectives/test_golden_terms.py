@@ -54,6 +54,7 @@ def test_golden_kl_in_the_loss_keeps_its_gradient_however_far_the_policy_is(kind
     assert result["metrics"]["kl"] == pytest.approx(formula(x)[0], abs=1e-14)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_k3_loss_is_bounded_and_does_not_jump():
     """It never exceeds 19.1 per nat, and never vanishes where the policy has fallen below the reference."""
     steps = sorted([-30 + 0.2 * place for place in range(151)] + [-3 + 0.01 * place for place in range(-20, 21)])
