@@ -253,6 +253,8 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         header = (await anext(requests)).header
         if self.admission is None:
             trajectories = [each async for part in requests for each in part.trajectories.trajectories]
+            if len(trajectories) < header.trajectory_count:  # whoever sent them was killed
+                raise SluiceError.data_loss("BATCH_INCOMPLETE", f"{len(trajectories)} trajectories arrived")
         else:
             trajectories = await self._admitted(header, requests)
         self._refuse(trajectories)

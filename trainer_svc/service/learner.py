@@ -93,6 +93,8 @@ class ComputeThread:
             if not awaited.done():
                 future.cancel()
                 awaited.cancel()  # a running job continues; its outcome is dropped
+            elif not awaited.cancelled():
+                awaited.exception()  # heard, also if the caller was cancelled meanwhile
         if awaited.cancelled():
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
