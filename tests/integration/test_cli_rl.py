@@ -201,7 +201,7 @@ def test_a_run_on_other_ports_is_stopped_by_ctrl_c_resumed_says_why_it_dies_for_
     assert len(settings["peers"]["rollout"]) == 2
     drained = sluice("drain", settings["peers"]["rollout"][0], "--grace", "0s")
     assert drained.code == 0, drained.err
-    assert run.until("rollout-0 ") == "rollout-0 was drained and is not started again"
+    assert run.until("rollout-0 was") == "rollout-0 was drained and is not started again"
     run.until("step ")
     children = psutil.Process(run.process.pid).children(recursive=True)
     run.process.send_signal(signal.SIGINT)
@@ -381,7 +381,7 @@ def test_each_service_may_be_killed_once_is_a_principal_with_the_least_role_and_
     # After the trainer others follow, so that the run is forked from a checkpoint of its second epoch.
     for service in ("orchestrator", "trainer", "rollout", "weightsync"):
         run.child(service).kill()
-        assert run.until(service).startswith(f"{service} ended with signal SIGKILL; restart 1 of 3")
+        assert run.until(f"{service} ended").startswith(f"{service} ended with signal SIGKILL; restart 1 of 3")
         run.until(f"{service} serves")
         run.until("step ")
         if service == "orchestrator":  # a call to one of the others may fail when that one is killed
