@@ -473,7 +473,7 @@ class _Followers(NamedTuple):
         self.waiting.follow(fact)
 
     def snapshots(self, seed: int, config: OrchestratorConfig) -> Snapshots:
-        """Return what reads and writes the states that a start does not begin anew."""
+        """Return what saves and restores the states that outlast a restart."""
         settings = [str(seed)]
         for each in config.mix:
             settings += [each.model_dump_json(), *self.curriculum.stream(each.name).task_ids]

@@ -310,7 +310,7 @@ class DiskConfig(Section):
     min_free_mb: int = Field(
         2048,
         ge=0,
-        description="MiB to leave free on each file system of this machine that holds the run's directory, checkpoints or weights; with less, the run pauses, and goes on by itself when a quarter more is free. 0: it never pauses.",
+        description="Free space to keep, in MiB, on each file system with the run's directory, checkpoints or weights. With less the run pauses, and with a quarter more it goes on by itself. 0: it never pauses.",
     )
     trajectories_mb: int = Field(
         16_384,
@@ -647,7 +647,7 @@ class OrchestratorConfig(EpisodeConfig):
         if len(estimators) > 1 and not estimators <= set(ESTIMATORS):
             foreign = ", ".join(sorted(estimators - set(ESTIMATORS)))
             raise ValueError(
-                f"{foreign} holds for all environments of a run or for none, because the trainer is told once: give each"
+                f"advantage {foreign} must be that of all environments, because the trainer computes it for whole batches: give each"
                 f" environment the same advantage, or one of {', '.join(ESTIMATORS)}"
             )
         is_external = any(each.workflow == "external" for each in self._mix)

@@ -141,7 +141,10 @@ class _Bars(Progress):
 
     def __init__(self) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.fields[step]}", markup=False), BarColumn(bar_width=20))
-        super().__init__(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4)
+        # What is printed meanwhile is drawn above the bars, but a result that goes to a file stays there.
+        to_terminal = sys.stdout.isatty()
+        console = Console(stderr=True)
+        super().__init__(*columns, console=console, transient=True, refresh_per_second=4, redirect_stdout=to_terminal)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return what is drawn."""

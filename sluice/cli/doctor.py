@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     arguments, settings = parser.parse_known_args(argv)
     directory, settings = _run_directory(settings)
     found = _findings(settings, arguments.start, directory, peers=arguments.peers)
-    with doing("look", unit="checks") as step:
+    with doing("look at this machine and what was named", unit="checks") as step:
         findings = list(step.count(found))
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(each) for each in findings], indent=2) + "\n")

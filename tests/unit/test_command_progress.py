@@ -139,6 +139,16 @@ def test_who_reads_nothing_any_more_stops_no_step(monkeypatch: pytest.MonkeyPatc
         assert stream.came.wait(LIMIT_S)
 
 
+def test_bars_leave_a_result_in_the_file_that_it_goes_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Stream("-", terminal=True))
+    monkeypatch.setenv("TERM", "xterm")
+    with doing("ask"):
+        print("the result")
+    assert capsys.readouterr().out == "the result\n"
+
+
 def test_a_terminal_shows_bars_that_go_when_the_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream("[inner]: 3 rows", terminal=True)
     monkeypatch.setattr(sys, "stderr", stream)
