@@ -60,7 +60,10 @@ def test_the_short_form_is_a_list_of_one() -> None:
         ({"environments": [{"environment": "m:E"}, {"environment": "n:E"}]}, "two environments are called 'E'"),
         ({"environments": [{"environment": "a", "rato": 3}]}, "rato"),
         ({"environments": [{"environment": "a", "ratio": 0}]}, "greater than 0"),
-        ({"environments": [{"environment": "a"}, {"environment": "b", "advantage": "none"}]}, "none holds for all"),
+        (
+            {"environments": [{"environment": "a"}, {"environment": "b", "advantage": "none"}]},
+            "none must be that of all",
+        ),
         ({"environments": [{"environment": "a", "group_size": 1}]}, "set group_size to 2"),
         ({"pools": {"easy_from": 0.1, "hard_to": 0.2}}, "must be below easy_from"),
         ({"pools": {"shares": dict.fromkeys(("new", "easy", "medium", "hard"), 0)}}, "no task could be drawn"),
