@@ -176,6 +176,20 @@ async def test_a_loop_of_samples_and_gradients_learns(base: Path, tmp_path: Path
         assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.15, rewards
 
 
+async def test_a_step_of_rows_without_advantage_goes_on_with_the_momentum(base: Path, tmp_path: Path) -> None:
+    async with serving(base, tmp_path) as service, service.client() as tuning:
+        training = await tuning.create(RUN)
+        before = await taught(training, range(1))
+        response = await (await training.sample(PROMPT, tokens_pb2.SamplingParams(max_tokens=4, ignore_eos=True), n=2))
+        result = await (await training.forward_backward([row(response, i, 0.0) for i in range(2)], objective="grpo"))
+        assert result.loss == 0.0
+        applied = await (await training.optim_step(1e-2))
+        assert (applied.optimizer_steps, applied.grad_norm, applied.skipped) == (2, 0.0, False)
+        assert (await (await training.save("after"))).digest != before
+        with pytest.raises(SluiceError, match="NO_GRADIENT"):
+            await (await training.optim_step(1e-2))
+
+
 async def test_samples_come_from_the_adapter_as_the_operations_before_left_it(base: Path, tmp_path: Path) -> None:
     async with serving(base, tmp_path) as service, service.client() as tuning:
         training = await tuning.create(RUN)

@@ -207,6 +207,8 @@ class AdapterBank:
                 contributes=objective.contributes,
                 entropy=objective.entropy,
             )
+        if state.gradients is None:  # no token contributed, as where all rewards of a group are equal
+            state.gradients = {name: torch.zeros_like(each) for name, each in state.factors.items()}
         metrics = record.finish()
         found = {name: float(value) for name, value in finish(metrics.sums).items() if math.isfinite(value)}
         found |= {f"dropped/{name}": float(count) for name, count in dropped.items()}
