@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import random
@@ -94,7 +95,22 @@ def _handle_and_blame(loop: asyncio.BaseEventLoop, context: dict[str, Any]) -> N
             f"{context['message']}: {context.get('exception')!r}\n{context.get('future') or context.get('task')!r}"
         )
         report = pytest.TestReport(owner.nodeid, owner.location, {}, "failed", failure, "teardown")
-        owner.ihook.pytest_runtest_logreport(report=report)
+        with _reporting_for(owner):
+            owner.ihook.pytest_runtest_logreport(report=report)
+
+
+@contextlib.contextmanager
+def _reporting_for(item: pytest.Item) -> Iterator[None]:
+    """Let a worker of pytest-xdist report on a test other than the running one, which it refuses."""
+    workers = [each for each in item.config.pluginmanager.get_plugins() if type(each).__name__ == "WorkerInteractor"]
+    running = [each.item_index for each in workers]
+    for each in workers:
+        each.item_index = item.session.items.index(item)
+    try:
+        yield
+    finally:
+        for each, index in zip(workers, running, strict=True):
+            each.item_index = index
 
 
 asyncio.BaseEventLoop.__init__ = _create_owned  # type: ignore[method-assign]

@@ -16,7 +16,9 @@ TESTS = Path(__file__).parents[1]
 LIMIT_S = 120.0
 
 
-def run(programs: RankPrograms, directory: Path, text: str, **environment: str) -> dict[str, list[str]]:
+def run(
+    programs: RankPrograms, directory: Path, text: str, workers: int = 0, **environment: str
+) -> dict[str, list[str]]:
     """Run a file of tests under our conftest; return the outcomes of each test, in order."""
     (directory / "conftest.py").write_text(
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom suite_rules import *\n"
@@ -27,7 +29,7 @@ def run(programs: RankPrograms, directory: Path, text: str, **environment: str) 
     )
     log = directory / "log.jsonl"
     ours = {name: "" for name in os.environ if name == "CI" or name.startswith("PYTEST_")}
-    words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={directory}", f"--report-log={log}"]
+    words = ["-q", "-p", "no:cacheprovider", f"--numprocesses={workers}", f"--rootdir={directory}", f"--report-log={log}"]
     program = programs.start("pytest", *words, str(directory), environment=ours | environment, output=directory / "out")
     program.wait(LIMIT_S)
     outcomes: dict[str, list[str]] = {}
@@ -68,10 +70,11 @@ def test_expected(): assert False
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_failure_that_nobody_awaited_is_blamed_on_the_test_that_left_it(
-    tmp_path: Path, rank_programs: RankPrograms
+    workers: int, tmp_path: Path, rank_programs: RankPrograms
 ) -> None:
-    outcomes = run(rank_programs, tmp_path, LEFT_BEHIND)
+    outcomes = run(rank_programs, tmp_path, LEFT_BEHIND, workers)
     assert outcomes == {"test_leaves_a_failure": ["passed", "failed"], "test_innocent": ["passed"]}
 
 
