@@ -128,11 +128,20 @@ class Scene:
                 await asyncio.sleep(0.005)
 
     async def until_run(self, client: OrchestratorClient, condition) -> orchestrator_pb2.Run:
-        """Wait until something holds of the run as GetRun gives it."""
+        """Wait until something holds of the run as GetRun gives it. It need not be served yet."""
+        served = False
         async with asyncio.timeout(DEADLINE_S):
-            while not condition(run := await client.run("test")):  # noqa: ASYNC110 - GetRun is polled on purpose
+            while True:
+                try:
+                    run = await client.run("test")
+                except SluiceError as error:
+                    if served or error.code is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+                else:
+                    served = True
+                    if condition(run):
+                        return run
                 await asyncio.sleep(0.01)
-            return run
 
     def watch(self, kind: str | None = None) -> asyncio.Task[list[orchestrator_pb2.RunEvent]]:
         """Collect all events of the run until it ends, which it cannot before it is watched."""
