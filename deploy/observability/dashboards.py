@@ -1,4 +1,4 @@
-"""Write the Grafana dashboards of this folder from one table: `python deploy/observability/dashboards.py`.
+"""Write the Grafana dashboards of the chart, which any Grafana can import, from one table: `python deploy/observability/dashboards.py`.
 
 `RUN` looks at one run: its progress, where its time goes, its trainer, weights and environments. `FLEET` looks at its processes: each
 number as the mean over the replicas with the least and the greatest, since a mean hides one sick replica, and as a line for each.
@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "helm/sluice/dashboards"
+
+
+FAULT = "a fault"
 
 
 class Query(NamedTuple):
@@ -21,12 +24,12 @@ class Query(NamedTuple):
     Attributes:
         expr: PromQL; `$S` stands for the labels of the run.
         legend: Name of the line.
-        after_fault: Whether there is nothing to show as long as nothing went wrong.
+        needs: What there must be, or have been, for it to show anything: `FAULT`, or a service that a run need not have.
     """
 
     expr: str
     legend: str
-    after_fault: bool = False
+    needs: str = ""
 
 
 class Panel(NamedTuple):
@@ -62,9 +65,7 @@ RUN: dict[str, tuple[Panel, ...]] = {
             "s",
             (
                 Query("time() - sluice_run_last_step_timestamp_seconds{$S}", "last step"),
-                Query(
-                    "time() - (sluice_run_checkpoint_timestamp_seconds{$S} > 0)", "last checkpoint", after_fault=True
-                ),
+                Query("time() - (sluice_run_checkpoint_timestamp_seconds{$S} > 0)", "last checkpoint", needs=FAULT),
             ),
             "stat",
             "A step that is much older than usual means that the run waits. What is behind the last checkpoint is trained again after a crash.",
@@ -85,7 +86,7 @@ RUN: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Evaluation",
             "short",
-            (Query("sluice_run_evaluation{$S}", "{{environment}} {{name}}", after_fault=True),),
+            (Query("sluice_run_evaluation{$S}", "{{environment}} {{name}}", needs=FAULT),),
             text="The last one of each environment; nothing without evaluations.",
         ),
         _one("Steps per hour", "short", "3600 * rate(sluice_trainer_step_seconds_count{$S}[10m])", "steps"),
@@ -125,17 +126,17 @@ RUN: dict[str, tuple[Panel, ...]] = {
                 Query(
                     "sum by (reason) (increase(sluice_run_trajectories_dropped_total{$S}[15m]))",
                     "dropped {{reason}}",
-                    after_fault=True,
+                    needs=FAULT,
                 ),
                 Query(
                     "sum by (reason) (increase(sluice_run_groups_failed_total{$S}[15m]))",
                     "failed {{reason}}",
-                    after_fault=True,
+                    needs=FAULT,
                 ),
                 Query(
                     "sum by (reason) (increase(sluice_run_trajectories_set_aside_total{$S}[15m]))",
                     "set aside {{reason}}",
-                    after_fault=True,
+                    needs=FAULT,
                 ),
             ),
         ),
@@ -223,9 +224,18 @@ RUN: dict[str, tuple[Panel, ...]] = {
                 )
             ),
         ),
+        _one("Behind the trainer", "short", "sluice_run_replica_lag{$S}", "{{exported_replica}}"),
+        Panel(
+            "Bytes per second",
+            "Bps",
+            (
+                Query("rate(sluice_weights_committed_bytes_total{$S}[5m])", "committed"),
+                Query("sum(rate(sluice_weights_pulled_bytes_total{$S}[5m]))", "pulled"),
+            ),
+        ),
         Panel("Versions on disk", "bytes", (Query("sluice_weights_held_bytes{$S}", "held"),)),
     ),
-    "Environments": (
+    "Environments and agents": (
         Panel(
             "Calls per second",
             "short",
@@ -254,8 +264,21 @@ RUN: dict[str, tuple[Panel, ...]] = {
                 Query(
                     "sum by (environment) (increase(sluice_environment_processes_restarts_total{$S}[1h]))",
                     "{{environment}}",
-                    after_fault=True,
+                    needs=FAULT,
                 ),
+            ),
+        ),
+        Panel(
+            "Episodes of environment servers",
+            "short",
+            (Query("sluice_environment_episodes{$S}", "{{replica}}", needs="an environment server"),),
+        ),
+        Panel(
+            "Requests at gateways",
+            "short",
+            (
+                Query("sluice_gateway_waiting{$S}", "wait for a replica", needs="a gateway"),
+                Query("sluice_gateway_sampling{$S}", "samples under way", needs="a gateway"),
             ),
         ),
     ),
@@ -396,14 +419,14 @@ def main() -> int:
     stale = [
         name
         for name in DASHBOARDS
-        if not (HERE / f"{name}.json").exists() or (HERE / f"{name}.json").read_text() != text(name)
+        if not (FOLDER / f"{name}.json").exists() or (FOLDER / f"{name}.json").read_text() != text(name)
     ]
     if check:
         for name in stale:
             sys.stderr.write(f"{name}.json is stale: run python deploy/observability/dashboards.py\n")
         return int(bool(stale))
     for name in stale:
-        (HERE / f"{name}.json").write_text(text(name))
+        (FOLDER / f"{name}.json").write_text(text(name))
     return 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -79,7 +81,7 @@ sys.path.append(str(ROOT / "tests/contract"))
 from certificates import Authority  # noqa: E402 - lies beside the tests of the contracts
 
 ONLY_AFTER_FAULTS = re.compile(
-    r"dropped|failed|preemptions|sampling_events|environment_failures|skipped|fallbacks|alert:|relay|security_files"
+    r"needs a fault|sampling_events|alert:|dropped|failed|preemptions|fallbacks|relay|security_files"
 )
 """Queries about what a run without faults, and without files for TLS and principals, does not have."""
 
@@ -183,13 +185,14 @@ def scrape_config(cluster: Cluster, directory: Path) -> Path:
 
 
 def queries(cluster: Cluster) -> dict[str, str]:
-    """Every PromQL line of the dashboard, the alerts and the autoscaling, by where it is; for the HPA, what its adapter asks."""
+    """Every PromQL line of the dashboards, the alerts and the autoscaling, by where it is; for the HPA, what its adapter asks."""
     found = {}
-    dashboard = json.loads((CHART / "dashboards/sluice.json").read_text())
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", []):
-            text = target["expr"].replace("$namespace", NAMESPACE).replace("$release", "sluice")
-            found[f"{panel['title']}: {target['refId']} {text}"] = text
+    table = runpy.run_path(str(ROOT / "deploy/observability/dashboards.py"))
+    for title, rows in table["DASHBOARDS"].values():
+        for panel in itertools.chain(*rows.values()):
+            for query in panel.queries:
+                name = f"{title}: {panel.title}: {query.legend}" + (f", needs {query.needs}" if query.needs else "")
+                found[name] = table["filled"](query.expr, f"{NAMESPACE}/sluice")
     for group in yaml.safe_load((CHART / "alerts.yaml").read_text())["groups"]:
         found |= {f"alert: {rule['alert']}": rule["expr"] for rule in group["rules"]}
     (scaled,) = (each for each in cluster.manifests if each["kind"] == "ScaledObject")
@@ -300,7 +303,12 @@ def test_the_run_goes_on_and_every_query_has_an_answer(cluster: Cluster, prometh
         assert not refused
         empty = {name: asked[name] for name, answer in answers.items() if not answer["data"]["result"]}
     assert [name for name in empty if not ONLY_AFTER_FAULTS.search(name)] == []
-    names = {each for text in asked.values() for each in re.findall(r"\b(?:sluice|process)_[a-z_0-9]+", text)}
+    names = {
+        each
+        for name, text in asked.items()
+        for each in re.findall(r"\b(?:sluice|process)_[a-z_0-9]+", text)
+        if "needs a fault" not in name
+    }
     (known,) = cluster.fetch([f"{PROMETHEUS}/api/v1/label/__name__/values"])
     unknown = {each for each in names if each not in known["data"] and not ONLY_AFTER_FAULTS.search(each)}
     assert not unknown

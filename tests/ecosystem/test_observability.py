@@ -1,4 +1,4 @@
-"""A real Prometheus finds a run of `sluice rl`, and answers each query of the dashboards in deploy/observability."""
+"""A real Prometheus finds a run of `sluice rl`, and answers each query of the dashboards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.ecosystem, pytest.mark.slow, pytest.mark.timeout(900)]
 
 def test_the_dashboards_are_those_of_the_table() -> None:
     for name in DASHBOARDS["DASHBOARDS"]:
-        written = (FOLDER / f"{name}.json").read_text()
+        written = (DASHBOARDS["FOLDER"] / f"{name}.json").read_text()
         assert written == DASHBOARDS["text"](name), "run python deploy/observability/dashboards.py"
         panels = [each for each in json.loads(written)["panels"] if each["type"] != "row"]
         assert len({each["title"] for each in panels}) == len(panels)
@@ -186,19 +186,19 @@ def test_each_query_of_each_panel_is_answered(prometheus: Prometheus) -> None:
     empty, end = {*texts}, time.monotonic() + LIMIT_S
     while empty and time.monotonic() < end:
         empty = {where for where in empty if not prometheus.rows(texts[where])}
-        if not [where for where in empty if not queries[where].after_fault]:
+        if not [where for where in empty if not queries[where].needs]:
             break
         time.sleep(1)
-    assert [where for where in sorted(empty) if not queries[where].after_fault] == []
+    assert [where for where in sorted(empty) if not queries[where].needs] == []
     named = {each for text in texts.values() for each in re.findall(r"\b(?:sluice|process)_[a-z_0-9]+", text)}
     known = {*prometheus.ask("label/__name__/values")}
-    faults = {
+    absent = {
         each
         for where, query in queries.items()
-        if query.after_fault
+        if query.needs
         for each in re.findall(r"\bsluice_[a-z_0-9]+", texts[where])
     }
-    assert named - known <= faults
+    assert named - known <= absent
 
 
 @needs_prometheus
