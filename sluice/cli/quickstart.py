@@ -33,12 +33,11 @@ from sluice.engines import ENGINES
 from sluice.host_files import write_whole
 from sluice.plan.local import shared_cores
 from sluice.progress import doing
-from sluice.run_files import is_held
+from sluice.run_files import REPORT_FILE, is_held
 from sluice.supervise.log_records import LogLine
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, Supervisor, run_until_signal
 
 ENVIRONMENT_FILE = "env.py"
-REPORT_FILE = "report.json"
 
 MOST_STEPS = 1 << 20
 """More steps or prompts than this are a typing mistake."""

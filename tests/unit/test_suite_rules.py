@@ -29,7 +29,14 @@ def run(
     )
     log = directory / "log.jsonl"
     ours = {name: "" for name in os.environ if name == "CI" or name.startswith("PYTEST_")}
-    words = ["-q", "-p", "no:cacheprovider", f"--numprocesses={workers}", f"--rootdir={directory}", f"--report-log={log}"]
+    words = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--numprocesses={workers}",
+        f"--rootdir={directory}",
+        f"--report-log={log}",
+    ]
     program = programs.start("pytest", *words, str(directory), environment=ours | environment, output=directory / "out")
     program.wait(LIMIT_S)
     outcomes: dict[str, list[str]] = {}
