@@ -386,7 +386,7 @@ class WatchConfig(Section):
         description="Most groups that may have one reward which is not the best, as a share of a batch.",
     )
     length_factor: float = Field(
-        1.5,
+        2.5,
         gt=1,
         description="How many times as long as in the first steps completions may get if the longer ones get more reward; its square if they do not.",
     )
@@ -413,12 +413,17 @@ class WatchConfig(Section):
         0.8, gt=0, le=1, description="Most of the time that trainer or replicas may wait for the others."
     )
     slow_replica_factor: float = Field(
-        4.0, gt=1, description="How many times as many tokens a second as a replica with work the others may sample."
+        4.0,
+        gt=1,
+        description="How many times as many tokens a second as a sample of one replica those of the others may get.",
     )
     failed_share: float = Field(
-        0.01, ge=0, le=1, description="Most groups of an environment that may fail, as a share of the last ones."
+        0.01,
+        ge=0,
+        le=1,
+        description="Most groups of an environment that may fail, as a share of the last ones, and most calls of environments, as a share of the trajectories.",
     )
-    failed_groups: int = Field(3, ge=1, description="Fewest failed groups of an environment that count.")
+    failed_groups: int = Field(3, ge=1, description="Fewest failed groups, or failed calls, that count.")
     disk_gb: float = Field(5.0, ge=0, description="Least space on the disk of the run, in GB.")
     memory_share: float = Field(0.05, ge=0, le=1, description="Least available memory of the machine, as a share.")
 

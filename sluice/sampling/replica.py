@@ -98,6 +98,7 @@ class Replica:
         self.model = rollout_pb2.GetModelResponse()
         self.version: Version = BASE
         self.in_flight = 0
+        self._sample_s, self._counted_at = 0.0, clock()
         self.works: set[Work] = set()
         self.seen = False
         self.loss: Loss | None = None
@@ -269,7 +270,7 @@ class Replica:
         """
         work = Work(call, samples, stalls, StreamProgress(self._listening.now) if streams else None)
         self.works.add(work)
-        self.in_flight += samples
+        self._count(samples)
         try:
             yield work
         except grpc.aio.AioRpcError as error:
@@ -281,8 +282,16 @@ class Replica:
             raise work.given_up from None
         finally:
             self.works.discard(work)
-            self.in_flight -= samples
+            self._count(-samples)
             call.cancel()  # if the block was left before its end
+
+    def _count(self, samples: int) -> float:
+        """Note that so many samples more are under way; return the seconds of those until now, summed over samples."""
+        now = self._clock()
+        self._sample_s += self.in_flight * (now - self._counted_at)
+        self._counted_at = now
+        self.in_flight += samples
+        return self._sample_s
 
     def received(self, work: Work, chunk: rollout_pb2.StreamChunk) -> None:
         """Note a message of a stream."""
@@ -348,6 +357,7 @@ class Replica:
             reason=reason,
             running=self.in_flight,
             generated_tokens=self.status.generated_tokens,
+            sample_seconds=self._count(0),
         )
 
     async def close(self) -> None:

@@ -526,6 +526,7 @@ class Replica(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLE_SECONDS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name."""
     address: _builtins.str
@@ -538,6 +539,8 @@ class Replica(_message.Message):
     """Samples being generated for this run."""
     generated_tokens: _builtins.int
     """Tokens that it sampled since it started, for all its callers."""
+    sample_seconds: _builtins.float
+    """Seconds for which it had samples of this run, since the orchestrator started, summed over samples."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version that it serves."""
@@ -552,10 +555,11 @@ class Replica(_message.Message):
         reason: _builtins.str = ...,
         running: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
+        sample_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eligible", b"eligible", "generated_tokens", b"generated_tokens", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eligible", b"eligible", "generated_tokens", b"generated_tokens", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "running", b"running", "sample_seconds", b"sample_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

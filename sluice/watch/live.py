@@ -15,26 +15,33 @@ STATES = {
 }
 """The states of a run, for people."""
 
-_LEAST_S = 5.0
+_LEAST_S = 10.0
 """Seconds between two counts of tokens from which a rate is computed: over less, single replies decide."""
 
 
 class LoadReader:
-    """Makes a `Load` of each answer of GetRun; remembers the counts of tokens, for the rates between them."""
+    """Makes a `Load` of each answer of GetRun; remembers the counts of tokens, for the rates between them.
+
+    The rate of a replica is that of one sample: tokens by the seconds for which it had samples, summed over samples. So it says nothing
+    of how much work a replica had. One without work keeps its last rate.
+    """
 
     def __init__(self) -> None:
-        self._counted: dict[str, tuple[float, int]] = {}
+        self._counted: dict[str, tuple[float, int, float]] = {}
         self._rates: dict[str, float] = {}
 
     def read(self, run: orchestrator_pb2.Run, now: float) -> Load:
         """Return the state of a run at a time in seconds since 1970."""
         for each in run.replicas:
-            then, before = self._counted.get(each.address, (0.0, 0))
-            if now - then < _LEAST_S:
+            then, tokens, seconds = self._counted.get(each.address, (0.0, 0, 0.0))
+            more_tokens, more_s = each.generated_tokens - tokens, each.sample_seconds - seconds
+            if now - then < _LEAST_S or 0 <= more_s < _LEAST_S:
                 continue
-            self._counted[each.address] = (now, each.generated_tokens)
-            if then:  # a replica that started again counts from 0
-                self._rates[each.address] = max(0, each.generated_tokens - before) / (now - then)
+            self._counted[each.address] = (now, each.generated_tokens, each.sample_seconds)
+            if (
+                then and more_tokens >= 0 and more_s > 0
+            ):  # a replica or an orchestrator that started again counts from 0
+                self._rates[each.address] = more_tokens / more_s
         known = {each.address for each in run.replicas}
         self._counted = {address: count for address, count in self._counted.items() if address in known}
         self._rates = {address: rate for address, rate in self._rates.items() if address in known}
@@ -45,7 +52,6 @@ class LoadReader:
                 ReplicaLoad(
                     each.replica or each.address,
                     "" if each.eligible else each.reason or "not eligible",
-                    each.running,
                     self._rates.get(each.address),
                 )
                 for each in run.replicas

@@ -89,13 +89,11 @@ class ReplicaLoad:
 
     Attributes:
         reason: Why it gets no work; empty: it gets some.
-        running: Samples that it generates.
-        tokens_per_s: Tokens that it sampled a second lately; None until that is known.
+        tokens_per_s: Tokens a second that a sample got lately, on the average; None until that is known.
     """
 
     name: str
     reason: str
-    running: int
     tokens_per_s: float | None
 
 
@@ -400,11 +398,11 @@ def _replica(run: History) -> Said | None:
 
 def _slow_replica(run: History) -> Said | None:
     replicas = run.load.replicas if run.load else ()
-    rates = {each.name: each.tokens_per_s for each in replicas if each.running and each.tokens_per_s is not None}
+    rates = {each.name: each.tokens_per_s for each in replicas if not each.reason and each.tokens_per_s is not None}
     for name, rate in rates.items():
         others = [other for key, other in rates.items() if key != name]
         if others and rate < median(others) / run.limits.slow_replica_factor:
-            return Said(f"replica {name} samples {rate:.0f} tokens/s, the others {median(others):.0f}, each with work")
+            return Said(f"a sample gets {rate:.3g} tokens/s of replica {name}, {median(others):.3g} of the others")
     return None
 
 
@@ -420,6 +418,17 @@ def _failing(run: History) -> Said | None:
             share = min(1.0, failed / max(1, groups))
             return Said(f"{failed} of the last {groups} groups of environment {each.name} failed", broken=share > 0.5)
     return None
+
+
+def _failed_calls(run: History) -> Said | None:
+    rows = [row.values for row in list(run.last)[-_SHORT:]]
+    failed = sum(row.get("environment/failed_calls", 0.0) for row in rows)
+    trajectories = sum(row.get("trainer/trajectories", 0.0) for row in rows)
+    if failed < run.limits.failed_groups or failed <= run.limits.failed_share * trajectories:
+        return None
+    return Said(
+        f"{failed:.0f} calls of environments failed in the last {len(rows)} steps, of {trajectories:.0f} trajectories"
+    )
 
 
 def _quarantine(run: History) -> Said | None:
@@ -473,7 +482,7 @@ RULES: tuple[Rule, ...] = (
         _mismatch,
         "The trainer learns from tokens that its policy would hardly have sampled: updates are noise, or ruin it.",
         "Lower trainer.lr or max_staleness; if it is high from the first step, engine and trainer differ (docs/numerics.md).",
-        steps=2,
+        steps=3,
     ),
     Rule(
         "precision",
@@ -634,6 +643,14 @@ RULES: tuple[Rule, ...] = (
         _failing,
         "What fails is sampled for nothing, and hard tasks may fail more often than others.",
         "See the environment's log for the first error; `sluice env play` runs one episode (docs/environments.md).",
+    ),
+    Rule(
+        "failed-calls",
+        _E,
+        Source.STEP,
+        _failed_calls,
+        "Trajectories whose environment fails have no reward, and hard tasks may fail more often than others.",
+        "See the orchestrator's log for the first error; `sluice env play` runs one episode (docs/environments.md).",
     ),
     Rule(
         "quarantine",

@@ -356,6 +356,20 @@ async def test_a_caller_that_leaves_ends_all_that_was_asked_for_it() -> None:
         assert not any(each.works or each.in_flight for each in scene.pool.replicas)
 
 
+async def test_the_seconds_in_which_a_replica_has_samples_are_summed_over_samples() -> None:
+    only = replica("only")
+    async with fleet(only) as scene:
+        known, clock = scene.known(only), scene.time.clock
+        before = known.describe().sample_seconds
+        with known.working(asyncio.create_task(asyncio.sleep(0)), 3, streams=False):
+            await clock.advance(2.0)
+            with known.working(asyncio.create_task(asyncio.sleep(0)), 1, streams=False):
+                await clock.advance(0.5)
+                assert known.describe().sample_seconds - before == pytest.approx(3 * 2.0 + 4 * 0.5)
+        await clock.advance(5.0)
+        assert known.describe().sample_seconds - before == pytest.approx(3 * 2.0 + 4 * 0.5)
+
+
 @pytest.mark.slow
 async def test_turns_of_an_episode_go_where_its_prefix_is_until_that_replica_is_lost() -> None:
     first, second = replica("first"), replica("second")

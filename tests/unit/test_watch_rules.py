@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.config import WatchConfig
+from sluice.v1 import orchestrator_pb2
+from sluice.watch.live import LoadReader
 from sluice.watch.rules import RULES, EnvironmentLoad, Family, Load, Machine, ReplicaLoad, Row
 from sluice.watch.watch import Finding, Watch, verdict
 
@@ -55,6 +57,8 @@ def healthy(seed: int, steps: int = STEPS, change: Change = lambda _values, _ste
             "load/trainer_idle": 0.3,
             "load/rollout_idle": 0.1,
             "weights/replica_lag": 1.0,
+            "trainer/trajectories": 128.0,
+            "environment/failed_calls": float(chance.random() < 0.1),
         }
         if step >= FAULT_AT:
             change(values, step)
@@ -77,9 +81,9 @@ STEP_FAULTS: dict[str, Change] = {
     "no-signal": sets(groups__degenerate=16.0),
     "length": lambda row, step: row.update(
         {
-            "completion/mean_tokens": 200.0 + 12 * (step - FAULT_AT),
-            "completion/mean_tokens_rewarded": 230.0 + 12 * (step - FAULT_AT),
-            "completion/mean_tokens_unrewarded": 170.0 + 12 * (step - FAULT_AT),
+            "completion/mean_tokens": 200.0 + 24 * (step - FAULT_AT),
+            "completion/mean_tokens_rewarded": 1.15 * (200.0 + 24 * (step - FAULT_AT)),
+            "completion/mean_tokens_unrewarded": 0.85 * (200.0 + 24 * (step - FAULT_AT)),
         }
     ),
     "truncation": lambda row, _step: row.update({"completion/truncated_share": 0.6, "reward/mean": 0.4}),
@@ -89,6 +93,7 @@ STEP_FAULTS: dict[str, Change] = {
     "trainer-idle": sets(load__trainer_idle=0.95),
     "rollout-idle": sets(load__rollout_idle=0.95),
     "version-lag": sets(weights__replica_lag=7.0),
+    "failed-calls": sets(environment__failed_calls=4.0),
 }
 
 
@@ -195,7 +200,7 @@ def test_limits_are_settings() -> None:
     assert names(judge(rows, WatchConfig(mismatch_kl=0.5))) == []
 
 
-REPLICAS = (ReplicaLoad("a", "", 4, 100.0), ReplicaLoad("b", "", 4, 110.0), ReplicaLoad("c", "", 3, 90.0))
+REPLICAS = (ReplicaLoad("a", "", 100.0), ReplicaLoad("b", "", 110.0), ReplicaLoad("c", "", 90.0))
 ENVIRONMENT = EnvironmentLoad("sums", 400, 0, 0)
 
 
@@ -221,19 +226,15 @@ def replace_last(replica: ReplicaLoad) -> tuple[ReplicaLoad, ...]:
     [
         (
             "replica",
-            lambda now: Load(now, True, replace_last(ReplicaLoad("c", "does not answer", 0, 0.0)), (ENVIRONMENT,)),
+            lambda now: Load(now, True, replace_last(ReplicaLoad("c", "does not answer", 0.0)), (ENVIRONMENT,)),
             False,
         ),
         (
             "replica",
-            lambda now: Load(now, True, tuple(ReplicaLoad(each, "gone", 0, 0.0) for each in "abc"), (ENVIRONMENT,)),
+            lambda now: Load(now, True, tuple(ReplicaLoad(each, "gone", 0.0) for each in "abc"), (ENVIRONMENT,)),
             True,
         ),
-        (
-            "slow-replica",
-            lambda now: Load(now, True, replace_last(ReplicaLoad("c", "", 9, 10.0)), (ENVIRONMENT,)),
-            False,
-        ),
+        ("slow-replica", lambda now: Load(now, True, replace_last(ReplicaLoad("c", "", 10.0)), (ENVIRONMENT,)), False),
         ("waits", lambda now: Load(now, True, REPLICAS, (ENVIRONMENT,), ("agents: none came",)), False),
         ("environment", lambda now: Load(now, True, REPLICAS, (EnvironmentLoad("sums", 500, 5, 0),)), False),
         ("environment", lambda now: Load(now, True, REPLICAS, (EnvironmentLoad("sums", 500, 90, 0),)), True),
@@ -254,16 +255,37 @@ def test_a_fault_of_a_live_run_is_found_by_its_rule_alone(
     [
         lambda now: Load(now, True, REPLICAS, (ENVIRONMENT,)),
         lambda now: Load(
-            now, True, replace_last(ReplicaLoad("c", "drained" if 120 < now < 150 else "", 3, 90.0)), (ENVIRONMENT,)
+            now, True, replace_last(ReplicaLoad("c", "drained" if 120 < now < 150 else "", 90.0)), (ENVIRONMENT,)
         ),
-        lambda now: Load(now, True, replace_last(ReplicaLoad("c", "", 0, 0.0)), (ENVIRONMENT,)),
-        lambda now: Load(now, True, replace_last(ReplicaLoad("d", "loads the model", 0, None)), (ENVIRONMENT,)),
+        lambda now: Load(now, True, replace_last(ReplicaLoad("d", "loads the model", None)), (ENVIRONMENT,)),
         lambda now: Load(now, True, REPLICAS, (EnvironmentLoad("sums", 500, 2, 0),)),
     ],
-    ids=["well", "away for less than a minute", "without work", "new", "two failures"],
+    ids=["well", "away for less than a minute", "new", "two failures"],
 )
 def test_what_happens_in_a_live_run_that_is_well_is_no_finding(load: Callable[[float], Load]) -> None:
     assert watch_loads(load).findings == []
+
+
+def rates(counts: Sequence[tuple[int, float]], every_s: float = 11.0) -> list[float | None]:
+    """Return the rates of a replica that sampled so many tokens in so many seconds of samples until each look."""
+    reader = LoadReader()
+    found = []
+    for number, (tokens, seconds) in enumerate(counts):
+        run = orchestrator_pb2.Run(state=orchestrator_pb2.RUN_STATE_RUNNING)
+        run.replicas.add(replica="a", address="a:1", eligible=True, generated_tokens=tokens, sample_seconds=seconds)
+        found.append(reader.read(run, 1000.0 + every_s * number).replicas[0].tokens_per_s)
+    return found
+
+
+def test_the_rate_of_a_replica_is_that_of_one_sample_however_many_it_has() -> None:
+    assert rates([(0, 0.0), (440, 44.0), (440 + 1760, 44.0 + 176.0)]) == [None, None, 10.0]
+    assert rates([(100, 20.0), (540, 64.0), (2300, 240.0)]) == [None, 10.0, 10.0]
+
+
+def test_a_replica_without_work_keeps_its_rate_and_one_that_started_again_too() -> None:
+    assert rates([(100, 20.0), (540, 64.0), (540, 64.0), (545, 65.0)]) == [None, 10.0, 10.0, 10.0]
+    assert rates([(100, 20.0), (540, 64.0), (30, 80.0), (350, 112.0)]) == [None, 10.0, 10.0, 10.0]
+    assert rates([(100, 20.0), (540, 64.0), (900, 12.0), (1000, 22.0)]) == [None, 10.0, 10.0, 10.0], "the orchestrator"
 
 
 def test_a_live_run_without_steps_is_found_and_a_paused_or_ended_one_is_not() -> None:
@@ -287,7 +309,7 @@ def test_a_live_run_without_steps_is_found_and_a_paused_or_ended_one_is_not() ->
 def test_what_a_run_that_does_not_run_lacks_is_found_as_well(rule: str) -> None:
     """It is starting, or paused for want of what is missing."""
     watch = Watch()
-    replicas = REPLICAS if rule == "waits" else (ReplicaLoad("a", "does not answer", 0, 0.0),)
+    replicas = REPLICAS if rule == "waits" else (ReplicaLoad("a", "does not answer", None),)
     waits = ("trainer: does not serve",) if rule == "waits" else ()
     began = [watch.load(Load(1000.0 + 5 * each, False, replicas, (), waits)) for each in range(200)]
     assert names([each for found in began for each in found]) == [rule]
