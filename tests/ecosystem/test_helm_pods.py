@@ -174,7 +174,9 @@ def scrape_config(cluster: Cluster, directory: Path) -> Path:
         "tls_config": {"ca_file": str(directory / "ca.crt"), "server_name": tls["serverName"]},
         "authorization": {"credentials_file": str(token)},
         "file_sd_configs": [{"files": [str(directory / "targets.json")]}],
-        "relabel_configs": [{snake[key]: value for key, value in each.items()} for each in endpoint["relabelings"]],
+        "relabel_configs": [
+            {snake.get(key, key): value for key, value in each.items()} for each in endpoint["relabelings"]
+        ],
     }
     config = directory / "prometheus.yml"
     shutil.copy(CHART / "alerts.yaml", directory / "alerts.yaml")
