@@ -38,9 +38,8 @@ class LoadReader:
             if now - then < _LEAST_S or 0 <= more_s < _LEAST_S:
                 continue
             self._counted[each.address] = (now, each.generated_tokens, each.sample_seconds)
-            if (
-                then and more_tokens >= 0 and more_s > 0
-            ):  # a replica or an orchestrator that started again counts from 0
+            # A replica or an orchestrator that started again counts from 0.
+            if then and more_tokens >= 0 and more_s > 0:
                 self._rates[each.address] = more_tokens / more_s
         known = {each.address for each in run.replicas}
         self._counted = {address: count for address, count in self._counted.items() if address in known}
