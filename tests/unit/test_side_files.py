@@ -117,6 +117,7 @@ def test_an_event_has_names_numbers_and_what_is_zero() -> None:
             "reason": "",
             "running": 0,
             "generated_tokens": 0,
+            "sample_seconds": 0.0,
         },
     }
     running = orchestrator_pb2.RunStateChanged(state=orchestrator_pb2.RUN_STATE_RUNNING)
