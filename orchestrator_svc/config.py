@@ -310,7 +310,7 @@ class DiskConfig(Section):
     min_free_mb: int = Field(
         2048,
         ge=0,
-        description="Free space to keep, in MiB, on each file system with the run's directory, checkpoints or weights. With less the run pauses, and with a quarter more it goes on by itself. 0: it never pauses.",
+        description="Free space to keep, in MiB, on each file system with the run's directory, checkpoints or weights. The run pauses while there is less, and goes on by itself when there is a quarter more than this. 0: it never pauses.",
     )
     trajectories_mb: int = Field(
         16_384,

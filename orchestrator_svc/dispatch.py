@@ -63,7 +63,7 @@ class _GroupFailedError(Exception):
         reason: Why.
         problem: The same for people.
         heals: Whether waiting may help.
-        records: What its episodes brought, if they came to their end.
+        records: The trajectories of its episodes, if these ended.
     """
 
     def __init__(self, reason: str, problem: str, *, heals: bool = True, records: Sequence[SharedRecord] = ()) -> None:
@@ -273,7 +273,7 @@ class Dispatcher:
         return self._ledger.groups[drawn.group]
 
     def _continue(self, group: Group, version: Version) -> Group:
-        """Return an unfinished group as it goes on: where it stopped, or as its next attempt if its version is too old by now."""
+        """Return an unfinished group to run again: as it is if it may go on where it stopped, else as its next attempt."""
         if self._scheduler.goes_on(group):
             return group
         again = journal_pb2.TaskDrawn(

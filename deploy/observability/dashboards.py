@@ -24,7 +24,7 @@ class Query(NamedTuple):
     Attributes:
         expr: PromQL; `$S` stands for the labels of the run.
         legend: Name of the line.
-        needs: What there must be, or have been, for it to show anything: `FAULT`, or a service that a run need not have.
+        needs: What there must be, or have been, for it to show anything: `FAULT`, or what a run need not have.
     """
 
     expr: str
@@ -65,7 +65,11 @@ RUN: dict[str, tuple[Panel, ...]] = {
             "s",
             (
                 Query("time() - sluice_run_last_step_timestamp_seconds{$S}", "last step"),
-                Query("time() - (sluice_run_checkpoint_timestamp_seconds{$S} > 0)", "last checkpoint", needs=FAULT),
+                Query(
+                    "time() - (sluice_run_checkpoint_timestamp_seconds{$S} > 0)",
+                    "last checkpoint",
+                    needs="a checkpoint",
+                ),
             ),
             "stat",
             "A step that is much older than usual means that the run waits. What is behind the last checkpoint is trained again after a crash.",
@@ -86,7 +90,7 @@ RUN: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Evaluation",
             "short",
-            (Query("sluice_run_evaluation{$S}", "{{environment}} {{name}}", needs=FAULT),),
+            (Query("sluice_run_evaluation{$S}", "{{environment}} {{name}}", needs="an evaluation"),),
             text="The last one of each environment; nothing without evaluations.",
         ),
         _one("Steps per hour", "short", "3600 * rate(sluice_trainer_step_seconds_count{$S}[10m])", "steps"),

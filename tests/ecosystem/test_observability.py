@@ -74,8 +74,15 @@ class Prometheus:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """Return the data of an answer."""
-        answer = self._client.get(f"/api/v1/{path}", params=parameters).json()
+        """Return the data of an answer.
+
+        Raises:
+            httpx.HTTPError: if it does not serve, or says 503 since it starts.
+        """
+        response = self._client.get(f"/api/v1/{path}", params=parameters)
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            response.raise_for_status()
+        answer = response.json()
         assert answer["status"] == "success", (parameters, answer)
         return answer["data"]
 
@@ -136,7 +143,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
                 assert time.monotonic() < end, (directory / "run.log").read_text()
                 try:
                     rows = asked.rows("sluice_run_policy_number")
-                except httpx.TransportError:  # it starts
+                except httpx.HTTPError:  # it starts
                     rows = []
                 if rows and float(rows[0]["value"][1]) >= 5:
                     break
