@@ -15,12 +15,19 @@ from pydantic import Field, field_validator
 from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
+from sluice.config.footprint import GIB, Footprint
+from sluice.decoder import decoder_of
 from sluice.engines import ENGINES, EngineName
-from sluice.models import check_model
+from sluice.models import check_model, sizes_on_disk
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments of vLLM whose product is the number of processes of an engine."""
 
+VLLM_SHARE = 0.92
+"""Share of a device's memory that vLLM uses unless `gpu_memory_utilization` says another."""
+
+_BYTES = {"float32": 4, "float": 4}
+"""Bytes of a weight by precision; 2 in all others."""
 
 PARSER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
@@ -230,6 +237,30 @@ class RolloutConfig(Section):
         """Return the processes of the engine: one for each device of a replica."""
         several = ENGINES[self.engine].several_devices
         return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES) if several else 1
+
+    def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
+        """Estimate the memory of the weights, and of the keys and values of one sample of the maximum length.
+
+        None for a hub id, quantized weights, or a model that is not a dense decoder.
+        """
+        sizes, arguments = decoder_of(run.model), self.engine_args
+        if sizes is None or arguments.get("quantization"):
+            return None
+        width = _BYTES.get(arguments.get("dtype", self.dtype), 2)
+        found = sizes_on_disk(run.model)
+        longest = arguments.get("max_model_len", self.max_model_len) or (found and found.positions) or 0
+        shards = math.prod(arguments.get(name, 1) for name in PARALLEL_SIZES[:2])
+        weights = width * sizes.parameters
+        cache = width * 2 * sizes.layers * sizes.keys * longest
+        return Footprint(
+            what="a replica",
+            device=(weights + cache) // shards,
+            parts=f"weights {weights / shards / GIB:.1f}, keys and values of one sample {cache / shards / GIB:.1f}",
+            host=2 * weights,  # the served version and the next one, in shared memory
+            remedy="divide it over more devices (`t` of an allocation, rollout.engine_args.tensor_parallel_size), lower"
+            " rollout.max_model_len, or use a smaller model",
+            share=arguments.get("gpu_memory_utilization", VLLM_SHARE) if cuda and self.engine == "vllm" else 1.0,
+        )
 
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that the replica would fail on while it starts; see `Section.check_start`."""

@@ -13,7 +13,9 @@ from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
 from sluice.config.decide import smallest_memory, visible_devices
-from sluice.models import check_files, check_model, config_on_disk, importable
+from sluice.config.footprint import GIB, Footprint
+from sluice.decoder import Decoder, decoder_of
+from sluice.models import check_files, check_model, importable
 from trainer_svc.compute_config import (
     ComputeConfig,
     OptimizerConfig,
@@ -23,7 +25,7 @@ from trainer_svc.compute_config import (
     frozen_precision,
     on_device,
 )
-from trainer_svc.memory import BFLOAT16, FLOAT32, Decoder, estimate
+from trainer_svc.memory import BFLOAT16, FLOAT32, estimate
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
 from trainer_svc.objectives.presets import PRESETS
 
@@ -289,28 +291,43 @@ class TrainerConfig(ComputeConfig):
                 raise ConfigError(
                     f"trainer.{where}.preset: there is no module {module!r}: install it, or add its directory to PYTHONPATH"
                 )
-        return self._check_memory(run.model)
+        return self._check_memory(run)
 
-    def _check_memory(self, base: str) -> tuple[str, ...]:
-        """Refuse settings with which a training step does not fit in a device's memory; return a line with the estimate.
-
-        There is no estimate for a hub id, or for a model that is not a dense decoder.
-        """
-        sizes = _decoder(base)
-        if sizes is None:
+    def _check_memory(self, run: CommonConfig) -> tuple[str, ...]:
+        """Refuse settings with which a training step does not fit in a device's memory; return a line with the estimate."""
+        on_cuda = self.device != "cpu" and bool(visible_devices(os.environ))
+        held = self.footprint(run, cuda=on_cuda)
+        if held is None:
             return ()
-        device = self.device if self.device != "auto" else "cuda" if visible_devices(os.environ) else "cpu"
+        capacity = smallest_memory() if on_cuda else None
+        if self.device_memory_gb is not None:
+            capacity = int(self.device_memory_gb * 1e9)
+        held.check(capacity)
+        return (f"memory of one trainer device, estimated: {held.device / GIB:.1f} GiB ({held.parts})",)
+
+    def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
+        """Estimate the memory of a training step; None for a hub id, or for a model that is not a dense decoder.
+
+        Raises:
+            ConfigError: if the axes of `parallel` contradict the number of processes.
+        """
+        sizes = decoder_of(run.model)
+        if sizes is None:
+            return None
+        device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
         dtype = on_device(self, device).dtype
         frozen: list[tuple[Decoder, int]] = []
         for table in (self.reference, self.teacher):
-            found = None if table.model in ("", IN_BATCH) else _decoder(base if table.model == BASE else table.model)
+            found = (
+                None if table.model in ("", IN_BATCH) else decoder_of(run.model if table.model == BASE else table.model)
+            )
             if found is not None:
                 frozen.append(
                     (found, BFLOAT16 if frozen_precision(table.dtype, dtype, device) == "bfloat16" else FLOAT32)
                 )
         critic = None
         if self.objective.resolved.needs_critic and not self.critic.shared:
-            critic = _decoder(base if self.critic.model == BASE else self.critic.model)
+            critic = decoder_of(run.model if self.critic.model == BASE else self.critic.model)
         axes = self.parallel
         fixed = axes.dp_replicate * axes.tp * axes.cp * axes.pp
         processes = fixed * axes.dp_shard if axes.dp_shard > 0 else max(fixed, int(os.environ.get("WORLD_SIZE", "1")))
@@ -318,21 +335,15 @@ class TrainerConfig(ComputeConfig):
             held = estimate(sizes, self, device=device, processes=processes, frozen=frozen, critic=critic)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        capacity = smallest_memory() if device == "cuda" else None
-        if self.device_memory_gb is not None:
-            capacity = int(self.device_memory_gb * 1e9)
-        if capacity is not None and held.total > capacity:
-            raise ConfigError(
-                f"a training step is estimated to need {held} on each device, which has {capacity / 2**30:.1f} GiB: lower token_budget, set"
-                " gradient_checkpointing or optimizer_offload, train an adapter (lora.rank), or shard the model over more devices"
-                " (parallel.dp_shard)"
-            )
-        return (f"memory of one trainer device, estimated: {held}",)
-
-
-def _decoder(model: str) -> Decoder | None:
-    config = config_on_disk(model)
-    return None if config is None else Decoder.of(config)
+        return Footprint(
+            what="a training step",
+            device=held.total,
+            parts=str(held),
+            # A whole model is read before it is divided, and gathered when it is published.
+            host=FLOAT32 * sizes.parameters * (3 if self.optimizer_offload else 1),
+            remedy="lower token_budget, set gradient_checkpointing or optimizer_offload, train an adapter (lora.rank), or shard the model over"
+            " more devices (parallel.dp_shard)",
+        )
 
 
 CONFIG = TrainerConfig

@@ -16,88 +16,15 @@ It does not count the allocator's fragmentation, CUDA's own memory (about 1 GB) 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Self
 
+from sluice.config.footprint import GIB
+from sluice.decoder import Decoder
 from trainer_svc.compute_config import ComputeConfig, ParallelDims, on_device
 
 FLOAT32, BFLOAT16 = 4, 2
 """Bytes of a float32 and of a bfloat16 number."""
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """The sizes of a dense decoder.
-
-    Attributes:
-        tied: Whether the output layer shares the embedding's weight.
-        whole_logits: Whether the model scales or caps its logits; then all logits of a micro-batch are in memory at once.
-    """
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool = False
-    whole_logits: bool = False
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Self | None:
-        """Return the sizes in a Hugging Face configuration; None if it does not describe a dense decoder of this kind."""
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        sizes = [config.get(name) for name in names]
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
-            return None
-        if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")):
-            return None
-        layers, hidden, inner, heads, vocabulary = (int(size) for size in sizes if size is not None)
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            inner=inner,
-            heads=heads,
-            key_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            vocabulary=vocabulary,
-            tied=bool(config.get("tie_word_embeddings")),
-            whole_logits=any(config.get(name) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")),
-        )
-
-    @property
-    def queries(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Width of all key heads together."""
-        return self.key_heads * self.head_dim
-
-    @property
-    def layer(self) -> int:
-        """Parameters of a decoder layer."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner + 2)
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of the embedding, and as many of an output layer of its own."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """Number of all parameters."""
-        return self.layers * self.layer + self.embedding * (1 if self.tied else 2)
-
-    def factors(self, rank: int) -> int:
-        """Return the number of parameters of the LoRA factors of a decoder layer, beside all its linear layers."""
-        widths = [(self.hidden, self.queries), (self.queries, self.hidden), *[(self.hidden, self.keys)] * 2]
-        return rank * sum(one + other for one, other in [*widths, *[(self.hidden, self.inner)] * 3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +45,9 @@ class Memory:
         return sum(getattr(self, each.name) for each in fields(self))
 
     def __str__(self) -> str:
-        """Return the total and the uses in GiB, the largest use first."""
+        """Return the uses in GiB, the largest first."""
         held = sorted(((getattr(self, each.name), each.name) for each in fields(self)), reverse=True)
-        parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for size, name in held if size)
-        return f"{self.total / GIB:.1f} GiB ({parts})"
+        return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for size, name in held if size)
 
 
 def estimate(

@@ -6,16 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from sluice.config import ConfigError, Options, RunConfig, load_run, seconds, whole_number
-from sluice.config.decide import visible_devices
-from sluice.plan import Machines, Plan, Purpose, make_plan
+from sluice.cli.plan_options import add_plan_options, plan_with
+from sluice.config import ConfigError, Options, RunConfig, load_run
+from sluice.config.decide import assume_devices, visible_devices
+from sluice.plan import Machines, Plan, Purpose
 from sluice.plan.local import this_machine
+from sluice.plan.machines import add_machines_options, machines_of
 from sluice.plan.plan import EXTRA
-from sluice.supervise.restart_policy import MOST_RESTARTS, START_S
 
-Renderer = Callable[[Plan, RunConfig, Sequence[str]], None]
-"""Prints a plan; gets the settings that it was made of, and the words that name them."""
+Renderer = Callable[[Plan, RunConfig, Sequence[str], argparse.Namespace], None]
+"""Prints a plan; gets the settings that it was made of, the words that name them, and the flags."""
 
 
 def run(argv: list[str]) -> int:
@@ -28,30 +30,24 @@ def run(argv: list[str]) -> int:
         ConfigError: if a setting is wrong, or the run does not fit on the machines; with what to change.
     """
     options, settings = _parser().parse_known_args(argv)
+    if options.machines:
+        machines = machines_of(options.machines, options.cores)
+        assume_devices(max(machines.devices))
+    else:
+        here = this_machine(visible_devices(os.environ)).each[0]
+        machines = Machines((replace(here, cores=options.cores or here.cores),))
     config = load_run(settings)
-    here = this_machine(visible_devices(os.environ))
-    machines = Machines(
-        options.nodes, here.devices if options.devices is None else options.devices, options.cores or here.cores
-    )
     if options.purpose is Purpose.TRAINING_API and options.engine not in ("table", "json"):
         raise ConfigError(
             f"--as {options.engine} starts runs: `sluice training-api` starts the training API on one machine, and the commands of"
             " --as table start its services elsewhere"
         )
-    plan = make_plan(
-        config,
-        machines,
-        purpose=options.purpose,
-        replicas=options.replicas,
-        extra=dict(options.extra),
-        start_s=options.start_deadline,
-        most_restarts=options.max_restarts,
-    )
-    RENDERERS[options.engine](plan, config, settings)
+    plan = plan_with(options, config, machines, options.purpose)
+    RENDERERS[options.engine](plan, config, settings, options)
     return 0
 
 
-def _table(plan: Plan, _: RunConfig, settings: Sequence[str]) -> None:
+def _table(plan: Plan, _: RunConfig, settings: Sequence[str], __: argparse.Namespace) -> None:
     from rich.console import Console  # noqa: PLC0415 - each renderer brings what it alone needs
 
     from sluice.plan.text import print_tables  # noqa: PLC0415
@@ -59,34 +55,32 @@ def _table(plan: Plan, _: RunConfig, settings: Sequence[str]) -> None:
     print_tables(plan, settings, Console())
 
 
-def _json(plan: Plan, _: RunConfig, settings: Sequence[str]) -> None:
+def _json(plan: Plan, _: RunConfig, settings: Sequence[str], __: argparse.Namespace) -> None:
     from sluice.plan.text import as_json  # noqa: PLC0415
 
     sys.stdout.write(as_json(plan, settings))
 
 
-def _compose(plan: Plan, _: RunConfig, settings: Sequence[str]) -> None:
+def _compose(plan: Plan, _: RunConfig, settings: Sequence[str], __: argparse.Namespace) -> None:
     from sluice.plan.compose import compose  # noqa: PLC0415
 
     sys.stdout.write(compose(plan, settings))
 
 
-def _ray(plan: Plan, _: RunConfig, __: Sequence[str]) -> None:
+def _ray(plan: Plan, _: RunConfig, __: Sequence[str], ___: argparse.Namespace) -> None:
     from sluice.plan.ray import render  # noqa: PLC0415
 
     sys.stdout.write(render(plan))
 
 
-def _slurm(plan: Plan, config: RunConfig, _: Sequence[str]) -> None:
+def _slurm(plan: Plan, config: RunConfig, _: Sequence[str], options: argparse.Namespace) -> None:
     from sluice.cli.slurm import job_of  # noqa: PLC0415
     from sluice.plan.slurm import groups_of, script  # noqa: PLC0415
 
-    machines = plan.machines
-    flags = [f"--nodes={machines.nodes}", f"--devices={machines.devices}", f"--cores={machines.cores}"]
-    sys.stdout.write(script(plan, groups_of(plan), job_of(config, plan, flags)))
+    sys.stdout.write(script(plan, groups_of(plan), job_of(config, plan, options)))
 
 
-def _helm(plan: Plan, config: RunConfig, settings: Sequence[str]) -> None:
+def _helm(plan: Plan, config: RunConfig, settings: Sequence[str], _: argparse.Namespace) -> None:
     from sluice.plan.helm import helm  # noqa: PLC0415
 
     sys.stdout.write(helm(plan, config, settings))
@@ -103,18 +97,10 @@ RENDERERS: Mapping[str, Renderer] = {
 """What `--as` prints, by its value."""
 
 
-def _extra(text: str) -> tuple[str, int]:
-    """Parse ``PART`` or ``PART=N``; a type for argparse."""
-    name, _, number = text.partition("=")
-    if name not in EXTRA:
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be added: give {', '.join(EXTRA)}, as PART or PART=N")
-    return name, whole_number(1, 1024)(number or "1")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Options(
         prog="sluice plan",
-        usage="sluice plan @ rl.toml [--nodes N] [--devices N] [--as ENGINE] [--key value ...]",
+        usage="sluice plan @ rl.toml [--machines 4x4xH100-80] [--as ENGINE] [--key value ...]",
         description=__doc__,
         allow_abbrev=False,
     )
@@ -128,19 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         default=Purpose.RUN,
         help="what it starts (default: run)",
     )
-    add("--nodes", type=whole_number(1, 4096), default=1, help="machines (default: 1)")
-    add("--devices", type=whole_number(0, 1024), help="GPUs of each machine (default: those of this one)")
-    add("--cores", type=whole_number(1, 4096), help="CPU cores of each machine (default: those of this one)")
-    add("--replicas", type=whole_number(1), help="rollout replicas (default: as the settings say)")
-    add(
-        "--with",
-        dest="extra",
-        action="append",
-        type=_extra,
-        default=[],
-        metavar="PART[=N]",
-        help=f"add instances of a part that the settings do not need: {', '.join(EXTRA)}",
-    )
-    add("--start-deadline", type=seconds, default=START_S, metavar="S", help="seconds until a part must serve")
-    add("--max-restarts", type=whole_number(0), default=MOST_RESTARTS, metavar="N", help="most in ten minutes")
+    add_machines_options(parser, "this one")
+    add_plan_options(parser, EXTRA)
     return parser

@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -21,16 +20,15 @@ from rich.console import Console
 
 from sluice.certificates import issue_once
 from sluice.cli.live_view import RunView
+from sluice.cli.plan_options import add_plan_options, plan_with
 from sluice.cli.rl import (
     EXIT_CODES,
-    add_plan_options,
     check_begins,
     check_run,
     claim,
     describe_finished,
     describe_resume,
     fork,
-    plan_with,
     report_outcome,
     view_of,
     write_settings,
@@ -45,10 +43,10 @@ from sluice.config import (
     dump_toml,
     load_run,
     seconds,
-    whole_number,
 )
-from sluice.config.decide import VISIBLE
-from sluice.plan import Machines, Plan
+from sluice.config.decide import assume_devices
+from sluice.plan import Machine, Machines, Plan
+from sluice.plan.machines import add_machines_options, machines_of
 from sluice.plan.ray import render
 from sluice.rpc.access import Access, check_exposure
 from sluice.rpc.principals import new_token
@@ -61,7 +59,6 @@ if TYPE_CHECKING:
 PLACE_S = 300.0
 """Seconds that Ray may take to reserve what the run needs, unless a flag says otherwise: a node of an autoscaler starts in minutes."""
 
-MOST_NODES = 1024
 """More nodes than this are a typing mistake."""
 
 CERTIFICATES = "certs"
@@ -89,19 +86,19 @@ def run(argv: list[str]) -> int:
     options, settings = parser.parse_known_args(argv[1:] if argv[:1] == ["rl"] else argv)
     if importlib.util.find_spec("ray") is None and not help_wanted:
         raise ConfigError("`sluice ray` needs Ray: pip install 'sluice[ray]', in the release that the cluster has")
-    needs_cluster = not (help_wanted or ("--dry-run" in settings and options.nodes))
+    needs_cluster = not (help_wanted or ("--dry-run" in settings and options.machines))
     with _connected(options.address) if needs_cluster else contextlib.nullcontext():
-        machines = _machines(options) if needs_cluster or options.nodes else Machines()
+        machines = _machines(options) if needs_cluster or options.machines else Machines()
         # This process decides what `auto` means, for nodes that may have GPUs where it has none.
-        os.environ[VISIBLE] = ",".join(str(number) for number in range(machines.devices))
-        config = load_run(settings, check=lambda config: _check(config, _plan(config, options, machines), options))
+        assume_devices(max(machines.devices))
+        config = load_run(settings, check=lambda config: _check(config, plan_with(options, config, machines), options))
         return _run(_absolute(config), options, machines)
 
 
 def _run(config: RunConfig, options: argparse.Namespace, machines: Machines) -> int:
     from sluice.ray.driver import Running  # noqa: PLC0415 - needs Ray
 
-    plan = _plan(config, options, machines)
+    plan = plan_with(options, config, machines)
     if options.resume_from:
         fork(config, options.resume_from, resume=options.resume)
     resume = options.resume or bool(options.resume_from)
@@ -176,10 +173,6 @@ async def _drive(running: Running, view: RunView, config: RunConfig) -> Outcome:
         await asyncio.gather(*beside, return_exceptions=True)
 
 
-def _plan(config: RunConfig, options: argparse.Namespace, machines: Machines) -> Plan:
-    return plan_with(options, config, machines)
-
-
 def _check(config: RunConfig, plan: Plan, options: argparse.Namespace) -> list[str]:
     """Refuse settings that would make a part fail, before any is placed; return the further lines of a dry run."""
     if config.security.tls_cert is not None:  # otherwise certificates and principals are made
@@ -214,8 +207,8 @@ def _connected(address: str) -> Iterator[None]:
 
 def _machines(options: argparse.Namespace) -> Machines:
     """Return the machines that the plan is made for: as given, or those that the cluster has; those with GPUs, if some have any."""
-    if options.nodes:
-        return Machines(options.nodes, options.devices, options.cores or 1)
+    if options.machines:
+        return machines_of(options.machines, options.cores)
     import ray  # noqa: PLC0415 - an extra
 
     alive = [each["Resources"] for each in ray.nodes() if each["Alive"]]
@@ -223,13 +216,10 @@ def _machines(options: argparse.Namespace) -> Machines:
     nodes = [each for each in at_work if each.get("GPU", 0) >= 1] or at_work
     if not nodes:
         raise ConfigError(
-            "no node of the cluster has a CPU to give: add nodes, or say --nodes and --devices if an autoscaler adds them"
+            "no node of the cluster has a CPU to give: add nodes, or describe those that an autoscaler will add by --machines"
         )
-    return Machines(
-        nodes=len(nodes),
-        devices=int(min(each.get("GPU", 0) for each in nodes)),
-        cores=max(1, int(min(each.get("CPU", 0) for each in nodes))),
-    )
+    nodes.sort(key=lambda each: each.get("GPU", 0))  # the trainer takes the last ones
+    return Machines(tuple(Machine(int(each.get("GPU", 0)), max(1, int(each.get("CPU", 0)))) for each in nodes))
 
 
 def _absolute(config: RunConfig) -> RunConfig:
@@ -257,11 +247,9 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    add, number = parser.add_argument, whole_number(1)
+    add = parser.add_argument
     add("--address", default="auto", help="address of the cluster (default: the one that this node belongs to)")
-    add("--nodes", type=whole_number(1, MOST_NODES), help="nodes to plan for (default: those that the cluster has)")
-    add("--devices", type=whole_number(0), default=0, help="GPUs of each, with --nodes (default: 0)")
-    add("--cores", type=number, help="CPUs of each, with --nodes (default: 1)")
+    add_machines_options(parser, "those that the cluster has")
     add(
         "--pin",
         default="",
@@ -269,6 +257,7 @@ def _parser() -> argparse.ArgumentParser:
         help="node of the cluster that holds all that keeps state, so that --output-dir need not be shared: run the command there, too",
     )
     add_plan_options(parser)
+    add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     add("--resume", action="store_true", help="resume the run if it exists; otherwise start a new one")
     add("--resume-from", metavar="RUN/step_N", help="begin this run (--run NAME) from a checkpoint of another one")
     add("--plain", action="store_true", help="one line per step instead of the live view")

@@ -22,6 +22,7 @@ from rich.console import Console
 from sluice import host_files
 from sluice.checkpoint_files import complete_checkpoints
 from sluice.cli.live_view import RunView, finding_style
+from sluice.cli.plan_options import add_plan_options, plan_with
 from sluice.config import (
     ConfigError,
     Options,
@@ -30,13 +31,11 @@ from sluice.config import (
     dump_toml,
     find_command,
     load_run,
-    seconds,
     service_names,
-    whole_number,
 )
 from sluice.config.decide import visible_devices
 from sluice.models import check_hub, check_model
-from sluice.plan import Machines, Plan, Purpose, make_plan
+from sluice.plan import Plan, make_plan
 from sluice.plan.local import (
     child_specs,
     free_names,
@@ -52,7 +51,7 @@ from sluice.rpc.access import Access
 from sluice.rpc.principals import new_token, replace_private
 from sluice.rpc.tls import pem_files
 from sluice.run_files import CONFIG_FILE, JOURNAL_FILE, REPORT_FILE, locked
-from sluice.supervise.restart_policy import EXIT_SET_ASIDE, MOST_RESTARTS, START_S
+from sluice.supervise.restart_policy import EXIT_SET_ASIDE
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
 from sluice.watch.estimate import estimate
 from sluice.watch.files import watch_of
@@ -157,21 +156,6 @@ def _run_once(options: argparse.Namespace, view: RunView, plan: Plan, config: Ru
 
 def _plan(config: RunConfig, options: argparse.Namespace) -> Plan:
     return plan_with(options, config, this_machine(visible_devices(os.environ)))
-
-
-def plan_with(
-    options: argparse.Namespace, config: RunConfig, machines: Machines, purpose: Purpose = Purpose.RUN
-) -> Plan:
-    """Make the plan that the options of `add_plan_options` ask for."""
-    return make_plan(
-        config,
-        machines,
-        purpose=purpose,
-        replicas=options.replicas,
-        threads=options.threads,
-        start_s=options.start_deadline,
-        most_restarts=options.max_restarts,
-    )
 
 
 def check_run(config: RunConfig, plan: Plan | None = None) -> list[str]:
@@ -388,28 +372,6 @@ def report_failure(view: RunView, outcome: Outcome, what: str, logs: Path) -> No
     view.say(f"full log: {logs / outcome.child}.log", style="red")
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that starts a plan and shows it."""
-    add = parser.add_argument
-    add("--replicas", type=whole_number(1), help="rollout replicas (default: as many as the settings say)")
-    add("--threads", type=whole_number(1), help="threads of each process that computes (default: the cores, divided)")
-    add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
-    add(
-        "--max-restarts",
-        type=whole_number(0),
-        default=MOST_RESTARTS,
-        metavar="N",
-        help=f"most restarts of a part within ten minutes (default: {MOST_RESTARTS})",
-    )
-    add(
-        "--start-deadline",
-        type=seconds,
-        default=START_S,
-        metavar="S",
-        help=f"seconds until a part must serve (default: {START_S:g})",
-    )
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Options(
         prog="sluice rl",
@@ -419,7 +381,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add_plan_options(parser)
+    add_plan_options(parser, ("gateway",))
+    add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     add("--resume", action="store_true", help="resume the run if it exists; otherwise start a new one")
     add(
         "--resume-from",

@@ -1,4 +1,4 @@
-"""`sluice slurm rl @ rl.toml --nodes 4 --devices 8`: run reinforcement learning as a Slurm job.
+"""`sluice slurm rl @ rl.toml --machines 4x8`: run reinforcement learning as a Slurm job.
 
 The command writes the settings and a batch script to ``outputs/<run>/slurm``, and submits the script. The script runs `sluice slurm
 job` on the first node, which starts each part as a step of the job. The directory of outputs must be shared by all nodes.
@@ -23,25 +23,25 @@ from rich.console import Console
 
 from sluice.certificates import issue_once
 from sluice.cli.live_view import RunView
+from sluice.cli.plan_options import add_plan_options, plan_flags, plan_with
 from sluice.cli.rl import (
     EXIT_CODES,
-    add_plan_options,
     check_run,
     claim,
     describe_finished,
     describe_resume,
-    plan_with,
     report_outcome,
     supervise,
     view_of,
     write_settings,
 )
-from sluice.config import ConfigError, Options, RunConfig, SecurityConfig, dump_toml, load_run, whole_number
-from sluice.config.decide import VISIBLE
+from sluice.config import ConfigError, Options, RunConfig, SecurityConfig, dump_toml, load_run
+from sluice.config.decide import assume_devices
 from sluice.models import check_hub
 from sluice.plan import Machines, Plan
 from sluice.plan.local import LEFT, child_environment
-from sluice.plan.plan import Restart
+from sluice.plan.machines import add_machines_options, machines_of, text_of
+from sluice.plan.plan import Restart, relay_flags
 from sluice.plan.slurm import Group, Host, Job, groups_of, hosts_of, label, script, step, with_control_node
 from sluice.rpc.access import Access
 from sluice.rpc.channel import wait_until_serving
@@ -57,8 +57,8 @@ FOLDER = "slurm"
 SETTINGS_FILE = "settings.toml"
 """The settings as they were submitted, with secrets."""
 
-CORES_PER_DEVICE = 8
-"""CPU cores that a node needs for each of its devices, unless a flag says otherwise; also those of a node without devices."""
+MACHINES_FILE = "machines.toml"
+"""The machines that the job asks for, beside them."""
 
 CERTIFICATES = "certs"
 """Folder beside them, with the certificates of the job's nodes."""
@@ -115,9 +115,10 @@ def submit(argv: list[str]) -> int:
         print(parser.format_help())
     options, words = parser.parse_known_args(argv)
     config = _settings(options, words)
-    plan = _plan(config, options)
+    machines = _machines(options)
+    plan = _plan(config, options, machines)
     groups = groups_of(plan, options.sbatch)
-    job = job_of(config, plan, _flags(options))
+    job = job_of(config, plan, options)
     text = script(plan, groups, job)
     if options.dry_run:
         print(text, end="")
@@ -136,6 +137,7 @@ def submit(argv: list[str]) -> int:
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
         replace_private(folder / SETTINGS_FILE, dump_toml(config, redacted=False).encode())
+        (folder / MACHINES_FILE).write_text(text_of(machines), encoding="utf-8")
         file = folder / "job.sh"
         replace_private(file, text.encode())
     number = _ask("sbatch", "--parsable", str(file)).split(";")[0]
@@ -143,9 +145,12 @@ def submit(argv: list[str]) -> int:
     return 0
 
 
-def job_of(config: RunConfig, plan: Plan, flags: Sequence[str]) -> Job:
-    """Return what the script of a run says. `flags` are those with which the job makes the same plan."""
+def job_of(config: RunConfig, plan: Plan, options: argparse.Namespace) -> Job:
+    """Return what the script of a run says. The job makes the same plan by its flags, and by what lies in its folder."""
     folder = config.run_dir.absolute() / FOLDER
+    flags = [f"--machines={folder / MACHINES_FILE}", *plan_flags(options)]
+    flags += [f"--{name}" for name in _SWITCHES if getattr(options, name.replace("-", "_"), False)]
+    flags += [f"--sbatch={each}" for each in getattr(options, "sbatch", ())]
     command = (sys.executable, "-m", "sluice.cli.main", "slurm", "job", "@", str(folder / SETTINGS_FILE), *flags)
     stop_s = max(part.drain_s for part in plan.parts) + STOP_MARGIN_S
     return Job(folder / "job.log", Path.cwd(), command, stop_s)
@@ -156,7 +161,7 @@ def run_job(argv: list[str]) -> int:
     requeue = _Requeue()
     options, words = _parser().parse_known_args(argv)
     config = _settings(options, words)
-    plan = _plan(config, options)
+    plan = _plan(config, options, _machines(options))
     groups = groups_of(plan, options.sbatch)
     hosts = hosts_of(groups, os.environ, _expanded, _address)
     config = config.model_copy(update={"peers": plan.peers([each.address for each in hosts])})
@@ -237,24 +242,20 @@ def _settings(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: if a setting is wrong.
     """
-    os.environ[VISIBLE] = ",".join(map(str, range(options.devices)))
-    config = load_run(list(words), check=lambda config: check_run(config, _plan(config, options)))
+    machines = _machines(options)
+    assume_devices(max(machines.devices))
+    config = load_run(list(words), check=lambda config: check_run(config, _plan(config, options, machines)))
     return config.model_copy(update={"output_dir": config.output_dir.absolute()})
 
 
-def _plan(config: RunConfig, options: argparse.Namespace) -> Plan:
-    cores = options.cores or CORES_PER_DEVICE * max(1, options.devices)
-    plan = plan_with(options, config, Machines(options.nodes, options.devices, cores))
+def _machines(options: argparse.Namespace) -> Machines:
+    """Return the machines that the job asks for; without flags one that computes on its CPU."""
+    return machines_of(options.machines or "0", options.cores)
+
+
+def _plan(config: RunConfig, options: argparse.Namespace, machines: Machines) -> Plan:
+    plan = plan_with(options, config, machines)
     return with_control_node(plan) if options.control_node else plan
-
-
-def _flags(options: argparse.Namespace) -> list[str]:
-    """Return the flags with which the job makes the same plan."""
-    flags = [
-        f"--{name}={value}" for name in _NUMBERS if (value := getattr(options, name.replace("-", "_"))) is not None
-    ]
-    flags += [f"--{name}" for name in _SWITCHES if getattr(options, name.replace("-", "_"))]
-    return [*flags, *(f"--sbatch={each}" for each in options.sbatch)]
 
 
 def _summary(groups: Sequence[Group]) -> str:
@@ -314,6 +315,9 @@ def _children(
         at = hosts[first.node].address
         rendezvous = f"{at}:{first.port('rendezvous')}" if part.nodes > 1 else ""
         flags = ["@", str(settings), "--server.host", host.address, *place.port_flags()]
+        if part.name == "relay":
+            directory = config.run_dir / "relays" / name
+            flags += relay_flags(config.peers.weightsync, f"{host.address}:{place.port()}", str(directory))
         _, *words = part.command(flags, instance=place.instance, rank=str(place.rank), rendezvous=rendezvous)
         command = step(host, place, (sys.executable, "-m", "sluice.cli.main", *words))
         target = f"{at}:{first.port()}"
@@ -380,7 +384,6 @@ def _ask(*words: str) -> str:
     return done.stdout.strip()
 
 
-_NUMBERS = ("nodes", "devices", "cores", "replicas", "threads", "max-restarts", "start-deadline")
 _SWITCHES = ("control-node", "resume", "verbose")
 """Options that the script hands to `sluice slurm job`."""
 
@@ -395,14 +398,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--nodes", type=whole_number(1), default=1, help="nodes that compute (default: 1)")
-    add(
-        "--devices",
-        type=whole_number(0),
-        default=0,
-        help="GPUs of each node that computes (default: 0, compute on the CPU)",
-    )
-    add("--cores", type=whole_number(1), help=f"CPU cores of each node (default: {CORES_PER_DEVICE} per device)")
+    add_machines_options(parser, "one that computes on its CPU")
     add("--control-node", action="store_true", help="a further node, without devices, for all that does not compute")
     add(
         "--sbatch",
@@ -414,5 +410,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--resume", action="store_true", help="resume the run if it exists; otherwise start a new one")
     add("--dry-run", action="store_true", help="print the batch script, and submit nothing")
-    add_plan_options(parser)
+    add_plan_options(parser, ("gateway", "relay"))
+    add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     return parser

@@ -16,13 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from sluice.cli.live_view import RunView
+from sluice.cli.plan_options import add_plan_options, plan_with
 from sluice.cli.rl import (
     EXIT_CODES,
-    add_plan_options,
     claim,
     listed_metrics,
     metrics_file,
-    plan_with,
     private_settings,
     report_failure,
     run_on_free_ports,
@@ -116,4 +115,5 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_plan_options(parser)
+    parser.add_argument("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     return parser

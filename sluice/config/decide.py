@@ -11,6 +11,7 @@ A service may come from another package, with settings of its own. A setting tha
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -478,6 +479,11 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
     # CUDA ignores everything after the first invalid name.
     end = next((place for place, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
     return tuple(names[:end])
+
+
+def assume_devices(number: int) -> None:
+    """Let this process decide from now on what `auto` means on machines with so many devices, whatever this one has."""
+    os.environ[VISIBLE] = ",".join(map(str, range(number)))
 
 
 def smallest_memory() -> int | None:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic.fields import FieldInfo
 
 from sluice.config.allocation import Allocation
+from sluice.config.footprint import Footprint
 from sluice.errors import ConfigError
 from sluice.limits import MAX_CONNECTIONS
 
@@ -210,6 +211,15 @@ class Section(BaseModel):
     def processes(self) -> int:
         """Return how many processes of one child compute."""
         return 1
+
+    def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
+        """Estimate the memory that a child needs at its peak; None if the settings do not tell.
+
+        Args:
+            run: The settings of the run.
+            cuda: Whether it computes on CUDA devices where its settings leave that open.
+        """
+        return None
 
     def models_beside(self) -> dict[str, str]:
         """Return the models that the service loads besides the run's model, by the settings that name them."""

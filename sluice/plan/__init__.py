@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
-from sluice.plan.plan import Machines, Part, Place, Plan, Port, Purpose, Restart, make_plan
+from sluice.plan.machines import Machine, Machines
+from sluice.plan.plan import Part, Place, Plan, Port, Purpose, Restart, make_plan
 
-__all__ = ["Machines", "Part", "Place", "Plan", "Port", "Purpose", "Restart", "make_plan"]
+__all__ = ["Machine", "Machines", "Part", "Place", "Plan", "Port", "Purpose", "Restart", "make_plan"]

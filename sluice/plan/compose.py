@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from sluice.config import ConfigError
-from sluice.plan.plan import Part, Plan
+from sluice.plan.plan import Part, Plan, relay_flags
 
 OVERLAY = "deploy/docker/run.toml"
 """Settings of every container: where its peers, certificates and directories are."""
@@ -21,11 +21,6 @@ MARGIN_S = 5.0
 
 IMAGES = {"agents": "orchestrator", "envserver": "orchestrator"}
 """Services that run in the image of another one; it has what the code of an environment needs."""
-
-MEMORY = {"trainer": "16g", "rollout": "16g", "orchestrator": "8g"}
-"""Most memory of a container, shared memory and /tmp included; others have `LESS_MEMORY`. The variable ``TRAINER_MEMORY`` replaces it."""
-
-LESS_MEMORY = "4g"
 
 MOST_PROCESSES = 4096
 """Processes and threads of a container: a trainer or an engine has some for each core."""
@@ -49,7 +44,6 @@ _PREPARE = {
     "build": {**_BUILD, "target": "trainer"},
     "image": "sluice/trainer",
     "entrypoint": ["/bin/sh", "/app/deploy/docker/prepare.sh"],
-    "mem_limit": f"${{PREPARE_MEMORY:-{MEMORY['trainer']}}}",
     "environment": {"PREPARE": "${PREPARE:-examples/reverse_text/prepare.sh}"},
 }
 """Makes certificates and the model, then exits."""
@@ -59,11 +53,6 @@ _PUBLISHED = {
     "gateway": {"grpc": "GATEWAY_PORT", "http": "GATEWAY_HTTP_PORT"},
 }
 """Ports that are reachable from the machine, and the variables that move them."""
-
-_OTHERS_NEED_FIRST = frozenset({"trainer", "tuner", "rollout", "orchestrator"})
-"""Services that are healthy when they answer their calls. What they wait for comes from services that are started after them: the first
-version of the weights after the orchestrator has begun an epoch, replicas that announce themselves. So `sluice health --ready` as
-their check would be a circle."""
 
 
 def compose(plan: Plan, settings: Sequence[str]) -> str:
@@ -83,13 +72,20 @@ def document(plan: Plan, settings: Sequence[str]) -> dict[str, Any]:
     """Return what `compose` returns, as data."""
     if plan.machines.nodes > 1:
         raise ConfigError(
-            f"compose runs on one machine, and the plan is for {plan.machines.nodes}: leave --nodes out, or choose another engine"
+            f"compose runs on one machine, and the plan is for {plan.machines.nodes}: give the --machines of one, or choose another engine"
         )
     if list(settings[:1]) != ["@"]:
         raise ConfigError("compose needs a file of settings first, as in `sluice plan @ rl.toml --as compose`")
     words = ["@", f"${{RUN_FILE:-{settings[1]}}}", *settings[2:], "@", OVERLAY]
     own = [f"secrets-{part.name}:/run/sluice/keys/{part.name}" for part in plan.parts]
-    services: dict[str, Any] = {"prepare": {**_PREPARE, "volumes": ["authority:/run/sluice/authority", *own, _MODEL]}}
+    trains = next(part for part in plan.parts if part.name in ("trainer", "tuner"))
+    services: dict[str, Any] = {
+        "prepare": {
+            **_PREPARE,
+            "mem_limit": f"${{PREPARE_MEMORY:-{trains.memory_gib}g}}",
+            "volumes": ["authority:/run/sluice/authority", *own, _MODEL],
+        }
+    }
     built = {"sluice/trainer"}
     for part in plan.parts:
         image = f"sluice/{IMAGES.get(part.service, part.service)}"
@@ -117,10 +113,10 @@ def _reservation(devices: dict[str, Any]) -> dict[str, Any]:
 
 def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build: bool) -> dict[str, Any]:
     _, *command = part.command([*words, *_flags(part)])
-    ready = [] if part.service in _OTHERS_NEED_FIRST else ["--ready"]
     service: dict[str, Any] = {
         **_CONTAINER,
-        "mem_limit": f"${{{part.name.upper()}_MEMORY:-{MEMORY.get(part.service, LESS_MEMORY)}}}",
+        # Shared memory and /tmp included.
+        "mem_limit": f"${{{part.name.upper()}_MEMORY:-{part.memory_gib}g}}",
         # What another start would not cure ends with 0 there.
         "restart": "on-failure",
         "entrypoint": ["/bin/sh", "/app/deploy/docker/serve.sh"],
@@ -130,7 +126,7 @@ def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build:
         "command": command,
         "depends_on": _waits(plan, part),
         "healthcheck": {
-            "test": ["CMD", "sluice", "health", *ready, f"localhost:{part.port()}", "@", OVERLAY],
+            "test": ["CMD", *part.health(f"localhost:{part.port()}"), "@", OVERLAY],
             "interval": "5s",
             "timeout": "30s",
             "retries": 12,
@@ -153,10 +149,9 @@ def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build:
     return service
 
 
-def _flags(part: Part) -> list[str]:
+def _flags(part: Part) -> Sequence[str]:
     if part.name == "relay":
-        address = f"--upstream=weightsync:7101 --advertise=relay:{part.port()} --directory=/run/sluice/outputs/relay"
-        return address.split()
+        return relay_flags("weightsync:7101", f"relay:{part.port()}", "/run/sluice/outputs/relay")
     if part.service == "agents":
         return ["--security.token-file=/run/sluice/secrets/agent.token"]
     if part.service == "gateway":

@@ -37,7 +37,7 @@ def values(plan: Plan, run: RunConfig, settings: Sequence[str]) -> dict[str, Any
     """Return what `helm` returns, as data."""
     if plan.shares_devices and any(part.devices for part in plan.parts):
         raise ConfigError(
-            "the replicas and the trainer of this plan share GPUs, and a GPU belongs to one pod: give more with --devices, or an"
+            "the replicas and the trainer of this plan share GPUs, and a GPU belongs to one pod: give more with --machines, or an"
             " allocation_mode with both sides, such as `vllm:d4t1+fsdp:d4`"
         )
     files, flags = _read(settings)
@@ -64,7 +64,7 @@ def _values(part: Part, words: Sequence[str]) -> dict[str, Any]:
         given["enabled"] = True
     if part.name in COMPUTES:
         given["gpus"] = part.devices
-        given["resources"] = {"requests": {"cpu": str(part.processes * part.threads)}}
+        given["resources"] |= {"requests": {"cpu": str(part.processes * part.threads)}}
     if part.name == "trainer":
         given |= {"nodes": part.nodes, "processes": part.processes}
         if part.nodes > 1:
@@ -83,6 +83,7 @@ def _common(part: Part, words: Sequence[str]) -> dict[str, Any]:
         "drainSeconds": math.ceil(part.drain_s),
         "startSeconds": max(5, math.ceil(part.start_s)),
         "env": {"OMP_NUM_THREADS": part.threads},
+        "resources": {"limits": {"memory": f"{part.memory_gib}Gi"}},
     } | ({"flags": list(words)} if words else {})
 
 

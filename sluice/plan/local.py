@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from sluice.config import PeersConfig, RunConfig, ServerConfig
-from sluice.config.decide import VISIBLE
-from sluice.plan.plan import COMPUTES, Machines, Part, Place, Plan, Port, Restart
+from sluice.config.decide import VISIBLE, smallest_memory
+from sluice.plan.machines import GB, Machines
+from sluice.plan.plan import COMPUTES, Part, Place, Plan, Port, Restart
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK, free_ports
 from sluice.supervise.supervisor import ChildSpec, LogLimit
@@ -49,7 +50,8 @@ _SHARED_CORES = {
 def this_machine(devices: Sequence[str]) -> Machines:
     """Return this machine, with the CUDA devices that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machines(devices=len(devices), cores=cores)
+    memory = smallest_memory() if devices else None
+    return Machines.alike(devices=len(devices), cores=cores, device_gb=None if memory is None else memory / GB)
 
 
 def on_free_ports(plan: Plan, run: RunConfig) -> Plan:

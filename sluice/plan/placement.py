@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sluice.plan.machines import in_words
+
 
 class DoesNotFitError(ValueError):
     """The machines are too small, or have the wrong shape; the message says by how much."""
@@ -39,12 +41,11 @@ class Sizes:
     group: int = 1
 
 
-def on_devices(sizes: Sizes, nodes: int, devices: int, *, shared: bool = False) -> tuple[list[Spot], list[Spot]]:
+def on_devices(sizes: Sizes, devices: Sequence[int], *, shared: bool = False) -> tuple[list[Spot], list[Spot]]:
     """Give each process a device: replicas fill the nodes from the first one, the trainer takes the last nodes.
 
     Args:
         sizes: Zero replicas or zero ranks where that side computes on the CPU.
-        nodes: Number of nodes.
         devices: Devices of each node.
         shared: Whether the trainer uses the devices of the replicas.
 
@@ -54,16 +55,17 @@ def on_devices(sizes: Sizes, nodes: int, devices: int, *, shared: bool = False) 
     Raises:
         DoesNotFitError: with the numbers.
     """
-    if sizes.replicas and sizes.replica > devices:
+    nodes = len(devices)
+    if sizes.replicas and sizes.replica > max(devices):
         raise DoesNotFitError(
-            f"a rollout replica needs {sizes.replica} devices on one node, and a node has {devices}: use smaller replicas"
+            f"a rollout replica needs {sizes.replica} devices on one node, and a node has {max(devices)}: use smaller replicas"
             " (`t` of an allocation, rollout.engine_args.tensor_parallel_size), or larger nodes"
         )
-    spans = _spans(sizes, nodes, devices)
+    spans = _spans(sizes, devices, shared=shared)
     for span in spans:
         share = sizes.ranks // span if span else 0
         taken = [0 if shared or node < nodes - span else share for node in range(nodes)]
-        rooms = [(devices - each) // sizes.replica for each in taken]
+        rooms = [(has - each) // sizes.replica for has, each in zip(devices, taken, strict=True)]
         if sum(rooms) < sizes.replicas:
             continue
         replicas = _fill(rooms, sizes.replicas, sizes.replica)
@@ -75,13 +77,13 @@ def on_devices(sizes: Sizes, nodes: int, devices: int, *, shared: bool = False) 
         return replicas, trainer
     rollout = sizes.replicas * sizes.replica
     needed = max(rollout, sizes.ranks) if shared else rollout + sizes.ranks
-    there = f"{nodes * devices} ({nodes} node{'s' * (nodes > 1)} of {devices})"
+    there = in_words(devices)
     wanted = f"{needed} devices ({sizes.replicas} x {sizes.replica} for rollout, {sizes.ranks} for the trainer)"
-    if needed > nodes * devices:
+    if needed > sum(devices):
         raise DoesNotFitError(f"it needs {wanted}, and there are {there}: use fewer, or more machines")
     if not spans:
         raise DoesNotFitError(
-            f"{sizes.ranks} ranks of the trainer cannot be divided evenly over at most {nodes} nodes of {devices} devices: use another"
+            f"{sizes.ranks} ranks of the trainer cannot be divided evenly over {there} devices: use another"
             " number of ranks, or other machines"
         )
     raise DoesNotFitError(
@@ -90,11 +92,14 @@ def on_devices(sizes: Sizes, nodes: int, devices: int, *, shared: bool = False) 
     )
 
 
-def _spans(sizes: Sizes, nodes: int, devices: int) -> list[int]:
+def _spans(sizes: Sizes, devices: Sequence[int], *, shared: bool) -> list[int]:
     """Return the numbers of nodes that the trainer may span, the best first: groups whole, then as few as possible."""
     if not sizes.ranks:
         return [0]
-    even = [span for span in range(1, nodes + 1) if sizes.ranks % span == 0 and sizes.ranks // span <= devices]
+    own = devices if shared else devices[::-1]
+    even = [
+        span for span in range(1, len(own) + 1) if sizes.ranks % span == 0 and sizes.ranks // span <= min(own[:span])
+    ]
     return sorted(even, key=lambda span: (bool(sizes.ranks // span % sizes.group), span))
 
 
@@ -103,7 +108,7 @@ def _fill(rooms: Sequence[int], replicas: int, size: int) -> list[Spot]:
     return [Spot(node, tuple(range(number * size, (number + 1) * size))) for node, number in places[:replicas]]
 
 
-def on_cores(sizes: Sizes, nodes: int, cores: int) -> tuple[list[Spot], list[Spot]]:
+def on_cores(sizes: Sizes, cores: Sequence[int]) -> tuple[list[Spot], list[Spot]]:
     """Divide processes that compute on the CPU over the nodes: the trainer on the last ones, replicas where least is.
 
     Cores may be shared, so this always fits.
@@ -111,8 +116,9 @@ def on_cores(sizes: Sizes, nodes: int, cores: int) -> tuple[list[Spot], list[Spo
     Returns:
         One spot for each replica, and one for each node of the trainer.
     """
+    nodes = len(cores)
     even = [span for span in range(1, nodes + 1) if sizes.ranks % span == 0] if sizes.ranks else [0]
-    span = next((each for each in even if sizes.ranks <= each * cores), even[-1])
+    span = next((each for each in even if sizes.ranks <= sum(cores[nodes - each :])), even[-1])
     loads = [0] * nodes
     trainer = [Spot(node) for node in range(nodes - span, nodes)]
     for spot in trainer:

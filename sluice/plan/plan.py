@@ -7,11 +7,14 @@ host names, and how a process is restarted.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sluice.config import ConfigError, PeersConfig, RunConfig, ServerConfig, allocation_of
+from sluice.config.footprint import GIB, Footprint
+from sluice.plan.machines import GB, Machines
 from sluice.plan.placement import DoesNotFitError, Sizes, Spot, on_cores, on_devices
 from sluice.supervise.restart_policy import MOST_RESTARTS, START_S
 
@@ -29,6 +32,12 @@ STRIDE = 20
 
 _LAST_PORT = 65_535
 
+LEAST_MEMORY_GIB = 4
+"""Main memory of a part that computes nothing, at most: a bound on what a fault of it takes from the others."""
+
+MEMORY_MARGIN = 1.25
+"""An estimate of main memory times this is the bound: what it does not count is Python, libraries and fragmentation."""
+
 EXTRA = ("gateway", "relay", "envserver")
 """Parts that can be added to a plan: what they are for is not in the settings."""
 
@@ -43,19 +52,15 @@ class Restart(enum.StrEnum):
     """Unless it ended with exit code 0: then its work is done, or it was drained."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """The machines of a run, all of one kind.
+class Ready(enum.StrEnum):
+    """When an instance is ready for those that wait for it."""
 
-    Attributes:
-        nodes: Number of machines.
-        devices: GPUs of each; 0 for machines that compute on the CPU.
-        cores: CPU cores of each.
-    """
+    SERVES = "serves"
+    """It answers its own calls. What it waits for itself comes from services that are started after it: the first version of the weights
+    after the orchestrator has begun an epoch, replicas that announce themselves. To wait for more would be a circle."""
 
-    nodes: int = 1
-    devices: int = 0
-    cores: int = 1
+    HAS_ITS_PEERS = "has its peers"
+    """It also has what it needs of other services: `sluice health --ready`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +87,11 @@ class Part:
         processes: Processes per node of an instance that compute (1 if none does): ranks under a launcher, or an engine's own.
         devices: GPUs per node of an instance.
         threads: Threads that one process should compute with.
+        device_gb: Estimated memory on each GPU in GB (10^9 bytes); None if the settings do not tell, or nothing computes there.
+        memory_gib: Main memory in GiB (2^30 bytes) that an instance may use on a machine, shared memory included.
         ports: Ports of an instance that has a network address of its own. `Place.ports` has those of instances that share a node.
         waits_for: Parts that must serve before this one can.
+        ready: When an instance counts as started.
         restart: When an engine starts an instance again.
         start_s: Seconds until an instance must serve.
         drain_s: Seconds that an instance takes to drain after SIGTERM, at most.
@@ -99,8 +107,11 @@ class Part:
     processes: int = 1
     devices: int = 0
     threads: int = 1
+    device_gb: float | None = None
+    memory_gib: int = LEAST_MEMORY_GIB
     ports: tuple[Port, ...] = ()
     waits_for: tuple[str, ...] = ()
+    ready: Ready = Ready.HAS_ITS_PEERS
     restart: Restart = Restart.ALWAYS
     start_s: float = START_S
     drain_s: float = 5.0
@@ -125,6 +136,11 @@ class Part:
             KeyError: if it has no port of that name.
         """
         return {each.name: each.number for each in self.ports}[name]
+
+    def health(self, address: str) -> tuple[str, ...]:
+        """Return the command that ends with 0 if the instance at an address counts as started; its settings may follow."""
+        flags = ("--ready",) if self.ready is Ready.HAS_ITS_PEERS else ()
+        return ("sluice", "health", *flags, address)
 
     def command(
         self, settings: Sequence[str], *, instance: str = "", rank: str = "0", rendezvous: str = ""
@@ -273,22 +289,44 @@ class Plan:
 _ALL_PARTS = (
     Part("weightsync", "weightsync", keeps_state=True),
     Part("envserver", "envserver"),
-    Part("trainer", "trainer", waits_for=("weightsync",), keeps_state=True),
+    Part("trainer", "trainer", waits_for=("weightsync",), ready=Ready.SERVES, keeps_state=True, memory_gib=16),
     Part("relay", "weightsync", waits_for=("weightsync",)),
-    Part("rollout", "rollout", waits_for=("weightsync",), restart=Restart.ON_FAILURE, scales=True),
+    Part(
+        "rollout",
+        "rollout",
+        waits_for=("weightsync",),
+        ready=Ready.SERVES,
+        restart=Restart.ON_FAILURE,
+        scales=True,
+        memory_gib=16,
+    ),
     Part(
         "orchestrator",
         "orchestrator",
         waits_for=("envserver", "trainer", "rollout"),
+        ready=Ready.SERVES,
         restart=Restart.ON_FAILURE,
         keeps_state=True,
         ends_run=True,
+        memory_gib=8,
     ),
-    Part("tuner", "tuner", waits_for=("weightsync", "rollout"), keeps_state=True),
+    Part("tuner", "tuner", waits_for=("weightsync", "rollout"), ready=Ready.SERVES, keeps_state=True, memory_gib=16),
     Part("gateway", "gateway", waits_for=("orchestrator",), scales=True),
     Part("agents", "agents", waits_for=("gateway",), restart=Restart.ON_FAILURE, scales=True),
 )
 """What is the same in every plan, in start order."""
+
+
+def relay_flags(upstream: str, advertise: str, directory: str) -> tuple[str, ...]:
+    """Return the flags that make a weight service a relay.
+
+    Args:
+        upstream: Address that it takes versions from.
+        advertise: Its own, for the replicas beside it.
+        directory: Where it keeps them; not the directory of the weight service.
+    """
+    return (f"--upstream={upstream}", f"--advertise={advertise}", f"--directory={directory}")
+
 
 COMPUTES = ("rollout", "trainer", "tuner")
 """Parts that keep cores and devices busy; the others wait for sockets, and share the first machine. A plan has one of the last two."""
@@ -347,7 +385,9 @@ def make_plan(
         "rollout": run.section("rollout").processes(),
         trains: run.section(trains).processes() // len(spots[trains]),
     }
-    threads = threads or max(1, machines.cores // _busiest(spots, processes, machines.nodes))
+    loads = _loads(spots, processes, machines.nodes)
+    shares = [cores // load for cores, load in zip(machines.cores, loads, strict=True) if load]
+    threads = threads or max(1, min(shares))
     present = [each for each in _ALL_PARTS if counts.get(each.name)]
     names = {each.name for each in present}
     parts: list[Part] = []
@@ -364,6 +404,10 @@ def make_plan(
             part = replace(
                 part, processes=processes[each.name], devices=len(spots[each.name][0].devices), threads=threads
             )
+            held = run.section(each.service).footprint(run, cuda=bool(part.devices))
+            if held is not None:
+                _check_memory(part, held, machines, spots[each.name])
+                part = _with_memory(part, held)
         if each.name == "trainer" and len(spots[trains]) > 1:
             rendezvous = Port("rendezvous", _table(run, "trainer").parallel.rendezvous_port)
             part = replace(part, nodes=len(spots[trains]), ports=(*part.ports, rendezvous))
@@ -414,8 +458,9 @@ def _spots(run: RunConfig, machines: Machines, replicas: int, trains: str) -> tu
     trainer, rollout = run.section(trains).processes(), run.section("rollout").processes()
     allocation = allocation_of(run)
     computes = ("rollout", trains)
-    on = {name: machines.devices and getattr(_table(run, name), "device", "auto") != "cpu" for name in computes}
-    if not machines.devices:
+    there = any(machines.devices)
+    on = {name: there and getattr(_table(run, name), "device", "auto") != "cpu" for name in computes}
+    if not there:
         for name in computes:
             if getattr(_table(run, name), "device", None) == "cuda":
                 raise ConfigError(f"{name}.device is cuda, but there is no CUDA device: set it to auto or cpu")
@@ -425,21 +470,50 @@ def _spots(run: RunConfig, machines: Machines, replicas: int, trains: str) -> tu
     cpu = replace(everything, replicas=replicas - gpu.replicas, ranks=trainer - gpu.ranks)
     shared = allocation is not None and allocation.shared
     try:
-        placed = on_devices(gpu, machines.nodes, machines.devices, shared=shared)
+        placed = on_devices(gpu, machines.devices, shared=shared)
     except DoesNotFitError as error:
-        if allocation is None and machines.nodes == 1 and gpu.ranks <= machines.devices:
+        if allocation is None and machines.nodes == 1 and gpu.ranks <= machines.devices[0]:
             # Without an allocation everything shares the devices of the machine, and each service takes what it needs of them.
-            everywhere = Spot(0, tuple(range(machines.devices)))
+            everywhere = Spot(0, tuple(range(machines.devices[0])))
             placed, shared = ([everywhere] * gpu.replicas, [everywhere] if gpu.ranks else []), True
         else:
             source = "trainer.parallel" if allocation is None else f"the allocation {allocation}"
             raise ConfigError(f"{source} does not fit: {error}") from error
-    beside = on_cores(cpu, machines.nodes, machines.cores)
+    beside = on_cores(cpu, machines.cores)
     return {name: [*a, *b] for name, a, b in zip(computes, placed, beside, strict=True)}, shared
 
 
-def _busiest(spots: Mapping[str, Sequence[Spot]], processes: Mapping[str, int], nodes: int) -> int:
-    """Return the processes that compute on the machine with the most of them.
+def _check_memory(part: Part, held: Footprint, machines: Machines, spots: Sequence[Spot]) -> None:
+    """Refuse machines whose devices, or whose main memory, are too small for a part.
+
+    Raises:
+        ConfigError: with the numbers and the remedy.
+    """
+    for machine in {machines.each[spot.node] for spot in spots}:
+        try:
+            if part.devices:
+                held.check(None if machine.device_gb is None else machine.device_gb * GB)
+        except ConfigError as error:
+            raise ConfigError(f"{part.name} does not fit on a machine of {machine}: {error}") from error
+        needed = _with_memory(part, held).memory_gib
+        if machine.memory_gb is not None and machine.memory_gb * GB < needed * GIB:
+            raise ConfigError(
+                f"{part.name} does not fit on a machine of {machine}: it needs {needed} GiB of main memory for {held.what} and a margin:"
+                " use machines with more"
+            )
+
+
+def _with_memory(part: Part, held: Footprint) -> Part:
+    """Return the part with its memory, as its settings tell."""
+    on_cpu = 0 if part.devices else held.device * part.processes
+    bound = math.ceil((held.host + on_cpu) * MEMORY_MARGIN / GIB) + LEAST_MEMORY_GIB
+    return replace(
+        part, device_gb=round(held.device / GB, 1) if part.devices else None, memory_gib=max(part.memory_gib, bound)
+    )
+
+
+def _loads(spots: Mapping[str, Sequence[Spot]], processes: Mapping[str, int], nodes: int) -> list[int]:
+    """Return the processes that compute on each machine.
 
     Raises:
         ConfigError: if they are too many.
@@ -452,7 +526,7 @@ def _busiest(spots: Mapping[str, Sequence[Spot]], processes: Mapping[str, int], 
         raise ConfigError(
             f"{max(loads)} processes of {len(spots['rollout'])} replicas and of what trains would compute on one machine, more than the {MOST_PROCESSES} that one machine may run: use fewer, or more machines"
         )
-    return max(loads)
+    return loads
 
 
 def _places(parts: Sequence[Part], spots: Mapping[str, Sequence[Spot]]) -> Iterator[Place]:

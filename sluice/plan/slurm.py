@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from sluice.config import ConfigError
+from sluice.plan.machines import Machine, Machines
 from sluice.plan.plan import COMPUTES, Place, Plan
 
 CONTROL = "control"
@@ -75,7 +76,8 @@ def with_control_node(plan: Plan) -> Plan:
     places = tuple(
         replace(each, node=0 if each.part not in (*COMPUTES, "relay") else each.node + 1) for each in plan.places
     )
-    return replace(plan, places=places, machines=replace(plan.machines, nodes=plan.machines.nodes + 1))
+    control = Machine(cores=plan.machines.cores[0])
+    return replace(plan, places=places, machines=Machines((control, *plan.machines.each)))
 
 
 def groups_of(plan: Plan, options: Sequence[str] = ()) -> tuple[Group, ...]:
@@ -97,7 +99,9 @@ def groups_of(plan: Plan, options: Sequence[str] = ()) -> tuple[Group, ...]:
     roles_of = [_roles(plan, node) for node in range(plan.machines.nodes)]
     needs = [_need(plan, node, roles_of[node], options) for node in range(plan.machines.nodes)]
     groups: list[Group] = []
-    for need, members in groupby(range(plan.machines.nodes), key=needs.__getitem__):
+    for (need, _), members in groupby(
+        range(plan.machines.nodes), key=lambda node: (needs[node], plan.machines.each[node].kind)
+    ):
         nodes = list(members)
         name = "+".join(dict.fromkeys(role for node in nodes for role in roles_of[node]))
         groups.append(Group(name, nodes[0], len(nodes), *need))
@@ -123,7 +127,8 @@ def _roles(plan: Plan, node: int) -> list[str]:
 def _need(plan: Plan, node: int, roles: Sequence[str], options: Sequence[str]) -> tuple[int, int, tuple[str, ...]]:
     """Return the devices and cores that a node needs, and its options of sbatch."""
     devices = max((number + 1 for each in plan.on_node(node) for number in each.devices), default=0)
-    cores = min(plan.machines.cores, CONTROL_CORES) if roles == [CONTROL] else plan.machines.cores
+    cores = plan.machines.cores[node]
+    cores = min(cores, CONTROL_CORES) if roles == [CONTROL] else cores
     return devices, cores, tuple(text for role, text in map(_role_of, options) if not role or role in roles)
 
 

@@ -11,13 +11,10 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from sluice.plan.plan import COMPUTES, Machines, Part, Place, Plan
+from sluice.plan.plan import COMPUTES, Part, Place, Plan, relay_flags
 
 RENDEZVOUS, RANK = "FIRST_NODE:PORT", "NODE"
 """What stands in a command for what the engine knows: the address of a part's first node, and the number of a node."""
-
-_RELAY = ("--upstream", "WEIGHTSYNC:PORT", "--advertise", "THIS_NODE:PORT", "--directory", "relay")
-"""Flags of a relay: where it takes versions from, where others reach it, and a directory that is not the one of the weight service."""
 
 
 def commands(plan: Plan, settings: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -25,7 +22,7 @@ def commands(plan: Plan, settings: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return {
         each.name: (
             *each.command(settings, rank=RANK, rendezvous=RENDEZVOUS),
-            *(_RELAY if each.name == "relay" else ()),
+            *(relay_flags("WEIGHTSYNC:PORT", "THIS_NODE:PORT", "relay") if each.name == "relay" else ()),
         )
         for each in plan.parts
     }
@@ -35,7 +32,7 @@ def as_json(plan: Plan, settings: Sequence[str]) -> str:
     """Return the plan as JSON; parts and places have the fields of the classes, parts also a ``command``."""
     words = commands(plan, settings)
     whole = {each.name: getattr(plan, each.name) for each in fields(plan) if each.repr}
-    whole["machines"] = asdict(plan.machines)
+    whole["machines"] = [asdict(each) for each in plan.machines.each]
     whole["parts"] = [asdict(each) | {"command": words[each.name]} for each in plan.parts]
     whole["places"] = [asdict(each) for each in plan.places]
     return json.dumps(whole, indent=2) + "\n"
@@ -46,22 +43,13 @@ def print_tables(plan: Plan, settings: Sequence[str], console: Console) -> None:
     instances = sum(each.count for each in plan.parts)
     within = max(each.start_s for each in plan.parts)
     console.print(
-        f"{plan.run} on {describe(plan.machines)}: {instances} instances, each must serve within {within:g} s",
-        highlight=False,
+        f"{plan.run} on {plan.machines}: {instances} instances, each must serve within {within:g} s", highlight=False
     )
     if plan.shares_devices:
         console.print("rollout and trainer share the GPUs", style="yellow")
     console.print(_parts(plan), _places(plan), highlight=False)
     for name, words in commands(plan, settings).items():
         console.print(f"{name:>12}  {shlex.join(words)}", highlight=False, soft_wrap=True, markup=False)
-
-
-def describe(machines: Machines) -> str:
-    """Return the machines in words."""
-    nodes = "1 machine" if machines.nodes == 1 else f"{machines.nodes} machines"
-    cores = f"{machines.cores} core{'s' * (machines.cores > 1)}"
-    gpus = f"{machines.devices} GPU{'s' * (machines.devices > 1)} and " if machines.devices else ""
-    return f"{nodes} of {gpus}{cores}" if machines.nodes == 1 else f"{nodes} of {gpus}{cores} each"
 
 
 def _parts(plan: Plan) -> RenderableType:
@@ -83,9 +71,7 @@ def _parts(plan: Plan) -> RenderableType:
             f"{part.drain_s:g} s",
             "yes" if part.keeps_state else "-",
         )
-    table.caption = (
-        "+ may be scaled while the run lasts; drain: seconds after SIGTERM; disk: needs one that outlives it"
-    )
+    table.caption = "each: GPUs, and memory on each by estimate; + may be scaled while the run lasts; drain: seconds after SIGTERM; disk: needs one that outlives it"
     table.caption_justify = "left"
     return table
 
@@ -94,6 +80,7 @@ def _size(part: Part) -> str:
     if part.name not in COMPUTES:
         return "-"
     size = f"{part.processes} GPU{'s' * (part.processes > 1)}" if part.devices else f"{part.processes} on CPU"
+    size += "" if part.device_gb is None else f", {part.device_gb:.0f} GB"
     return f"{part.nodes} x {size}" if part.nodes > 1 else size
 
 

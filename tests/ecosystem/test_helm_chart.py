@@ -239,12 +239,12 @@ def test_scaling_belongs_to_one_of_both() -> None:
 
 
 PLANS = {
-    "a laptop": ((), ("--devices", "0")),
-    "one node of GPUs": (("--allocation-mode", "vllm:d4t1+fsdp:d4"), ("--devices", "8")),
-    "four nodes": (("--allocation-mode", "vllm:d12t1+fsdp:d4"), ("--nodes", "4", "--devices", "4")),
+    "a laptop": ((), ("--machines", "0")),
+    "one node of GPUs": (("--allocation-mode", "vllm:d4t1+fsdp:d4"), ("--machines", "8xH100-80")),
+    "four nodes": (("--allocation-mode", "vllm:d12t1+fsdp:d4"), ("--machines", "4x4xH100-80")),
     "a trainer of two nodes": (
         ("--allocation-mode", "vllm:d4t2+fsdp:d16"),
-        ("--nodes", "4", "--devices", "8", "--with", "gateway=2"),
+        ("--machines", "4x8", "--with", "gateway=2"),
     ),
 }
 

@@ -227,17 +227,7 @@ def test_a_run_that_loses_actors_and_a_node_goes_on_elsewhere_and_loses_nothing(
 def test_what_cannot_be_placed_in_time_is_named_with_what_the_cluster_has(
     nodes: Nodes, model: Path, tmp_path: Path
 ) -> None:
-    flags = (
-        "--insecure",
-        "--nodes",
-        "2",
-        "--devices",
-        "8",
-        "--allocation-mode",
-        "transformers:d1+fsdp:d8",
-        "--place-deadline",
-        "1",
-    )
+    flags = ("--insecure", "--machines", "2x8", "--allocation-mode", "transformers:d1+fsdp:d8", "--place-deadline", "1")
     run = Driver(nodes.start(*words(model, tmp_path, *flags)), tmp_path / "small")
     assert run.end() == 1
     said = "\n".join(run.seen)

@@ -42,7 +42,7 @@ def test_the_example_asks_for_the_machines_that_its_allocation_needs() -> None:
     nodes, gpus, variables = json.loads(read(TASK).stdout.splitlines()[-1])
     (each,) = gpus.values()
     run = set_sizes(load_run([]).model_copy(update={"allocation_mode": variables["ALLOCATION"]}))
-    bundles, _ = seat(make_plan(run, Machines(nodes=nodes, devices=int(each), cores=8)))
+    bundles, _ = seat(make_plan(run, Machines.alike(nodes=nodes, devices=int(each), cores=8)))
     assert sum(bundle.gpus for bundle in bundles) == nodes * each
 
 

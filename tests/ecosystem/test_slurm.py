@@ -44,8 +44,8 @@ FLAGS = (
 )
 
 HETEROGENEOUS = (
-    "--nodes",
-    "2",
+    "--machines",
+    "2x0",
     "--control-node",
     "--sbatch=trainer:--comment=trains",
     "--sbatch=control:--comment=controls",
@@ -249,8 +249,8 @@ def test_a_trainer_on_two_nodes_ends_as_a_simple_job_without_tls_whose_tokens_ar
             model,
             tmp_path,
             "plain",
-            "--nodes",
-            "2",
+            "--machines",
+            "2x0",
             "--cores",
             "1",
             "--allocation-mode",
@@ -339,7 +339,7 @@ def test_a_run_is_requeued_and_resumed_when_a_node_is_lost(cluster: SlurmCluster
 def test_a_part_that_does_not_serve_ends_the_job_with_its_name_node_and_port(
     cluster: SlurmCluster, model: Path, tmp_path: Path
 ) -> None:
-    run = Run(cluster, model, tmp_path, "late", "--nodes", "2", "--start-deadline", "0.5")
+    run = Run(cluster, model, tmp_path, "late", "--machines", "2x0", "--start-deadline", "0.5")
     until(lambda: run.state not in {"PENDING", "RUNNING", "COMPLETING"}, "the job's end", run.describe)
     assert (run.state, cluster.job(run.job)["ExitCode"], run.starts) == ("FAILED", "1:0", 1)
     assert "did not serve at 10.77.0." in run.log
@@ -348,7 +348,7 @@ def test_a_part_that_does_not_serve_ends_the_job_with_its_name_node_and_port(
 
 def test_slurm_shows_a_part_the_devices_that_the_plan_gives_it(cluster: SlurmCluster, tmp_path: Path) -> None:
     settings = load_run(["--model", "m", "--allocation-mode", "vllm:d1t2+fsdp:d2"])
-    plan = make_plan(settings, Machines(1, cluster.gpus, cluster.cpus))
+    plan = make_plan(settings, Machines.alike(1, cluster.gpus, cluster.cpus))
     (place,) = plan.places_of("trainer")
     host = Host("n0", "10.77.0.1", None, "", cluster.gpus, cluster.cpus)
     words = shlex.join(step(host, place, ("printenv", "CUDA_VISIBLE_DEVICES")))

@@ -32,7 +32,7 @@ def a_run(tmp_path: Path, *flags: str) -> RunConfig:
 
 
 def local(run: RunConfig, replicas: int = 1) -> Plan:
-    return on_free_ports(make_plan(run, Machines(cores=2), replicas=replicas), run)
+    return on_free_ports(make_plan(run, Machines.alike(cores=2), replicas=replicas), run)
 
 
 def children(run: RunConfig, plan: Plan, tmp_path: Path, devices: tuple[str, ...] = ()) -> dict[str, ChildSpec]:
@@ -96,7 +96,7 @@ def test_a_gateway_whose_settings_leave_its_ports_open_gets_free_ones(tmp_path: 
 
 def test_the_training_api_has_the_port_of_the_tuners_settings_and_the_rest_are_free_ones(tmp_path: Path) -> None:
     run = a_run(tmp_path, "--tuner.server.host", "0.0.0.0", "--tuner.server.port", "7999")
-    plan = on_free_ports(make_plan(run, Machines(devices=2), purpose=Purpose.TRAINING_API), run)
+    plan = on_free_ports(make_plan(run, Machines.alike(devices=2), purpose=Purpose.TRAINING_API), run)
     assert {each.name for each in plan.parts} == {"weightsync", "rollout", "tuner"}
     assert plan.place("rollout").devices == (0,)
     assert plan.place("tuner").devices == (1,)
@@ -115,10 +115,10 @@ def test_a_run_with_an_agent_of_its_own_has_a_gateway_and_processes_that_play(tm
 
 
 def test_children_that_compute_divide_the_cores_and_the_others_take_one_thread(tmp_path: Path) -> None:
-    plan = make_plan(a_run(tmp_path), Machines(cores=8), replicas=3)
+    plan = make_plan(a_run(tmp_path), Machines.alike(cores=8), replicas=3)
     assert child_environment(plan.part("trainer"), {})["OMP_NUM_THREADS"] == "2"
     assert child_environment(plan.part("weightsync"), {})["OMP_NUM_THREADS"] == "1"
-    crowded = make_plan(a_run(tmp_path), Machines(cores=2), replicas=100)
+    crowded = make_plan(a_run(tmp_path), Machines.alike(cores=2), replicas=100)
     assert child_environment(crowded.part("rollout"), {})["OMP_NUM_THREADS"] == "1"
 
 
@@ -142,7 +142,7 @@ def test_every_child_gets_the_seconds_to_drain_that_its_service_is_set_to(tmp_pa
 
 def test_children_see_the_devices_of_their_places_by_the_names_of_the_machine(tmp_path: Path) -> None:
     run = a_run(tmp_path, "--allocation-mode", "vllm:d2t2+fsdp:d2")
-    plan = on_free_ports(make_plan(run, Machines(devices=8)), run)
+    plan = on_free_ports(make_plan(run, Machines.alike(devices=8)), run)
     names = tuple(f"GPU-{number}" for number in range(8))
     seen = {
         name: spec.environment.get("CUDA_VISIBLE_DEVICES")
@@ -260,7 +260,7 @@ class Services:
     def run(self, run: RunConfig) -> Outcome:
         with self._taken:
             view = RunView(run.run, Console(), live=False, verbose=False)
-            return run_on_free_ports(make_plan(run, Machines(cores=2)), run, view, self)
+            return run_on_free_ports(make_plan(run, Machines.alike(cores=2)), run, view, self)
 
 
 def test_ports_of_the_settings_that_are_not_used_are_named(tmp_path: Path) -> None:

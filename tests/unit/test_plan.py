@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import chain
 
 import pytest
@@ -13,11 +14,11 @@ from rich.console import Console
 
 from sluice.config import ConfigError, RunConfig, load_run
 from sluice.config import allocated as set_sizes
-from sluice.plan import Machines, Place, Plan, make_plan
+from sluice.plan import Machine, Machines, Place, Plan, make_plan
 from sluice.plan.compose import document
 from sluice.plan.text import as_json, print_tables
 
-FOUR_NODES = Machines(nodes=4, devices=4, cores=32)
+FOUR_NODES = Machines.alike(nodes=4, devices=4, cores=32)
 AGENTS = ("--agents.agent", "a.py:Agent", "--agents.workers", "2")
 
 
@@ -45,7 +46,8 @@ def runs(draw: st.DrawFn) -> tuple[RunConfig, Machines, dict[str, int]]:
     replicas, tensor, ranks = (draw(st.integers(1, most)) for most in (12, 4, 12))
     shared = draw(st.booleans())
     text = f"d{replicas}" if shared else f"vllm:d{replicas}t{tensor}+fsdp:d{ranks}"
-    machines = Machines(draw(st.integers(1, 4)), draw(st.integers(0, 8)), draw(st.integers(1, 16)))
+    each = st.builds(Machine, st.integers(0, 8), st.integers(1, 16))
+    machines = Machines(tuple(draw(st.lists(each, min_size=1, max_size=4))))
     extra = draw(st.fixed_dictionaries({}, optional={"gateway": st.integers(1, 3), "relay": st.integers(1, 3)}))
     return allocated(text, *draw(st.sampled_from([(), AGENTS]))), machines, extra
 
@@ -73,7 +75,7 @@ def test_every_plan_places_everything_once_on_devices_and_ports_of_its_own(
         for place in places:
             assert 0 <= place.node < machines.nodes
             assert len(place.devices) == part.devices
-            assert all(0 <= number < machines.devices for number in place.devices)
+            assert all(0 <= number < machines.devices[place.node] for number in place.devices)
         assert len({(each.instance, each.node) for each in places}) == len(places)
     trainer, rollout = plan.part("trainer"), plan.part("rollout")
     assert trainer.nodes * trainer.processes == run.section("trainer").processes()
@@ -85,7 +87,7 @@ def test_every_plan_places_everything_once_on_devices_and_ports_of_its_own(
 def test_the_order_of_the_parts_respects_what_they_wait_for(asked: tuple[RunConfig, Machines, dict[str, int]]) -> None:
     """It is also a proof that no part waits for itself through others."""
     run, machines, extra = asked
-    plan = make_plan(run, Machines(machines.nodes, 0, machines.cores), extra=extra)
+    plan = make_plan(run, Machines(tuple(replace(each, devices=0) for each in machines.each)), extra=extra)
     started: set[str] = set()
     for part in plan.parts:
         assert set(part.waits_for) <= started
@@ -95,26 +97,83 @@ def test_the_order_of_the_parts_respects_what_they_wait_for(asked: tuple[RunConf
     )
 
 
-@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(1, 24), st.integers(1, 12))
+@given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=4).filter(any),
+    st.integers(1, 8),
+    st.integers(1, 24),
+    st.integers(1, 12),
+)
 def test_a_run_is_refused_only_if_no_placement_exists(
-    nodes: int, devices: int, tensor: int, replicas: int, ranks: int
+    devices: list[int], tensor: int, replicas: int, ranks: int
 ) -> None:
+    """The trainer may have an equal share of the last machines, as many as it takes; the rest is for replicas."""
+
     def fits() -> bool:
-        if tensor > devices:
-            return False
-        for span in range(1, nodes + 1):
-            if ranks % span == 0 and ranks // span <= devices:
-                left = devices - ranks // span
-                if (nodes - span) * (devices // tensor) + span * (left // tensor) >= replicas:
-                    return True
+        for span in range(1, len(devices) + 1):
+            share = ranks // span if ranks % span == 0 else 1 << 30
+            left = [has - share * (node >= len(devices) - span) for node, has in enumerate(devices)]
+            if min(left) >= 0 and sum(each // tensor for each in left) >= replicas:
+                return True
         return False
 
     run = allocated(f"vllm:d{replicas}t{tensor}+fsdp:d{ranks}")
+    machines = Machines(tuple(map(Machine, devices)))
     if fits():
-        make_plan(run, Machines(nodes, devices))
+        make_plan(run, machines)
     else:
         with pytest.raises(ConfigError, match="devices"):
-            make_plan(run, Machines(nodes, devices))
+            make_plan(run, machines)
+
+
+def test_the_trainer_takes_the_last_of_machines_that_differ() -> None:
+    machines = Machines((Machine(4, 32, "L40S", 48), Machine(4, 32, "L40S", 48), Machine(8, 64, "H100", 80)))
+    plan = make_plan(allocated("vllm:d8t1+fsdp:d8"), machines)
+    assert spots(plan, "trainer") == [(2, tuple(range(8)))]
+    assert {node for node, _ in spots(plan, "rollout")} == {0, 1}
+    with pytest.raises(ConfigError, match=r"there are 16 \(2 nodes of 4, 1 node of 8\)"):
+        make_plan(allocated("vllm:d9t1+fsdp:d8"), machines)
+
+
+@pytest.fixture(scope="module")
+def eight_billion(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Settings of a model of the sizes of Qwen3-8B, of which nothing but its configuration is there."""
+    directory = tmp_path_factory.mktemp("sizes")
+    sizes = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
+    (directory / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen3"}))
+    return settings(
+        "--model",
+        str(directory),
+        "--trainer.dtype",
+        "bfloat16",
+        "--trainer.token-budget",
+        "16384",
+        "--trainer.parallel.accumulate",
+        "sharded",
+    )
+
+
+def test_memory_of_machines_that_are_not_there_is_checked(eight_billion: RunConfig) -> None:
+    machines = partial(Machines.alike, 1, 8, 64, kind="H100")
+    run = set_sizes(eight_billion.model_copy(update={"allocation_mode": "d4t1+fsdp:d4"}))
+    plan = make_plan(run, machines(device_gb=80))
+    trainer, rollout = plan.part("trainer"), plan.part("rollout")
+    assert trainer.device_gb is not None
+    assert rollout.device_gb is not None
+    assert 40 < trainer.device_gb < 80, "docs/memory.md has 42 GB where eight devices divide it"
+    assert 16 < rollout.device_gb < 25, "weights of 16 GB, and one sample of 40,960 tokens"
+    assert trainer.memory_gib > 32, "a whole model in float32"
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer does not fit on a machine of 8 GPUs \(H100, 40 GB\).*has 37\.3 GiB: lower token_budget",
+    ):
+        make_plan(run, machines(device_gb=40))
+    with pytest.raises(
+        ConfigError, match=r"rollout does not fit .*of which it may use 0\.92: divide it over more devices"
+    ):
+        make_plan(run, Machines((Machine(4, 64, device_gb=16), Machine(4, 64, device_gb=80))))
+    with pytest.raises(ConfigError, match="GiB of main memory for a training step"):
+        make_plan(run, machines(device_gb=80, memory_gb=32))
 
 
 def test_twelve_replicas_and_a_trainer_of_four_fill_four_nodes_of_four() -> None:
@@ -129,14 +188,14 @@ def test_twelve_replicas_and_a_trainer_of_four_fill_four_nodes_of_four() -> None
 
 
 def test_the_same_allocation_on_a_laptop_computes_on_the_cpu() -> None:
-    plan = make_plan(allocated("vllm:d12t1+fsdp:d4"), Machines(cores=2))
+    plan = make_plan(allocated("vllm:d12t1+fsdp:d4"), Machines.alike(cores=2))
     assert devices_of(plan) == []
     assert plan.part("trainer").processes == 4
     assert plan.part("rollout").threads == 1
 
 
 def test_a_trainer_that_spans_nodes_has_one_command_a_node_and_a_rendezvous_on_the_first() -> None:
-    plan = make_plan(allocated("vllm:d2t4+fsdp:d16"), Machines(nodes=3, devices=8))
+    plan = make_plan(allocated("vllm:d2t4+fsdp:d16"), Machines.alike(nodes=3, devices=8))
     assert spots(plan, "trainer") == [(1, tuple(range(8))), (2, tuple(range(8)))]
     assert plan.addresses("trainer", ["a", "b", "c"], "rendezvous") == ["b:7112"]
     assert plan.place("trainer", 1).ports == ()
@@ -147,25 +206,25 @@ def test_a_trainer_that_spans_nodes_has_one_command_a_node_and_a_rendezvous_on_t
 
 
 def test_ranks_that_share_matrix_products_stay_on_one_node() -> None:
-    plan = make_plan(allocated("d1+d3t4"), Machines(nodes=4, devices=8))
+    plan = make_plan(allocated("d1+d3t4"), Machines.alike(nodes=4, devices=8))
     assert plan.part("trainer").nodes == 3  # two nodes of six would split a group of four
 
 
 def test_one_allocation_for_both_sides_uses_each_device_twice() -> None:
-    plan = make_plan(allocated("d8"), Machines(nodes=2, devices=4))
+    plan = make_plan(allocated("d8"), Machines.alike(nodes=2, devices=4))
     assert plan.shares_devices
     assert sorted(devices_of(plan)) == sorted([(node, device) for node in range(2) for device in range(4)] * 2)
 
 
 def test_without_an_allocation_a_small_machine_is_shared() -> None:
-    plan = make_plan(settings(), Machines(devices=1))
+    plan = make_plan(settings(), Machines.alike(devices=1))
     assert plan.shares_devices
     assert devices_of(plan) == [(0, 0), (0, 0)]
 
 
 def test_on_cpus_replicas_go_where_least_computes() -> None:
     run = settings("--trainer.parallel.dp-shard", "2")
-    plan = make_plan(run, Machines(nodes=3, cores=2), replicas=3)
+    plan = make_plan(run, Machines.alike(nodes=3, cores=2), replicas=3)
     assert [place.node for place in plan.places_of("trainer")] == [2]
     assert [place.node for place in plan.places_of("rollout")] == [0, 1, 0]
 
@@ -183,9 +242,9 @@ def test_relays_stand_beside_replicas_on_other_nodes_than_weightsync() -> None:
 @pytest.mark.parametrize(
     ("allocation", "machines", "message"),
     [
-        ("vllm:d12t1+fsdp:d4", Machines(devices=8), "it needs 16 devices (12 x 1 for rollout, 4 for the trainer), and there are 8 (1 node of 8)"),
+        ("vllm:d12t1+fsdp:d4", Machines.alike(devices=8), "it needs 16 devices (12 x 1 for rollout, 4 for the trainer), and there are 8 (1 node of 8)"),
         ("vllm:d1t8+fsdp:d1", FOUR_NODES, "a rollout replica needs 8 devices on one node, and a node has 4"),
-        ("vllm:d1t1+fsdp:d7", FOUR_NODES, "7 ranks of the trainer cannot be divided evenly over at most 4 nodes of 4"),
+        ("vllm:d1t1+fsdp:d7", FOUR_NODES, "7 ranks of the trainer cannot be divided evenly over 16 (4 nodes of 4) devices"),
         ("vllm:d5t3+fsdp:d1", FOUR_NODES, "what the trainer leaves of each node does not hold whole replicas of 3"),
     ],
 )  # fmt: skip
@@ -207,7 +266,7 @@ def test_the_ports_of_a_machine_run_out_with_a_message() -> None:
 
 
 def test_the_json_of_a_plan_is_the_plan() -> None:
-    plan = make_plan(allocated("vllm:d2t4+fsdp:d16"), Machines(nodes=3, devices=8))
+    plan = make_plan(allocated("vllm:d2t4+fsdp:d16"), Machines.alike(nodes=3, devices=8))
     read = json.loads(as_json(plan, ["@", "rl.toml"]))
     assert [tuple(each["devices"]) for each in read["places"]] == [each.devices for each in plan.places]
     assert [each["name"] for each in read["parts"]] == [each.name for each in plan.parts]
@@ -216,7 +275,7 @@ def test_the_json_of_a_plan_is_the_plan() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_the_table_names_every_instance_whole_within_the_width_of_a_terminal(width: int) -> None:
-    plan = make_plan(allocated("d16", *AGENTS), Machines(nodes=2, devices=8, cores=32), extra={"relay": 2})
+    plan = make_plan(allocated("d16", *AGENTS), Machines.alike(nodes=2, devices=8, cores=32), extra={"relay": 2})
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123 - only the record is read
     print_tables(plan, ["@", "rl.toml"], console)
     lines = console.export_text().splitlines()
@@ -231,7 +290,9 @@ def _shows(line: str, place: Place) -> bool:
 
 
 def test_compose_gives_each_replica_with_devices_a_service_of_its_own_under_one_name() -> None:
-    services = document(make_plan(allocated("vllm:d2t2+fsdp:d4"), Machines(devices=8)), ["@", "rl.toml"])["services"]
+    services = document(make_plan(allocated("vllm:d2t2+fsdp:d4"), Machines.alike(devices=8)), ["@", "rl.toml"])[
+        "services"
+    ]
     asked = {
         name: each["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
         for name, each in services.items()

@@ -37,18 +37,18 @@ def known(values: dict[str, Any], schema: dict[str, Any], path: str = "") -> Non
 
 
 def test_a_laptop(tmp_path: Path) -> None:
-    values = planned(tmp_path, Machines(cores=4))
+    values = planned(tmp_path, Machines.alike(cores=4))
     assert values["run"] == {"name": "r1", "settings": 'run = "r1"\n', "files": {}}
     assert (values["rollout"]["replicas"], values["rollout"]["gpus"], values["rollout"]["port"]) == (1, 0, 7103)
     assert (values["trainer"]["nodes"], values["trainer"]["processes"], values["trainer"]["gpus"]) == (1, 1, 0)
-    assert values["trainer"]["resources"] == {"requests": {"cpu": "2"}}
+    assert values["trainer"]["resources"] == {"requests": {"cpu": "2"}, "limits": {"memory": "16Gi"}}
     assert "gateway" not in values
     known(values, json.loads(SCHEMA.read_text()))
 
 
 def test_four_nodes_with_a_trainer_that_spans_two(tmp_path: Path) -> None:
     words = ("--allocation-mode", "vllm:d12t1+fsdp:d16", "--rollout.server.drain-s", "33.5")
-    values = planned(tmp_path, Machines(4, 8, 64), *words, extra={"gateway": 3, "relay": 2})
+    values = planned(tmp_path, Machines.alike(4, 8, 64), *words, extra={"gateway": 3, "relay": 2})
     trainer, rollout = values["trainer"], values["rollout"]
     assert (trainer["nodes"], trainer["processes"], trainer["gpus"]) == (2, 8, 8)
     assert trainer["storage"] == {"accessModes": ["ReadWriteMany"]}
@@ -69,7 +69,7 @@ def test_further_files_are_carried_and_named_to_every_part(tmp_path: Path) -> No
 
 def test_pods_cannot_share_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a GPU belongs to one pod.*allocation_mode"):
-        planned(tmp_path, Machines(1, 1, 8))
+        planned(tmp_path, Machines.alike(1, 1, 8))
 
 
 def test_files_come_before_flags(tmp_path: Path) -> None:

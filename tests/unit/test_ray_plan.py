@@ -18,7 +18,7 @@ def plan(allocation: str, machines: Machines, *flags: str) -> Plan:
 def test_each_replica_and_each_node_of_the_trainer_has_a_bundle_and_what_keeps_state_without_computing_shares_one() -> (
     None
 ):
-    bundles, seats = seat(plan("vllm:d2t2+fsdp:d8", Machines(nodes=3, devices=4, cores=8)))
+    bundles, seats = seat(plan("vllm:d2t2+fsdp:d8", Machines.alike(nodes=3, devices=4, cores=8)))
     assert [(each.name, each.gpus, each.keeps_state) for each in bundles] == [
         ("control", 0, True),
         ("trainer", 4, True),
@@ -42,7 +42,7 @@ def test_each_replica_and_each_node_of_the_trainer_has_a_bundle_and_what_keeps_s
 
 
 def test_a_pinned_plan_names_the_node_of_what_keeps_state_alone() -> None:
-    bundles, _ = seat(plan("vllm:d1+fsdp:d1", Machines(nodes=2, devices=2, cores=2)), "10.0.0.7")
+    bundles, _ = seat(plan("vllm:d1+fsdp:d1", Machines.alike(nodes=2, devices=2, cores=2)), "10.0.0.7")
     assert {each.name: each.resources.get("node:10.0.0.7") for each in bundles} == {
         "control": 0.001,
         "trainer": 0.001,
@@ -52,7 +52,7 @@ def test_a_pinned_plan_names_the_node_of_what_keeps_state_alone() -> None:
 
 def test_shared_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"each actor has GPUs of its own.*--allocation-mode vllm:d2\+fsdp:d2"):
-        seat(plan("d2", Machines(nodes=1, devices=2, cores=2)))
+        seat(plan("d2", Machines.alike(nodes=1, devices=2, cores=2)))
 
 
 def test_what_does_not_fit_is_named_and_large_bundles_get_room_first() -> None:
@@ -65,6 +65,6 @@ def test_what_does_not_fit_is_named_and_large_bundles_get_room_first() -> None:
 
 
 def test_the_text_shows_who_sits_where() -> None:
-    text = render(plan("vllm:d1+fsdp:d2", Machines(nodes=2, devices=2, cores=2)))
+    text = render(plan("vllm:d1+fsdp:d2", Machines.alike(nodes=2, devices=2, cores=2)))
     assert text.splitlines()[0].split() == ["bundle", "0", "1", "CPU", "keeps", "state", "weightsync,", "orchestrator"]
     assert "2 CPU, 2 GPU" in text

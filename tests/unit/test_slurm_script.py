@@ -39,7 +39,7 @@ def components(text: str) -> list[list[str]]:
 
 
 def test_nodes_that_need_the_same_are_one_simple_job() -> None:
-    plan = plan_of(Machines(2, 8, 64), "--allocation-mode", "vllm:d8t1+fsdp:d8")
+    plan = plan_of(Machines.alike(2, 8, 64), "--allocation-mode", "vllm:d8t1+fsdp:d8")
     (group,) = groups_of(plan, ["--partition=gpu"])
     assert (group.name, group.nodes, group.devices) == ("rollout+trainer", 2, 8)
     (options,) = components(script(plan, [group], JOB))
@@ -48,7 +48,7 @@ def test_nodes_that_need_the_same_are_one_simple_job() -> None:
 
 
 def test_a_heterogeneous_job_has_a_component_for_each_kind_of_node_with_options_of_its_own() -> None:
-    plan = with_control_node(plan_of(Machines(2, 8, 64), "--allocation-mode", "vllm:d12t1+fsdp:d4"))
+    plan = with_control_node(plan_of(Machines.alike(2, 8, 64), "--allocation-mode", "vllm:d12t1+fsdp:d4"))
     text = script(plan, groups_of(plan, ["--account=lab", "trainer:--constraint=h100"]), JOB)
     control, rollout, both = components(text)
     assert {"--nodes=1", "--cpus-per-task=8", "--account=lab"} <= set(control)
@@ -59,7 +59,7 @@ def test_a_heterogeneous_job_has_a_component_for_each_kind_of_node_with_options_
 
 
 def test_the_script_is_requeued_signalled_in_time_and_appends_to_its_log() -> None:
-    plan = plan_of(Machines(1, 0, 2))
+    plan = plan_of(Machines.alike(1, 0, 2))
     text = script(plan, groups_of(plan), JOB)
     (options,) = components(text)
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@67", '--chdir="/home/me"'} <= set(options)
@@ -77,16 +77,16 @@ def test_the_script_is_requeued_signalled_in_time_and_appends_to_its_log() -> No
 )
 def test_options_that_would_do_nothing_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        groups_of(plan_of(Machines(2, 1, 8), "--allocation-mode", "d1+d1"), options)
+        groups_of(plan_of(Machines.alike(2, 1, 8), "--allocation-mode", "d1+d1"), options)
 
 
 def test_nodes_that_would_run_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"of 3 nodes, 1 would run nothing \(1\): ask for 2"):
-        groups_of(plan_of(Machines(3, 1, 8), "--allocation-mode", "d1+d1"))
+        groups_of(plan_of(Machines.alike(3, 1, 8), "--allocation-mode", "d1+d1"))
 
 
 def test_a_job_finds_its_nodes_in_its_variables_and_refuses_other_numbers() -> None:
-    plan = plan_of(Machines(2, 8, 64), "--allocation-mode", "vllm:d8t1+fsdp:d4")
+    plan = plan_of(Machines.alike(2, 8, 64), "--allocation-mode", "vllm:d8t1+fsdp:d4")
     groups = groups_of(plan)
     variables = {
         "SLURM_JOB_ID": "7",
@@ -105,7 +105,7 @@ def test_a_job_finds_its_nodes_in_its_variables_and_refuses_other_numbers() -> N
 
 
 def test_a_part_gets_those_of_the_devices_of_its_step_that_the_plan_gives_it() -> None:
-    plan = plan_of(Machines(1, 4, 32), "--allocation-mode", "vllm:d1t2+fsdp:d2")
+    plan = plan_of(Machines.alike(1, 4, 32), "--allocation-mode", "vllm:d1t2+fsdp:d2")
     (place,) = plan.places_of("trainer")
     words = step(Host("a", "a.net", None, "7", 4, 32), place, ("printenv", "CUDA_VISIBLE_DEVICES"))
     assert "--gpus-per-node=4" in words
@@ -124,7 +124,7 @@ def test_a_dry_run_shows_the_script_without_secrets_and_writes_nothing(
     example = "examples/reverse_text/rl.toml"
     words = ["rl", "@", example, "--model", "a/b", "--rollout.engine", "transformers", "--output-dir", str(tmp_path)]
     secret = ("--orchestrator.environment-args.api-key", "hidden-from-the-script")
-    assert slurm.run([*words, *secret, "--nodes", "2", "--dry-run"]) == 0
+    assert slurm.run([*words, *secret, "--machines", "2x0", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^#   node 1: trainer :7102$", said, re.MULTILINE)
     assert "hidden-from-the-script" not in said

@@ -1,0 +1,47 @@
+"""How much memory a service needs, estimated before it starts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory of a service at its peak.
+
+    Attributes:
+        what: What needs it, as the subject of a message: ``a training step``.
+        device: Bytes on each device; of main memory for each process if it computes on the CPU.
+        parts: What they are for, in words.
+        host: Further bytes of main memory for one instance on one machine.
+        remedy: What to do if they are too many.
+        share: Share of a device's memory that it may use.
+    """
+
+    what: str
+    device: int
+    parts: str
+    host: int
+    remedy: str
+    share: float = 1.0
+
+    def check(self, capacity: float | None) -> None:
+        """Refuse a device that is too small.
+
+        Args:
+            capacity: Bytes of a device; None if they are not known.
+
+        Raises:
+            ConfigError: with the numbers and the remedy.
+        """
+        if capacity is None or self.device <= capacity * self.share:
+            return
+        usable = "" if self.share == 1 else f", of which it may use {self.share:g}"
+        raise ConfigError(
+            f"{self.what} is estimated to need {self.device / GIB:.1f} GiB ({self.parts}) on each device, which has"
+            f" {capacity / GIB:.1f} GiB{usable}: {self.remedy}"
+        )
