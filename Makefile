@@ -35,7 +35,7 @@ endef
 # The pip that comes with older Pythons takes twice as long, most of it to read the lists of releases.
 PIP := 26.3
 
-.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-soak test-docker test-examples ecosystem-latest client-table chaos adversary fuzz audit lint format references proto proto-check wheels npm-package clean
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-soak test-cluster test-docker test-examples ecosystem-latest client-table chaos adversary fuzz audit lint format references proto proto-check wheels npm-package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -118,7 +118,7 @@ real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quar
 	$(BIN)/sluice quickstart --task sums --seed $(SEED) $(if $(LR),--lr $(LR))
 
 # Workers share the cores: one thread each.
-test test-fast test-ecosystem test-soak test-docker test-examples: export OMP_NUM_THREADS ?= 1
+test test-fast test-ecosystem test-soak test-cluster test-docker test-examples: export OMP_NUM_THREADS ?= 1
 
 # Tests that have a target of their own.
 ELSEWHERE := ecosystem or examples or fuzz or docker or soak
@@ -135,6 +135,11 @@ test-ecosystem: install-dev install-bench install-ecosystem ## run the tests aga
 
 test-soak: install-dev install-bench install-ecosystem ## run the cases of matrices and the long runs of which the other targets do one of each kind
 	$(SUITE) "soak and not (gpu or docker)" tests -- $(PYTEST_OPTIONS)
+
+CLUSTERS := $(addprefix tests/ecosystem/test_,slurm.py ray.py helm_chart.py helm_pods.py two_machines.py rotation_in_a_run.py)
+
+test-cluster: install-dev install-ecosystem ## run everything on Slurm, Ray and pods, of which test-ecosystem does one of each kind
+	$(SUITE) "ecosystem or soak" $(CLUSTERS) -- -n 0 -s
 
 test-docker: install-dev ## run the tests that build images and start containers; needs a Docker engine with compose v2
 	$(SUITE) docker tests/integration/test_compose*.py -- -n 0

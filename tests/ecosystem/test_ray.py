@@ -16,16 +16,14 @@ from typing import Any
 import psutil
 import pytest
 from contract.certificates import Authority
+from learning_run import STEPS, learned, make_model, settings
 
-from sluice.cli.init_model import ModelShape, init_model
 from sluice.rpc.principals import add_token
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-ecosystem-ray/bin/python"
 NODES = [f"10.77.0.{number}" for number in range(1, 5)]
 DASHBOARD = f"http://{NODES[0]}:8265"
-
-STEPS = 120
 
 pytestmark = [
     pytest.mark.ecosystem,
@@ -98,9 +96,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "model"
-    init_model(directory, ModelShape(layers=1))
-    return directory
+    return make_model(tmp_path_factory.mktemp("model") / "model")
 
 
 class Driver:
@@ -134,18 +130,7 @@ class Driver:
 
 
 def words(model: Path, output: Path, *flags: str) -> list[str]:
-    settings = (
-        "@",
-        "examples/reverse_text/rl.toml",
-        "--model",
-        str(model),
-        "--output-dir",
-        str(output),
-        "--run",
-        "small",
-    )
-    small = ("--rollout.engine", "transformers", "--orchestrator.batch-size", "2", "--orchestrator.group-size", "2")
-    return [str(PYTHON), "-m", "sluice.cli.main", "ray", "rl", *settings, *small, *flags]
+    return [str(PYTHON), "-m", "sluice.cli.main", "ray", "rl", *settings(model, output, "small"), *flags]
 
 
 @pytest.fixture
@@ -180,8 +165,7 @@ def audit(directory: Path) -> dict[str, Any]:
 def test_a_run_that_loses_actors_and_a_node_goes_on_elsewhere_and_loses_nothing(
     nodes: Nodes, model: Path, tmp_path: Path, secured: list[str]
 ) -> None:
-    flags = ("--replicas", "2", "--orchestrator.max-steps", str(STEPS), "--orchestrator.checkpoint.every-steps", "5")
-    run = Driver(nodes.start(*words(model, tmp_path, *flags, *secured)), tmp_path / "small")
+    run = Driver(nodes.start(*words(model, tmp_path, "--replicas", "2", *secured)), tmp_path / "small")
     run.until("step 4/")
     assert nodes.holder("rollout", "rollout-1").name().startswith("ray::")
     first = run.peers()
@@ -215,6 +199,7 @@ def test_a_run_that_loses_actors_and_a_node_goes_on_elsewhere_and_loses_nothing(
     assert told["exact"], told["differences"]
     assert told["batches"] == STEPS
     assert told["accepted"] == told["trained"] + sum(told["dropped"].values()) + told["in_flight"]
+    print(f"reward of the last steps: {learned(run.directory):.3f}")
     assert not nodes.services()
     created = nodes.ask("created")
     assert created["bytes"] == 8 * created["objects"], "Ray makes one object of 8 bytes for each of its processes"

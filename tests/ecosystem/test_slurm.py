@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from learning_run import STEPS, learned, make_model, settings
 from slurm_cluster import SlurmCluster, require_slurm, slurm_cluster, until
 
 from sluice.certificates import read_leaf
-from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import load_run
 from sluice.plan import Machines, make_plan
 from sluice.plan.slurm import Host, step
@@ -27,21 +27,8 @@ from sluice.plan.slurm import Host, step
 ROOT = Path(__file__).parents[2]
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 
-STEPS = 100
-COMPARED = 30
-"""Last steps whose mean reward is compared."""
-
-LEARNED, NOISE = 0.15, 0.05
-"""That mean of a run without faults, which begins at 0.06, and most difference to it: its standard deviation between runs is below 0.02."""
-
 STALL_S = 2.0
 """Seconds without a step after which a run stands still; a step takes a tenth of it on a machine that does nothing else."""
-
-FLAGS = (
-    *("--rollout.engine", "transformers", "--orchestrator.batch-size", "4", "--orchestrator.group-size", "8"),
-    *("--orchestrator.max-steps", str(STEPS), "--orchestrator.checkpoint.every-steps", "10"),
-    *("--orchestrator.sampling.max-tokens", "8", "--trainer.lr", "3e-3"),
-)
 
 HETEROGENEOUS = (
     "--machines",
@@ -64,9 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "model"
-    init_model(directory, ModelShape(layers=1))
-    return directory
+    return make_model(tmp_path_factory.mktemp("model") / "model")
 
 
 class Run:
@@ -74,8 +59,7 @@ class Run:
 
     def __init__(self, cluster: SlurmCluster, model: Path, output_dir: Path, name: str, *flags: str) -> None:
         self.cluster, self.name, self.directory = cluster, name, output_dir / name
-        settings = ("@", "examples/reverse_text/rl.toml", "--model", str(model), "--output-dir", str(output_dir))
-        words = (*SLUICE, "slurm", "rl", *settings, "--run", name, "--cores", "2", *FLAGS, *flags)
+        words = (*SLUICE, "slurm", "rl", *settings(model, output_dir, name), "--cores", "2", *flags)
         with contextlib.chdir(ROOT):
             self.said = cluster.command(*words, environment={"OMP_NUM_THREADS": "1"})
         self.job = self.said.split()[1]
@@ -148,15 +132,6 @@ class Run:
         told: dict[str, object] = json.loads(done.stdout)
         assert told["exact"], told["differences"]
         return told
-
-    def learned(self) -> float:
-        """Assert that faults did not change what the run learned; return the mean reward of its last steps."""
-        lines = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
-        by_step = {line["step"]: line["reward/mean"] for line in lines if "reward/mean" in line}
-        last = [by_step[step] for step in sorted(by_step)[-COMPARED:]]
-        reward = sum(last) / len(last)
-        assert abs(reward - LEARNED) < NOISE
-        return reward
 
     def service(self, node: str, service: str) -> psutil.Process:
         """The process of a service on a node."""
@@ -258,7 +233,7 @@ def test_a_trainer_on_two_nodes_ends_as_a_simple_job_without_tls_whose_tokens_ar
             "--insecure",
         )
         run.until_end()
-    reward = run.learned()
+    reward = learned(run.directory)
     print(f"plain: {STEPS} steps in {time.monotonic() - run.begin:.1f} s, reward {reward:.3f}, peak {peak.mib:.0f} MiB")
     told = run.audit()
     assert (told["batches"], run.starts) == (STEPS, 1)
@@ -293,13 +268,14 @@ def test_a_run_goes_on_through_a_cut_link_and_a_killed_process_without_another_s
     disturbed(run, "link of the rollout node cut", cut)
     disturbed(run, "rollout killed", lambda: run.service("n1", "rollout").kill())
     run.until_end()
-    run.learned()
+    learned(run.directory)
     assert (run.audit()["batches"], run.starts) == (STEPS, 1)
     certificates = run.directory / "slurm/certs"
     assert {"10.77.0.1", "10.77.0.2", "10.77.0.3"} <= set(read_leaf(certificates / "trainer.pem").hosts)
     assert "rollout ended with signal SIGKILL; restart 1 of 3" in run.log
 
 
+@pytest.mark.soak  # `make test-cluster`; make test-ecosystem has one requeue, after a node was lost
 def test_a_run_is_requeued_before_its_time_limit_and_when_it_is_preempted(
     cluster: SlurmCluster, model: Path, tmp_path: Path
 ) -> None:
@@ -319,19 +295,18 @@ def test_a_run_is_requeued_before_its_time_limit_and_when_it_is_preempted(
 
     interrupted(run, "preempted", preempt)
     run.until_end()
-    run.learned()
+    learned(run.directory)
     assert run.audit()["batches"] == STEPS
     assert run.started(3)
     assert run.log.count("resuming from step_") == 2
 
 
-@pytest.mark.soak
 def test_a_run_is_requeued_and_resumed_when_a_node_is_lost(cluster: SlurmCluster, model: Path, tmp_path: Path) -> None:
     run = Run(cluster, model, tmp_path, "lost", *HETEROGENEOUS)
     run.until_step(10)
     interrupted(run, "node of the trainer killed", lambda: cluster.kill_node("n2"), lambda: cluster.start_node("n2"))
     run.until_end()
-    run.learned()
+    learned(run.directory)
     assert run.audit()["batches"] == STEPS
     assert run.started(2)
 
@@ -347,8 +322,8 @@ def test_a_part_that_does_not_serve_ends_the_job_with_its_name_node_and_port(
 
 
 def test_slurm_shows_a_part_the_devices_that_the_plan_gives_it(cluster: SlurmCluster, tmp_path: Path) -> None:
-    settings = load_run(["--model", "m", "--allocation-mode", "vllm:d1t2+fsdp:d2"])
-    plan = make_plan(settings, Machines.alike(1, cluster.gpus, cluster.cpus))
+    run = load_run(["--model", "m", "--allocation-mode", "vllm:d1t2+fsdp:d2"])
+    plan = make_plan(run, Machines.alike(1, cluster.gpus, cluster.cpus))
     (place,) = plan.places_of("trainer")
     host = Host("n0", "10.77.0.1", None, "", cluster.gpus, cluster.cpus)
     words = shlex.join(step(host, place, ("printenv", "CUDA_VISIBLE_DEVICES")))
