@@ -595,7 +595,7 @@ class OrchestratorConfig(EpisodeConfig):
     )
     serve_after_end: bool = Field(
         False,
-        description="When the run has ended, keep answering questions about it (GetRun, metrics) until a signal; false: end too. For engines that start whatever ends again, such as a StatefulSet of Kubernetes.",
+        description="When the run has ended, keep answering questions about it (GetRun, metrics) until a signal; false: end too. For engines that start whatever ends again, such as a Deployment of Kubernetes.",
     )
     write_trajectories: bool = Field(
         True,

@@ -17,6 +17,7 @@ from helm_chart import (
     ROOT,
     TOOLS,
     VERSIONS,
+    Manifest,
     example,
     helm,
     pod_specs,
@@ -219,14 +220,45 @@ def test_a_pod_holds_the_tokens_that_it_sends_and_no_others() -> None:
     }
 
 
-def test_only_what_changes_the_trainer_gives_its_job_another_name() -> None:
-    def job(*words: str) -> str:
-        (found,) = (each for each in rendered(*words) if each["kind"] == "Job")
-        return found["metadata"]["name"]
+CHANGES = (
+    *(
+        "rollout.replicas=3",
+        "rollout.drainSeconds=7",
+        "gateway.enabled=true",
+        "gateway.port=7777",
+        "relay.enabled=true",
+    ),
+    *(
+        "trainer.processes=2",
+        "trainer.drainSeconds=7",
+        "trainer.gpus=2",
+        "orchestrator.drainSeconds=7",
+        "weightsync.port=7777",
+    ),
+    *("image.tag=v2", "model.name=other", "run.settings=seed=3", "pods.preStopSeconds=9", "network.metricsPort=9999"),
+    *("security.tls.mutual=false", "agents.resources.requests.cpu=3", "trainer.nodeSelector.zone=a", "run.name=other"),
+)
 
-    assert job() == job("--set", "rollout.replicas=3") == job("--set", "gateway.enabled=true")
-    assert job() != job("--set", "trainer.processes=2")
-    assert job() != job("--set", "image.tag=v2")
+
+def test_a_job_whose_name_stays_is_not_changed_by_an_upgrade() -> None:
+    """Kubernetes refuses to change the pods of a Job, and with them the upgrade."""
+    always = ("--set", "agents.replicas=2")
+
+    def jobs(*words: str) -> dict[str, Manifest]:
+        return {each["metadata"]["name"]: each for each in rendered(*always, *words) if each["kind"] == "Job"}
+
+    before = jobs()
+    assert {name.split("-")[1] for name in before} == {"trainer", "orchestrator", "agents"}
+    kept = {}
+    for change in CHANGES:
+        after = jobs("--set", change)
+        same = before.keys() & after.keys()
+        assert all(before[name]["spec"] == after[name]["spec"] for name in same), change
+        kept[change] = {name.split("-")[1] for name in same}
+    assert kept["rollout.replicas=3"] == kept["gateway.enabled=true"] == {"trainer", "orchestrator", "agents"}
+    assert kept["trainer.processes=2"] == {"orchestrator", "agents"}
+    assert kept["gateway.port=7777"] == {"trainer", "orchestrator"}
+    assert kept["image.tag=v2"] == kept["run.settings=seed=3"] == kept["weightsync.port=7777"] == set()
 
 
 def test_scaling_belongs_to_one_of_both() -> None:

@@ -27,16 +27,6 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- if eq $tls.mode "certManager" }}{{ include "sluice.name" . }}-tls{{ else }}{{ $tls.secretName }}{{ end }}
 {{- end }}
 
-{{/*
-What changes the trainer. A Job cannot be changed, so its name has a digest of what it is made of: an upgrade that changes it
-replaces the Job, and one that does not leaves it alone.
-*/}}
-{{- define "sluice.trainerJob" -}}
-{{- $values := .Values -}}
-{{- $of := dict "run" $values.run "image" $values.image "model" $values.model "trainer" $values.trainer "security" $values.security "network" (omit $values.network "policies") "pods" $values.pods "ports" (list $values.weightsync.port $values.orchestrator.port) -}}
-{{ include "sluice.name" . }}-trainer-{{ $of | toJson | sha256sum | trunc 8 }}
-{{- end }}
-
 {{- define "sluice.peers" -}}
 {{- $name := include "sluice.name" . -}}
 [peers]

@@ -6,6 +6,7 @@ command: before `args`; default sluice.   args: words, settings and flags.
 ports: numbers by name.                   state: where a disk of its own is mounted, "" for none.
 dispatcher: whether it calls replicas or environments with the dispatcher's token.
 principal: whose token it sends; "" for a part that calls nobody.
+job: whether the pod is one of a Job, whose name says what it is made of.
 */}}
 {{- define "sluice.pod" -}}
 {{- $root := .root -}}
@@ -18,7 +19,9 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
+    {{- if not .job }}
     checksum/settings: {{ include (print $root.Template.BasePath "/settings.yaml") $root | sha256sum }}
+    {{- end }}
     {{- with merge dict ($part.annotations | default dict) $values.pods.annotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
