@@ -211,6 +211,7 @@ def test_a_pod_holds_the_tokens_that_it_sends_and_no_others() -> None:
         held[manifest["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]] = names
     assert held == {
         "weightsync": {"principals"},
+        "relay": {"principals", "token-relay"},
         "env-tools": {"principals"},
         "trainer": {"principals", "token-trainer"},
         "rollout": {"principals", "token-replica"},
