@@ -299,10 +299,7 @@ class TrainerConfig(ComputeConfig):
         held = self.footprint(run, cuda=on_cuda)
         if held is None:
             return ()
-        capacity = smallest_memory() if on_cuda else None
-        if self.device_memory_gb is not None:
-            capacity = int(self.device_memory_gb * 1e9)
-        held.check(capacity)
+        held.check(smallest_memory() if on_cuda else None)
         return (f"memory of one trainer device, estimated: {held.device / GIB:.1f} GiB ({held.parts})",)
 
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
@@ -343,6 +340,7 @@ class TrainerConfig(ComputeConfig):
             host=FLOAT32 * sizes.parameters * (3 if self.optimizer_offload else 1),
             remedy="lower token_budget, set gradient_checkpointing or optimizer_offload, train an adapter (lora.rank), or shard the model over"
             " more devices (parallel.dp_shard)",
+            capacity=None if self.device_memory_gb is None else self.device_memory_gb * 1e9,
         )
 
 

@@ -20,6 +20,7 @@ class Footprint:
         host: Further bytes of main memory for one instance on one machine.
         remedy: What to do if they are too many.
         share: Share of a device's memory that it may use.
+        capacity: Bytes of a device, where the settings say how many it has.
     """
 
     what: str
@@ -28,16 +29,18 @@ class Footprint:
     host: int
     remedy: str
     share: float = 1.0
+    capacity: float | None = None
 
     def check(self, capacity: float | None) -> None:
         """Refuse a device that is too small.
 
         Args:
-            capacity: Bytes of a device; None if they are not known.
+            capacity: Bytes of a device, unless the settings say it; None if they are not known.
 
         Raises:
             ConfigError: with the numbers and the remedy.
         """
+        capacity = self.capacity if self.capacity is not None else capacity
         if capacity is None or self.device <= capacity * self.share:
             return
         usable = "" if self.share == 1 else f", of which it may use {self.share:g}"
