@@ -17,6 +17,9 @@ from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer
 from sluice.tasks import settle
 
+_UNBOUNDED_S = 86_400.0
+"""More seconds than any drain takes: the server's bounds that of the episodes."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -56,20 +59,22 @@ async def serve(common: CommonConfig, config: AgentsConfig, clock: Clock = CLOCK
 
 async def _play(common: CommonConfig, config: AgentsConfig, player: Player) -> None:
     server = RpcServer("agents", config.server, common.security, run=common.run)
-    stop, drain_s = asyncio.Event(), config.server.drain_s
+    stop = asyncio.Event()
+    server.count_left(lambda: {"episodes": player.playing})
     async with AgentClient(common.peers.gateway, common.run, common.security, patience_s=config.gateway_s) as client:
         playing = asyncio.create_task(
-            client.run(player.play, at_a_time=config.at_a_time, stop=stop, drain_s=drain_s), name="agents"
+            client.run(player.play, at_a_time=config.at_a_time, stop=stop, drain_s=_UNBOUNDED_S), name="agents"
         )
         playing.add_done_callback(lambda _: player.ended.set())
 
         unfinished = False
 
-        async def finish(_drain_s: float) -> None:
+        async def finish(_grace_s: float) -> None:
+            """Lease nothing more, and wait for the episodes under way. What is left is given back."""
             nonlocal unfinished
             unfinished = not player.ended.is_set()
             stop.set()
-            await asyncio.wait({playing})
+            await server.drain.within(playing)
 
         try:
             await server.start()

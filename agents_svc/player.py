@@ -114,6 +114,7 @@ class Player:
 
     Attributes:
         failures: Failures in a row.
+        playing: Episodes that are being played.
         gave_up: Why the agents gave up; empty while they have not.
         ended: Set when they gave up.
     """
@@ -124,7 +125,7 @@ class Player:
         self._method, self._blocks = agent
         self._threads = DeadlineThreads("agent", at_a_time, episode_s, most_hung=at_a_time, clock=clock)
         self._episode_s, self._most_failures, self._clock = episode_s, most_failures, clock
-        self.failures = self._rounds = 0
+        self.failures = self._rounds = self.playing = 0
         self._kinds: set[str] = set()
         self.gave_up, self.ended = "", asyncio.Event()
 
@@ -135,6 +136,7 @@ class Player:
             Exception: what the agent raises, or a gateway answers; TimeoutError after `episode_s`.
         """
         rounds = self._rounds
+        self.playing += 1
         try:
             async with self._clock.timeout(self._episode_s) as limit:
                 await self._submit(episode, await self._outcome(episode))
@@ -143,6 +145,8 @@ class Player:
             why = f"it took longer than agents.episode_s ({self._episode_s:g} s)" if late else describe(error)
             self._failed(episode, rounds, why, error)
             raise
+        finally:
+            self.playing -= 1
         EPISODES.labels("played").inc()
         self.failures = self._rounds = 0
 

@@ -31,16 +31,22 @@ async def serve(common: CommonConfig, config: EnvServerConfig, clock: Clock = CL
     async with EnvironmentProcesses(
         config.source, config.args, config.environment_processes, limit, "envserver.environment_processes", clock=clock
     ) as processes:
-        servicer = EnvironmentServicer(processes, config, clock)
+        servicer = EnvironmentServicer(processes, config, clock, server.drain)
         server.add(
             environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, servicer, "sluice.v1.EnvironmentService"
         )
         server.readiness.add(processes.waits_for)
+        server.count_left(lambda: {**server.calls_left(), "episodes": servicer.open_episodes})
+
+        async def finish(_grace_s: float) -> None:
+            """Let open episodes come to their end."""
+            await server.until_nothing_is_left()
+
         closing = asyncio.create_task(servicer.run(), name="idle episodes")
         try:
             await server.start()
             with StateMetrics(servicer.scrape):
-                await server.serve_until_signal()
+                await server.serve_until_signal(finish=finish)
         finally:
             await server.stop(0)
             closing.cancel()

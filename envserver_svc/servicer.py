@@ -28,6 +28,7 @@ from sluice.environments.remote import SCORE
 from sluice.environments.wire import chat_messages, plain_message, task_message, task_of, tool_messages
 from sluice.paging import page_start
 from sluice.rpc import SluiceError
+from sluice.rpc.drain import Drain
 from sluice.telemetry import counter, gauge
 from sluice.v1 import environment_pb2, environment_pb2_grpc
 
@@ -66,13 +67,22 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         processes: Run it.
         config: The settings.
         clock: Says how long episodes are idle.
+        drain: Whether the service leaves: then it begins no episode.
     """
 
-    def __init__(self, processes: EnvironmentProcesses, config: EnvServerConfig, clock: Clock = CLOCK) -> None:
+    def __init__(
+        self, processes: EnvironmentProcesses, config: EnvServerConfig, clock: Clock = CLOCK, drain: Drain | None = None
+    ) -> None:
         self._processes, self._config, self._clock = processes, config, clock
+        self._drain = drain or Drain(clock)
         self._episodes: dict[str, _Served] = {}
         self._opening: dict[str, asyncio.Task[_Served]] = {}
         self._listings: OrderedDict[tuple[str, int], Sequence[Task]] = OrderedDict()
+
+    @property
+    def open_episodes(self) -> int:
+        """Return how many episodes are open, or about to be."""
+        return len(self._episodes) + len(self._opening)
 
     async def run(self) -> None:
         """Close idle episodes, until it is cancelled; then close all."""
@@ -142,7 +152,10 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             return served.response
         opening = self._opening.get(name)
         if opening is None:
-            if len(self._episodes) + len(self._opening) >= self._config.most_episodes:
+            if self._drain.begun.is_set():
+                message = "this environment server ends, and begins no episode; open it at another one, or at this one when it is back"
+                raise SluiceError.unavailable("DRAINING", message, _RETRY_S)
+            if self.open_episodes >= self._config.most_episodes:
                 raise SluiceError.resource_exhausted(
                     "TOO_MANY_EPISODES",
                     f"{self._config.most_episodes} episodes are open (envserver.most_episodes): close some, or retry after the delay",

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import structlog
 from prometheus_client import Metric
 
 from gateway_svc.config import GatewayConfig
 from sluice.config import CommonConfig, Service
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, connect
+from sluice.rpc.channel import wait_until_serving
 from sluice.sampling.listed import follow_list
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool
 from sluice.sampling.replica import Replica
+from sluice.tasks import discard_outcome, settle
 from sluice.telemetry import LoopLag, StateMetrics, counter, gauge
 from sluice.v1 import episode_pb2_grpc, session_pb2_grpc
+
+if TYPE_CHECKING:
+    from gateway_svc.recording import RecordedSessions
+    from sluice.openai.server import HttpServer
 
 _COLLECTIONS = (10_000, 20, 50)
 """Thresholds of the garbage collector: with Python's own it took a tenth of the gateway's CPU time, and found nothing."""
 
 EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
+
+AWAY_S = 5.0
+"""Seconds without an orchestrator after which a gateway that drains ends: nobody records what it samples. A whole run that is stopped
+ends so, and the orchestrator's end is the first."""
+
+LOOK_S = 1.0
+"""Seconds between two looks at the orchestrator during a drain."""
+
+log = structlog.get_logger(__name__)
 
 
 async def serve(
@@ -87,7 +104,7 @@ async def serve(
     ended = asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
     try:
-        server.count_left(lambda: server.calls_left + http.in_progress)
+        server.count_left(lambda: {**server.calls_left(), "requests over HTTP": http.in_progress})
         await server.start()
         await http.start()
         on_listening(server.target, _base_url(common, config, http.port))
@@ -96,7 +113,7 @@ async def serve(
         tasks += [asyncio.create_task(_and_end(each, ended)) for each in duties]
         with StateMetrics(partial(_scrape, pool)):
             async with missing_peers_reported({"orchestrator": common.peers.orchestrator}, common, server.readiness):
-                await server.serve_until_signal(ended, http.stop)
+                await server.serve_until_signal(ended, partial(_finish, common, server, http, sessions))
     finally:
         for task in tasks:
             task.cancel()
@@ -108,6 +125,32 @@ async def serve(
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+async def _finish(
+    common: CommonConfig, server: RpcServer, http: HttpServer, sessions: RecordedSessions, grace_s: float
+) -> None:
+    """Take nothing new at both ports, and wait for what is under way, as long as there is an orchestrator to record it."""
+    sessions.end_waits()
+    stopping = asyncio.gather(http.stop(grace_s), server.stop(grace_s))
+    discard_outcome(stopping)
+    looking = asyncio.create_task(_end_without_orchestrator(common, server), name="orchestrator")
+    try:
+        await server.drain.within(stopping)
+    finally:
+        looking.cancel()
+        await settle(looking)
+
+
+async def _end_without_orchestrator(common: CommonConfig, server: RpcServer) -> None:
+    """End a drain once no orchestrator has served for `AWAY_S`."""
+    with contextlib.suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout(AWAY_S):
+                await wait_until_serving(common.peers.orchestrator, common.security)
+            await asyncio.sleep(LOOK_S)
+    log.warning("no orchestrator is there to record replies: the drain ends", left=server.left)
+    server.begin_drain(0.0)
 
 
 def _waits_for(pool: ReplicaPool) -> Iterator[str]:

@@ -82,7 +82,8 @@ class GatewayConfig(Section):
         default_factory=CaptureConfig, description="How requests of agents become recorded generations."
     )
     server: ServerConfig = Field(
-        default_factory=lambda: ServerConfig(port=7105, http_port=7115), description="Where the gateway listens."
+        default_factory=lambda: ServerConfig(port=7105, http_port=7115, drain_s=600.0),
+        description="Where the gateway listens. `drain_s` lets a generation of minutes end; a gateway with nothing under way, or without an orchestrator, ends before.",
     )
     advertise_url: str | None = Field(
         None,

@@ -162,6 +162,7 @@ class RecordedSessions:
         self._base_url, self._name = base_url, name
         self._running: dict[tuple[str, bytes], dict[str, _Run]] = {}
         self._telling: set[asyncio.Task[None]] = set()
+        self._leasing: set[asyncio.Task[episode_pb2.LeaseTasksResponse]] = set()
         self._closed = False
         self._strangers = Strangers()
         self._asking: dict[tuple[str, str, bool], _Asking] = {}
@@ -230,10 +231,29 @@ class RecordedSessions:
         lease = episode_pb2.LeaseTasksRequest(
             run=f"runs/{self._run}", request_id=name, max_tasks=1, max_episodes=1, wait=_duration(wait_s)
         )
-        leased = await self.lease_tasks(lease)
-        task = leased.tasks[0]
+        task = (await self._lease_until_the_end(lease)).tasks[0]
         opened = await self.open_episode(episode_pb2.OpenEpisodeRequest(lease_id=task.lease_id, request_id=name))
         return Opened(task, opened)
+
+    async def _lease_until_the_end(self, request: episode_pb2.LeaseTasksRequest) -> episode_pb2.LeaseTasksResponse:
+        """Lease an episode, as `lease_tasks`, but wait for none once this gateway ends."""
+        leasing = asyncio.create_task(self.lease_tasks(request), name="lease")
+        self._leasing.add(leasing)
+        try:
+            await asyncio.wait({leasing})
+            if leasing.cancelled():
+                raise SluiceError.unavailable(
+                    "DRAINING", "this gateway ends; send the same request to another one", 0.5
+                )
+            return leasing.result()
+        finally:
+            self._leasing.discard(leasing)
+            leasing.cancel()
+
+    def end_waits(self) -> None:
+        """End the requests over HTTP that wait for an episode on offer. The gRPC server ends its own."""
+        for each in self._leasing:
+            each.cancel()
 
     async def lease_tasks(self, request: episode_pb2.LeaseTasksRequest) -> episode_pb2.LeaseTasksResponse:
         """Lease episodes for the caller, waiting as long as the request says."""

@@ -128,11 +128,17 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
                 _to_the_end(run, status.events, config.deadlines.watchers_s, ended, stays=config.serve_after_end),
                 name="run",
             )
+
+            async def leave(_grace_s: float) -> None:
+                """Start nothing more, unless it was the run that ended."""
+                if not ended.is_set():
+                    run.leave()
+
             left_s = 0.0
             try:
                 with StateMetrics(status.scrape):
                     async with missing_peers_reported({"trainer": common.peers.trainer}, common, server.readiness):
-                        left_s = await server.serve_until_signal(ended)
+                        left_s = await server.serve_until_signal(ended, leave)
             except asyncio.CancelledError:
                 await server.stop(0)
                 raise

@@ -130,6 +130,12 @@ class Run:
         if self._status.state == orchestrator_pb2.RUN_STATE_RUNNING:
             self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, "paused by an operator")
 
+    def leave(self) -> None:
+        """Start no more groups, since this process ends. What the journal has of the run, the next process continues."""
+        self._dispatcher.pause()
+        stages = {f"groups_{stage.value}": self._journal.ledger.count(stage) for stage in Stage}
+        log.info("starts no more groups; the journal has what is under way", **stages)
+
     async def resume(self, principal: str) -> None:
         """Start groups again; what was set aside so far is accepted, and agents that were missed are waited for anew.
 

@@ -8,11 +8,11 @@ import contextlib
 import grpc
 import structlog
 
-from rollout_svc.drain import Drain
 from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
+from sluice.rpc.drain import Drain
 from sluice.v1 import orchestrator_pb2 as pb
 from sluice.v1 import orchestrator_pb2_grpc
 

@@ -14,7 +14,6 @@ import grpc
 from rollout_svc.admin import ReplicaMetrics, RolloutAdminServicer
 from rollout_svc.announce import Announcer
 from rollout_svc.config import RolloutConfig
-from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EngineError, EnginePackage, EngineSettingsError, InferenceEngine
 from rollout_svc.replies import reply_format
 from rollout_svc.servicer import HAND_OVER_S, RolloutServicer
@@ -25,6 +24,7 @@ from sluice.config import CommonConfig, ConfigError, Service
 from sluice.engines import ENGINES
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError
+from sluice.rpc.drain import Drain
 from sluice.rpc.server import DRAINING, advertised_address
 from sluice.v1 import rollout_pb2_grpc
 
@@ -94,7 +94,7 @@ async def _serve(
     server.readiness.add(weights.waits_for)
     http = _http_server(common, config, requests, admin, server)
     try:
-        server.count_left(lambda: requests.samples)
+        server.count_left(lambda: {"samples": requests.samples})
         await server.start()
         if http is not None:
             await http.start()

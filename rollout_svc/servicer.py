@@ -14,7 +14,6 @@ import grpc
 import structlog
 
 from rollout_svc.config import LimitsConfig
-from rollout_svc.drain import Drain
 from rollout_svc.engines.adapters import LoraEngine, UnknownAdapterError
 from rollout_svc.engines.base import (
     DEFAULT_PACE,
@@ -36,6 +35,7 @@ from sluice.clock import CLOCK, Clock
 from sluice.limits import MAX_TEMPERATURE
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.rpc.access import caller
+from sluice.rpc.drain import Drain
 from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc, tokens_pb2
 from sluice.versions import Version

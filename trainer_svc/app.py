@@ -94,7 +94,6 @@ async def _lead(
     publisher = PolicyPublisher(
         _weight_publisher(common, config, channel, link), AdapterPublisher(channel, common.run), ranks
     )
-    trainer = Trainer(Learner(common, config, mesh, ranks), publisher, compute)
     server = RpcServer(
         "trainer",
         config.server,
@@ -103,6 +102,8 @@ async def _lead(
         run=common.run,
         call_log=common.run_dir / "calls/trainer.jsonl",
     )
+    trainer = Trainer(Learner(common, config, mesh, ranks), publisher, compute, server.drain)
+    server.count_left(lambda: {**server.calls_left(), **trainer.left})
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(trainer), SERVICE_NAME)
     server.set_serving(False, "its model, which it loads")
     server.readiness.add(trainer.waits_for)

@@ -11,6 +11,7 @@ import grpc
 
 from sluice.config import Options, SecurityConfig, load_run
 from sluice.rpc import SluiceError, connect
+from sluice.rpc.drain import describe_left
 from sluice.v1 import common_pb2, common_pb2_grpc
 
 POLL_S = 0.5
@@ -67,14 +68,15 @@ async def _drain(target: str, security: SecurityConfig, grace_s: float | None) -
         request = common_pb2.DrainServerRequest()
         if grace_s is not None:
             request.grace.FromNanoseconds(int(grace_s * 1e9))
-        left_s = grace_s or 0.0
+        left_s, drains = grace_s or 0.0, False
         try:
             async for left in common_pb2_grpc.ServerAdminServiceStub(channel).DrainServer(request):
-                left_s = left.grace_left.ToNanoseconds() / 1e9
-                print(f"{target}: draining, {left.left} left, at most {left_s:.0f} s", flush=True)
+                left_s, drains = left.grace_left.ToNanoseconds() / 1e9, True
+                kinds = f" ({describe_left(left.left_by_kind)})" if left.left_by_kind else ""
+                print(f"{target}: draining, {left.left} left{kinds}, at most {left_s:.0f} s", flush=True)
         except grpc.aio.AioRpcError as error:
             failed = SluiceError.from_rpc(error)
-            if failed.code not in _GONE or not left_s:
+            if failed.code not in _GONE or not drains:
                 raise failed from error
         info = common_pb2_grpc.ServerInfoServiceStub(channel)
         try:

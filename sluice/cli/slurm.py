@@ -152,7 +152,8 @@ def job_of(config: RunConfig, plan: Plan, options: argparse.Namespace) -> Job:
     flags += [f"--{name}" for name in _SWITCHES if getattr(options, name.replace("-", "_"), False)]
     flags += [f"--sbatch={each}" for each in getattr(options, "sbatch", ())]
     command = (sys.executable, "-m", "sluice.cli.main", "slurm", "job", "@", str(folder / SETTINGS_FILE), *flags)
-    stop_s = max(part.drain_s for part in plan.parts) + STOP_MARGIN_S
+    # A gateway may take longer alone, but ends soon after the orchestrator.
+    stop_s = max(part.drain_s for part in plan.parts if part.name != "gateway") + STOP_MARGIN_S
     return Job(folder / "job.log", Path.cwd(), command, stop_s)
 
 

@@ -544,5 +544,5 @@ class ServerConfig(Section):
     drain_s: float = Field(
         5.0,
         ge=0,
-        description="Seconds that calls in progress get to end after SIGTERM. `sluice rl` kills the service two seconds later.",
+        description="Seconds that what is under way (calls, samples, episodes, a step) gets to end after SIGTERM or `sluice drain`. A service ends as soon as nothing is left; `sluice rl` kills it two seconds after that time.",
     )

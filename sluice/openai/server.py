@@ -294,13 +294,21 @@ class HttpServer:
         return self.port
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Refuse new connections, give requests in progress `grace` seconds, then cancel them. Idempotent."""
-        serving, self._serving = self._serving, None
+        """Refuse new connections, give requests in progress `grace` seconds, then cancel them. Again: shorten the grace."""
+        serving = self._serving
         if serving is None:
             return
-        self._uvicorn.config.timeout_graceful_shutdown = max(1, round(grace)) if grace else 0
-        self._uvicorn.should_exit = True
+        if self._uvicorn.should_exit:
+            await asyncio.wait({serving}, timeout=grace)
+            for task in self._uvicorn.server_state.tasks:
+                task.cancel()
+        else:
+            self._uvicorn.config.timeout_graceful_shutdown = max(1, round(grace)) if grace else 0
+            self._uvicorn.should_exit = True
         _, late = await asyncio.wait({serving}, timeout=grace + MARGIN_S)
+        if self._serving is None:
+            return
+        self._serving = None
         if late:
             log.warning("http server did not stop in time", grace_s=grace)
             serving.cancel()

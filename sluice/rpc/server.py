@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
-import math
 import random
 import resource
 import signal
 import socket
 import time
 import uuid
+from collections import Counter as Counts
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -31,12 +31,14 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.errors import BindError
 from sluice.limits import HEAD_S, IDLE_S, LIMITS, MAX_MESSAGE_BYTES, MAX_PROBE_CONNECTIONS, REQUEST_S
 from sluice.rpc.access import ADMIN_SERVICE, INFO_SERVICE, Access, check_exposure, name_request, roles_for
 from sluice.rpc.call_log import CallLog, is_logged, may_be_logged
 from sluice.rpc.channel import REQUEST_ID_KEY, TOO_OLD, TRANSPORT_OPTIONS, UNIX
+from sluice.rpc.drain import Drain, describe_left
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
 from sluice.rpc.from_files import unusable_files
 from sluice.rpc.quota import Usage
@@ -79,6 +81,9 @@ RPC_IN_FLIGHT = Gauge("sluice_rpc_in_flight", "Calls in progress.", ("service", 
 FLUSH_S = 0.5
 """Seconds after `finish` for the last responses to leave."""
 
+LAST_S = 1.0
+"""Seconds for `finish` after the time of the drain, to hand over what is left."""
+
 LAST_CALLS_S = 3600.0
 """Seconds for the calls in progress on a connection that is ended for its age: as long as the longest call of ours may take."""
 
@@ -104,12 +109,18 @@ _MOST_PROBES = 64
 _LOOK_S = 0.1
 """Seconds between two looks at what is left of a drain."""
 
+_SAY_S = 10.0
+"""Seconds between two lines of the log that say what is left of a drain."""
+
 _READY_LOOK_S = 1.0
 """Seconds between two looks at what the service waits for, for those that watch its health."""
 
 NOT_STARTED = "its own start"
 DRAINING = "its end: it drains, and another one has to take its place"
 """What a server waits for that does not serve yet, or no longer."""
+
+_NO_WORK = frozenset({ADMIN_SERVICE, INFO_SERVICE})
+"""Services whose calls a drain does not wait for: they ask for it, and how far it is."""
 
 _REQUEST_ID_CHARACTERS = 128
 
@@ -222,8 +233,10 @@ class RpcServer:
         features: Optional abilities that are switched on.
         run: Name of the run served, not its resource name; empty where there are several.
         call_log: Where calls that change something are written; None writes them nowhere.
+        clock: The time of a drain.
 
     Attributes:
+        drain: Whether the service leaves: then it takes nothing new.
         access: Decides about its calls; an HTTP port of the same service shares it.
         call_log: Takes the calls that change something; shared too.
         readiness: What the service waits for.
@@ -242,6 +255,7 @@ class RpcServer:
         features: Sequence[str] = (),
         run: str = "",
         call_log: Path | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         check_exposure(server, security)
         if "/" in run:
@@ -262,9 +276,8 @@ class RpcServer:
         self._probes: grpc.aio.Server | None = None
         self._looking: asyncio.Task[None] | None = None
         self._calls: CallInterceptor | None = None
-        self._asked, self._shortened = asyncio.Event(), asyncio.Event()
-        self._drain_end = math.inf
-        self._count_left: Callable[[], int] | None = None
+        self.drain, self._clock = Drain(clock), clock
+        self._count_left: Callable[[], Mapping[str, int]] = self.calls_left
 
     def add(self, add_fn: Callable[[Servicer, Any], None], servicer: Servicer, service_name: str) -> None:
         """Register a servicer before `start`; `sluice.rpc.access` says who may call it.
@@ -278,8 +291,12 @@ class RpcServer:
         self._services.append(service_name)
         self._unimplemented.update(_missing_methods(service_name, servicer))
 
-    def count_left(self, count: Callable[[], int]) -> None:
-        """Say how much is left while the service drains, where that is something else than its gRPC calls."""
+    def count_left(self, count: Callable[[], Mapping[str, int]]) -> None:
+        """Say what a drain waits for, where that is more than the gRPC calls in progress.
+
+        Args:
+            count: Returns how much is left, by its kind in the plural, such as ``{"episodes": 3}``. Takes no time.
+        """
         self._count_left = count
 
     @property
@@ -289,24 +306,21 @@ class RpcServer:
 
     def begin_drain(self, grace_s: float) -> None:
         """Drain and end, as a signal does, within so many seconds. Again: shorten the grace."""
-        self._drain_end = min(self._drain_end, asyncio.get_running_loop().time() + grace_s)
-        self._asked.set()
-        self._shortened.set()
+        self.drain.begin(grace_s)
+
+    def calls_left(self) -> Mapping[str, int]:
+        """Return the gRPC calls in progress by their method, but for watches, which end first, and those that ask for the drain."""
+        return {} if self._calls is None else {name: count for name, count in self._calls.by_name.items() if count}
 
     @property
-    def calls_left(self) -> int:
-        """Return the gRPC calls in progress, but for those of `DrainServer`."""
-        return 0 if self._calls is None else self._calls.in_flight - self._calls.drains
+    def left(self) -> Mapping[str, int]:
+        """Return what a drain still has to wait for, by its kind."""
+        return {kind: count for kind, count in self._count_left().items() if count > 0}
 
-    @property
-    def left(self) -> int:
-        """Return how much a drain still has to wait for."""
-        return self.calls_left if self._count_left is None else self._count_left()
-
-    @property
-    def grace_left_s(self) -> float:
-        """Return the seconds that the calls in progress have left; infinite as long as nothing asks the server to end."""
-        return max(0.0, self._drain_end - asyncio.get_running_loop().time())
+    async def until_nothing_is_left(self) -> None:
+        """Wait until a drain has nothing to wait for, or its time is over."""
+        while self.left and self.drain.left_s:
+            await self._clock.sleep(_LOOK_S)
 
     async def start(self) -> int:
         """Bind and serve.
@@ -351,10 +365,10 @@ class RpcServer:
                 run=f"runs/{self._run}" if self._run else "",
                 limits=[common_pb2.Limit(name=each.name, value=each.value, unit=each.unit) for each in LIMITS],
             ),
-            self.readiness,
+            self,
         )
         common_pb2_grpc.add_ServerInfoServiceServicer_to_server(info, self._server)
-        common_pb2_grpc.add_ServerAdminServiceServicer_to_server(_ServerAdmin(self, self._calls), self._server)
+        common_pb2_grpc.add_ServerAdminServiceServicer_to_server(_ServerAdmin(self), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         await self._publish_health()
@@ -419,8 +433,9 @@ class RpcServer:
     async def serve_until_signal(
         self, until: asyncio.Event | None = None, finish: Callable[[float], Awaitable[None]] | None = None
     ) -> float:
-        """Serve until SIGTERM, SIGINT or `until`, then report NOT_SERVING, drain and stop; a second signal stops at once.
+        """Serve until SIGTERM, SIGINT, `DrainServer` or `until`, then drain and stop; a second signal stops at once.
 
+        A drain reports NOT_SERVING, refuses new calls, and waits until nothing is left. Meanwhile it says how much that is.
         The signal handlers stay installed afterwards, so that a further signal does not interrupt the clean-up of the service.
 
         Args:
@@ -432,50 +447,66 @@ class RpcServer:
             Seconds of the drain that are left for the rest of the service; 0 after a second signal.
         """
         loop = asyncio.get_running_loop()
-        asked, again = self._asked, asyncio.Event()
+        drain, signalled, again = self.drain, asyncio.Event(), asyncio.Event()
 
         def on_signal() -> None:
-            (again if asked.is_set() else asked).set()
+            if signalled.is_set():
+                again.set()
+            signalled.set()
+            drain.begin(0.0 if again.is_set() else self._config.drain_s)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
-        waits = {asyncio.create_task(event.wait()) for event in (asked, until) if event is not None}
+        waits = {asyncio.create_task(event.wait()) for event in (drain.begun, until) if event is not None}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        if math.isinf(self._drain_end):
-            self.begin_drain(self._config.drain_s)
-        hurry = asyncio.create_task(again.wait())
+        if not drain.begun.is_set():
+            drain.begin(self._config.drain_s)
         self.readiness.own = DRAINING
-        if finish is not None:
-            await self._health.enter_graceful_shutdown()
-            finishing = asyncio.ensure_future(finish(self.grace_left_s))
-            await self._within_grace(finishing, hurry)
-            finishing.cancel()
-            await asyncio.wait({finishing})
-            self._drain_end = max(self._drain_end, loop.time() + FLUSH_S)
-        draining = asyncio.create_task(self.stop(self.grace_left_s))
-        await self._within_grace(draining, hurry)
-        if not draining.done():
-            await self.stop(0)
-        hurry.cancel()
-        await draining
+        saying = asyncio.create_task(self._say_what_is_left(), name="what is left of the drain")
+        try:
+            if finish is not None:
+                await self._health.enter_graceful_shutdown()
+                finishing = asyncio.ensure_future(finish(drain.left_s))
+                if not await drain.within(finishing):
+                    await asyncio.wait({finishing}, timeout=0.0 if again.is_set() else LAST_S)
+                finishing.cancel()
+                await asyncio.wait({finishing})
+            await self._stop_when_nothing_is_left(0.0 if finish is None or again.is_set() else FLUSH_S)
+        finally:
+            saying.cancel()
+            await settle(saying)
         if finish is not None and not finishing.cancelled():
             finishing.result()
-        return 0.0 if again.is_set() else self.grace_left_s
+        return drain.left_s
 
-    async def _within_grace(self, work: asyncio.Future[None], hurry: asyncio.Future[Any]) -> None:
-        """Wait until some work is done, a second signal comes, or a grace that was shortened meanwhile is over."""
-        while not work.done() and not hurry.done():
-            self._shortened.clear()
-            shortened = asyncio.create_task(self._shortened.wait())
-            await asyncio.wait({work, hurry, shortened}, return_when=asyncio.FIRST_COMPLETED)
-            if shortened.done():
-                await asyncio.wait({work, hurry}, timeout=self.grace_left_s, return_when=asyncio.FIRST_COMPLETED)
-                return
-            shortened.cancel()
+    async def _stop_when_nothing_is_left(self, flush_s: float) -> None:
+        """Refuse new calls, wait for what is left within the drain, then stop.
+
+        Args:
+            flush_s: Seconds that calls in progress get at least.
+        """
+        stopping = asyncio.create_task(self.stop(max(self.drain.left_s, flush_s)))
+        await self.until_nothing_is_left()
+        if not await self.drain.within(stopping):
+            await asyncio.wait({stopping}, timeout=flush_s)
+        if left := self.left:
+            log.warning("the time of the drain is over; what is left ends now", left=left)
+        await self.stop(0)
+        await stopping
+
+    async def _say_what_is_left(self) -> None:
+        """Log how much is left: at once, and later at intervals if there is less. Runs until cancelled."""
+        said: Mapping[str, int] | None = None
+        while True:
+            left = self.left
+            if left != said:
+                log.info("draining", left=left, grace_left_s=round(self.drain.left_s, 3))
+                said = left
+            await self._clock.sleep(_SAY_S)
 
     async def stop(self, grace: float) -> None:
         """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them.
@@ -485,7 +516,6 @@ class RpcServer:
         server = self._server
         if server is None or self._calls is None:
             return
-        log.info("draining", in_flight=self._calls.in_flight, grace_s=grace)
         if self._looking is not None:
             self._looking.cancel()
             await settle(self._looking)
@@ -580,15 +610,18 @@ class _Health(health.aio.HealthServicer):
 class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
     """GetServerInfo, which every server answers with facts that are fixed at its start, what it waits for, and its clock."""
 
-    def __init__(self, answer: common_pb2.GetServerInfoResponse, readiness: Readiness) -> None:
-        self._answer, self._readiness = answer, readiness
+    def __init__(self, answer: common_pb2.GetServerInfoResponse, server: RpcServer) -> None:
+        self._answer, self._server = answer, server
 
     async def GetServerInfo(self, request: object, context: object) -> common_pb2.GetServerInfoResponse:  # noqa: N802
         """Return the facts and the time."""
         del request, context
         answer = common_pb2.GetServerInfoResponse()
         answer.CopyFrom(self._answer)
-        answer.waits_for.extend(self._readiness.waits_for())
+        answer.waits_for.extend(self._server.readiness.waits_for())
+        if self._server.drain.begun.is_set():
+            left = describe_left(self._server.left)
+            answer.waits_for.append(f"what is left: {left}, at most {self._server.drain.left_s:.0f} s")
         answer.time.GetCurrentTime()
         return answer
 
@@ -596,8 +629,8 @@ class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
 class _ServerAdmin(common_pb2_grpc.ServerAdminServiceServicer):
     """What operators may ask of every server."""
 
-    def __init__(self, server: RpcServer, calls: CallInterceptor) -> None:
-        self._server, self._calls = server, calls
+    def __init__(self, server: RpcServer) -> None:
+        self._server = server
 
     async def DrainServer(  # noqa: N802
         self, request: common_pb2.DrainServerRequest, context: Context
@@ -609,21 +642,17 @@ class _ServerAdmin(common_pb2_grpc.ServerAdminServiceServicer):
             grace_s = request.grace.ToNanoseconds() / 1e9
         if grace_s < 0:
             raise SluiceError.invalid_argument("grace", f"is {grace_s:g} s; give 0 s or more")
-        self._calls.drains += 1
-        try:
-            self._server.begin_drain(grace_s)
-            said = None
-            while said != 0:
-                left = max(0, self._server.left)
-                if left != said:
-                    response = common_pb2.DrainServerResponse(left=left)
-                    response.grace_left.FromNanoseconds(int(self._server.grace_left_s * 1e9))
-                    yield response
-                    said = left
-                else:
-                    await asyncio.sleep(_LOOK_S)
-        finally:
-            self._calls.drains -= 1
+        self._server.begin_drain(grace_s)
+        said: Mapping[str, int] | None = None
+        while said is None or said:
+            left = self._server.left
+            if left != said:
+                response = common_pb2.DrainServerResponse(left=sum(left.values()), left_by_kind=left)
+                response.grace_left.FromNanoseconds(int(self._server.drain.left_s * 1e9))
+                yield response
+                said = left
+            else:
+                await asyncio.sleep(_LOOK_S)
 
 
 def _missing_methods(service_name: str, servicer: object) -> Iterator[str]:
@@ -692,6 +721,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
         call_log: Takes the calls that change something.
         watch_s: Seconds after which a watch is ended, so that its client is looked at again; None for never.
+
+    Attributes:
+        by_name: Calls of principals in progress that a drain waits for, by the name of their method.
     """
 
     def __init__(
@@ -710,18 +742,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._max_waiting_rpcs = max_waiting_rpcs
         self._waiting: dict[str, _Places] = {}
         self.open = _Places(max_concurrent_rpcs, "calls without a principal", "server.max_concurrent_rpcs")
-        self.drains = 0
+        self.by_name: Counts[str] = Counts()
         self._unimplemented = unimplemented
         self._watches: dict[asyncio.Task[Any], Callable[[], bool]] = {}
         self._admitted_under = access.state()
         self._recheck: asyncio.TimerHandle | None = None
         self._ended: dict[asyncio.Task[Any], SluiceError] = {}
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-
-    @property
-    def in_flight(self) -> int:
-        """Return the calls of principals in progress."""
-        return self.working.taken + sum(each.taken for each in self._waiting.values())
 
     def waiting(self, rpc: str) -> _Places:
         """Return the places of a method whose calls wait for others."""
@@ -898,11 +925,13 @@ class _ObservedMethod:
     ) -> None:
         self._calls = calls
         self._rpc, self._body, self._takes_one, self._streams = f"{service}/{name}", body, takes_one, streams
+        self._name = name
         self._roles, self._is_watch = roles_for(service, name), is_watch
         waits = is_watch or self._rpc == _WAITS_TO_THE_END
         self._places = calls.open if self._roles is None else calls.waiting(self._rpc) if waits else calls.working
         self._call_log = calls.call_log if may_be_logged(self._rpc) else None
         self._metrics = MethodMetrics(service, name)
+        self._counted = self._roles is not None and service not in _NO_WORK and not is_watch
 
     async def handle(self, requests: Message, context: Context) -> Message:
         """Serve one call and account for it.
@@ -918,7 +947,7 @@ class _ObservedMethod:
         code = grpc.StatusCode.OK
         usage, known = None, self._roles is None
         message: Message = None if self._takes_one else requests
-        self._places.taken += 1
+        self._count(1)
         self._metrics.begin()
         try:
             usage, known = self._admit(authorization, context), True
@@ -951,7 +980,7 @@ class _ObservedMethod:
         finally:
             if usage is not None:
                 usage.end()
-            self._places.taken -= 1
+            self._count(-1)
             # A call that was refused before anyone knew whose it was must not push others out of the log.
             known = known or code is grpc.StatusCode.PERMISSION_DENIED
             if self._call_log is not None and known and is_logged(self._rpc):
@@ -959,6 +988,12 @@ class _ObservedMethod:
                 self._call_log.record(self._rpc, request, context.peer(), code.name)
             self._metrics.end(code, time.perf_counter() - started)
         return response
+
+    def _count(self, change: int) -> None:
+        """Account for a call that begins (1) or ends (-1)."""
+        self._places.taken += change
+        if self._counted:
+            self._calls.by_name[self._name] += change
 
     async def _begin_watch(
         self, context: Context, task: asyncio.Task[Any] | None, authorization: str | bytes | None

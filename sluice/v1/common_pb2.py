@@ -26,29 +26,33 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sluice/v1/common.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\">\n\x12\x44rainServerRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x13\x44rainServerResponse\x12\x0c\n\x04left\x18\x01 \x01(\r\x12-\n\ngrace_left\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14GetServerInfoRequest\"\xda\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x18\n\x10\x63ontract_version\x18\x03 \x01(\r\x12\x10\n\x08services\x18\x04 \x03(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x03(\t\x12\x1a\n\x12unimplemented_rpcs\x18\x06 \x03(\t\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\x04\x12\x1b\n\x13max_concurrent_rpcs\x18\x08 \x01(\r\x12\x0b\n\x03run\x18\t \x01(\t\x12(\n\x04time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12 \n\x06limits\x18\x0b \x03(\x0b\x32\x10.sluice.v1.Limit\x12\x18\n\x10max_waiting_rpcs\x18\x0c \x01(\r\x12\x11\n\twaits_for\x18\r \x03(\t\"2\n\x05Limit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0c\n\x04unit\x18\x03 \x01(\t\".\n\rPolicyVersion\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04*\x90\x01\n\nCredential\x12\x1a\n\x16\x43REDENTIAL_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43REDENTIAL_PRINCIPAL\x10\x01\x12\x1b\n\x17\x43REDENTIAL_SETTLING_KEY\x10\x02\x12\x1a\n\x16\x43REDENTIAL_SESSION_KEY\x10\x03\x12\x13\n\x0f\x43REDENTIAL_NONE\x10\x04\x32g\n\x11ServerInfoService\x12R\n\rGetServerInfo\x12\x1f.sluice.v1.GetServerInfoRequest\x1a .sluice.v1.GetServerInfoResponse2d\n\x12ServerAdminService\x12N\n\x0b\x44rainServer\x12\x1d.sluice.v1.DrainServerRequest\x1a\x1e.sluice.v1.DrainServerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sluice/v1/common.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\">\n\x12\x44rainServerRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xcb\x01\n\x13\x44rainServerResponse\x12\x0c\n\x04left\x18\x01 \x01(\r\x12-\n\ngrace_left\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x44\n\x0cleft_by_kind\x18\x03 \x03(\x0b\x32..sluice.v1.DrainServerResponse.LeftByKindEntry\x1a\x31\n\x0fLeftByKindEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x16\n\x14GetServerInfoRequest\"\xda\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x18\n\x10\x63ontract_version\x18\x03 \x01(\r\x12\x10\n\x08services\x18\x04 \x03(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x03(\t\x12\x1a\n\x12unimplemented_rpcs\x18\x06 \x03(\t\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\x04\x12\x1b\n\x13max_concurrent_rpcs\x18\x08 \x01(\r\x12\x0b\n\x03run\x18\t \x01(\t\x12(\n\x04time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12 \n\x06limits\x18\x0b \x03(\x0b\x32\x10.sluice.v1.Limit\x12\x18\n\x10max_waiting_rpcs\x18\x0c \x01(\r\x12\x11\n\twaits_for\x18\r \x03(\t\"2\n\x05Limit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0c\n\x04unit\x18\x03 \x01(\t\".\n\rPolicyVersion\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04*\x90\x01\n\nCredential\x12\x1a\n\x16\x43REDENTIAL_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43REDENTIAL_PRINCIPAL\x10\x01\x12\x1b\n\x17\x43REDENTIAL_SETTLING_KEY\x10\x02\x12\x1a\n\x16\x43REDENTIAL_SESSION_KEY\x10\x03\x12\x13\n\x0f\x43REDENTIAL_NONE\x10\x04\x32g\n\x11ServerInfoService\x12R\n\rGetServerInfo\x12\x1f.sluice.v1.GetServerInfoRequest\x1a .sluice.v1.GetServerInfoResponse2d\n\x12ServerAdminService\x12N\n\x0b\x44rainServer\x12\x1d.sluice.v1.DrainServerRequest\x1a\x1e.sluice.v1.DrainServerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sluice.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CREDENTIAL']._serialized_start=724
-  _globals['_CREDENTIAL']._serialized_end=868
+  _globals['_DRAINSERVERRESPONSE_LEFTBYKINDENTRY']._loaded_options = None
+  _globals['_DRAINSERVERRESPONSE_LEFTBYKINDENTRY']._serialized_options = b'8\001'
+  _globals['_CREDENTIAL']._serialized_start=846
+  _globals['_CREDENTIAL']._serialized_end=990
   _globals['_DRAINSERVERREQUEST']._serialized_start=102
   _globals['_DRAINSERVERREQUEST']._serialized_end=164
-  _globals['_DRAINSERVERRESPONSE']._serialized_start=166
-  _globals['_DRAINSERVERRESPONSE']._serialized_end=248
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=250
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=272
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=275
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=621
-  _globals['_LIMIT']._serialized_start=623
-  _globals['_LIMIT']._serialized_end=673
-  _globals['_POLICYVERSION']._serialized_start=675
-  _globals['_POLICYVERSION']._serialized_end=721
-  _globals['_SERVERINFOSERVICE']._serialized_start=870
-  _globals['_SERVERINFOSERVICE']._serialized_end=973
-  _globals['_SERVERADMINSERVICE']._serialized_start=975
-  _globals['_SERVERADMINSERVICE']._serialized_end=1075
+  _globals['_DRAINSERVERRESPONSE']._serialized_start=167
+  _globals['_DRAINSERVERRESPONSE']._serialized_end=370
+  _globals['_DRAINSERVERRESPONSE_LEFTBYKINDENTRY']._serialized_start=321
+  _globals['_DRAINSERVERRESPONSE_LEFTBYKINDENTRY']._serialized_end=370
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=372
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=394
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=397
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=743
+  _globals['_LIMIT']._serialized_start=745
+  _globals['_LIMIT']._serialized_end=795
+  _globals['_POLICYVERSION']._serialized_start=797
+  _globals['_POLICYVERSION']._serialized_end=843
+  _globals['_SERVERINFOSERVICE']._serialized_start=992
+  _globals['_SERVERINFOSERVICE']._serialized_end=1095
+  _globals['_SERVERADMINSERVICE']._serialized_start=1097
+  _globals['_SERVERADMINSERVICE']._serialized_end=1197
 # @@protoc_insertion_point(module_scope)

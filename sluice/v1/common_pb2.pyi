@@ -98,23 +98,51 @@ class DrainServerResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LeftByKindEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     LEFT_FIELD_NUMBER: _builtins.int
     GRACE_LEFT_FIELD_NUMBER: _builtins.int
+    LEFT_BY_KIND_FIELD_NUMBER: _builtins.int
     left: _builtins.int
-    """Calls in progress, over gRPC and HTTP; of a replica its samples, queued or running."""
+    """All that the drain waits for, together."""
     @_builtins.property
     def grace_left(self) -> _duration_pb2.Duration:
         """What is left of the grace."""
+
+    @_builtins.property
+    def left_by_kind(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The same by its kind: gRPC calls by the name of their method, such as PushWeights; requests over HTTP; samples of a replica, queued
+        or running; open episodes; steps and checkpoints under way; operations.
+        """
 
     def __init__(
         self,
         *,
         left: _builtins.int = ...,
         grace_left: _duration_pb2.Duration | None = ...,
+        left_by_kind: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left", "left", b"left"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left", "left", b"left", "left_by_kind", b"left_by_kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

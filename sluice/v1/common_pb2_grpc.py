@@ -123,8 +123,8 @@ class ServerAdminServiceServicer:
     """
 
     def DrainServer(self, request, context):
-        """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes no new calls, and gives those in progress the grace.
-        Says how many are left, at once and whenever that changes, until none is; the process ends soon after. Repeated, it only
+        """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes nothing new, and gives what is under way the grace.
+        Says how much is left, at once and whenever that changes, until nothing is; the process ends soon after. Repeated, it only
         shortens the grace. If the caller leaves, the server drains on. Errors: INVALID_ARGUMENT (a negative grace).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

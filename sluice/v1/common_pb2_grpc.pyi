@@ -80,8 +80,8 @@ class ServerAdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ServerAdminServiceAsyncStub: ...
     DrainServer: _grpc.UnaryStreamMultiCallable[_common_pb2.DrainServerRequest, _common_pb2.DrainServerResponse]
-    """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes no new calls, and gives those in progress the grace.
-    Says how many are left, at once and whenever that changes, until none is; the process ends soon after. Repeated, it only
+    """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes nothing new, and gives what is under way the grace.
+    Says how much is left, at once and whenever that changes, until nothing is; the process ends soon after. Repeated, it only
     shortens the grace. If the caller leaves, the server drains on. Errors: INVALID_ARGUMENT (a negative grace).
     """
 
@@ -91,8 +91,8 @@ class ServerAdminServiceAsyncStub(ServerAdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DrainServer: _aio.UnaryStreamMultiCallable[_common_pb2.DrainServerRequest, _common_pb2.DrainServerResponse]  # type: ignore[assignment]
-    """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes no new calls, and gives those in progress the grace.
-    Says how many are left, at once and whenever that changes, until none is; the process ends soon after. Repeated, it only
+    """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes nothing new, and gives what is under way the grace.
+    Says how much is left, at once and whenever that changes, until nothing is; the process ends soon after. Repeated, it only
     shortens the grace. If the caller leaves, the server drains on. Errors: INVALID_ARGUMENT (a negative grace).
     """
 
@@ -105,8 +105,8 @@ class ServerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.DrainServerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_common_pb2.DrainServerResponse], _abc.AsyncIterator[_common_pb2.DrainServerResponse]]:
-        """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes no new calls, and gives those in progress the grace.
-        Says how many are left, at once and whenever that changes, until none is; the process ends soon after. Repeated, it only
+        """Drains the server and ends it, as SIGTERM does: it reports NOT_SERVING, takes nothing new, and gives what is under way the grace.
+        Says how much is left, at once and whenever that changes, until nothing is; the process ends soon after. Repeated, it only
         shortens the grace. If the caller leaves, the server drains on. Errors: INVALID_ARGUMENT (a negative grace).
         """
 

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
-from rollout_svc.drain import Drain
 from rollout_svc.engines.base import InferenceEngine, PauseMode
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.http import create_app
@@ -26,6 +25,7 @@ from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.openai.server import HttpServer
 from sluice.rpc import RpcServer, SluiceError, connect
+from sluice.rpc.drain import Drain
 from sluice.v1 import rollout_pb2_grpc
 
 RUN = "test"

@@ -29,7 +29,6 @@ from small_models import (
 )
 
 from rollout_svc.config import LimitsConfig
-from rollout_svc.drain import Drain
 from rollout_svc.engines.base import (
     EngineError,
     FinishReason,
@@ -48,6 +47,7 @@ from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
 from sluice.engines import ENGINES
+from sluice.rpc.drain import Drain
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedVersion

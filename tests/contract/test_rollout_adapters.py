@@ -23,7 +23,6 @@ from weightsync_stack import RUN, Stack, running_stack
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, LoraLimits, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings
-from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
@@ -33,6 +32,7 @@ from rollout_svc.weights import ReplicaWeights
 from sluice.client import RolloutClient
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
+from sluice.rpc.drain import Drain
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version, append_spans
 from weightsync.publisher import AdapterPublisher

@@ -13,9 +13,9 @@ from simulated_clock import LIMIT_S, SimulatedClock
 
 from rollout_svc import announce
 from rollout_svc.announce import Announcer
-from rollout_svc.drain import Drain
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
+from sluice.rpc.drain import Drain
 from sluice.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 LEASE_S = 30.0

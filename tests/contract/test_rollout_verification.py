@@ -16,7 +16,6 @@ from weightsync_stack import RUN, Stack, running_stack
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
-from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EngineError, EngineTimeoutError, UncheckedWeights
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
@@ -25,6 +24,7 @@ from rollout_svc.tokenizer import ModelTokenizer
 from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, ConfigError, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, connect
+from sluice.rpc.drain import Drain
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import Version
 from weightsync.inspect.weights_command import COMMAND

@@ -148,7 +148,7 @@ async def test_a_watch_whose_token_goes_while_its_request_is_on_its_way_does_not
         await first.write(request)
         await asyncio.wait_for(double.entered.wait(), DEADLINE_S)
         second = watch(metadata=(("authorization", f"Bearer {goes}"),))
-        await eventually(lambda: calls.in_flight == 2)
+        await eventually(lambda: calls.waiting("sluice.v1.TrainerService/WatchSteps").taken == 2)
         replace_private(file, kept)
         await eventually(lambda: calls._admitted_under is calls.access.state())
         await second.write(request)

@@ -18,7 +18,6 @@ from weightsync_stack import RUN, running_stack
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, LoraLimits, RolloutConfig
 from rollout_svc.config import LoraConfig as RolloutLora
-from rollout_svc.drain import Drain
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
@@ -28,6 +27,7 @@ from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.render import tokenizer_digest
 from sluice.rpc import RpcServer, SluiceError
+from sluice.rpc.drain import Drain
 from sluice.rpc.principals import add_token
 from sluice.tuning import Training, Tuning, demonstration, row
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2, training_pb2_grpc, weightsync_pb2

@@ -156,7 +156,7 @@ async def test_what_does_not_end_in_time_is_handed_over_with_its_tokens(started,
             output, _ = await command.communicate()
             assert command.returncode == 0
             first, *_, last = output.decode().splitlines()
-            assert first.endswith("draining, 4 left, at most 0 s")
+            assert first.endswith("draining, 4 left (4 samples), at most 0 s")
             assert last.endswith("gone")
 
 

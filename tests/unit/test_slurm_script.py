@@ -159,3 +159,10 @@ def test_tokens_of_a_job_are_new_at_each_start_and_only_their_user_may_read_them
     own.write_text((tmp_path / "principals.toml").read_text())
     kept = settings("--security.principals-file", str(own))
     assert slurm._with_tokens(kept, tmp_path).security.principals_file == own
+
+
+def test_a_gateway_alone_may_drain_for_minutes_and_does_not_make_the_whole_job_end_earlier() -> None:
+    run = settings("--rollout.server.drain-s", "30")
+    plan = make_plan(run, Machines(), extra={"gateway": 1})
+    assert plan.part("gateway").drain_s == 600.0
+    assert slurm.job_of(run, plan, []).stop_s == 30.0 + slurm.STOP_MARGIN_S

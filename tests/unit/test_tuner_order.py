@@ -76,3 +76,16 @@ def test_a_removed_training_gets_no_turn() -> None:
     turns.add("b")
     turns.remove("a")
     assert turns.take({"a", "b"}) == "b"
+
+
+def test_a_drain_waits_for_what_runs_and_can_run_and_not_for_what_lacks_an_operation_before_it() -> None:
+    training = Training[int, int]()
+    for number in (1, 2, 4):
+        training.submit(number, str(number), number)
+    assert training.left == 2, "3 is missing, so 4 cannot run"
+    entry, _ = training.begin()
+    assert training.left == 2, "one runs"
+    training.end(entry, 0)
+    assert training.left == 1
+    training.submit(3, "3", 3)
+    assert training.left == 3

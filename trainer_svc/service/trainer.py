@@ -16,6 +16,7 @@ import structlog
 from prometheus_client import Metric
 
 from sluice.rpc import SluiceError
+from sluice.rpc.drain import Drain
 from sluice.tasks import discard_outcome
 from sluice.telemetry import counter, gauge
 from sluice.v1 import checkpoint_pb2, trainer_pb2
@@ -30,6 +31,9 @@ from trainer_svc.service.publication import PolicyPublisher, Publication
 from trainer_svc.service.rank_group import OUT_OF_STEP
 from weightsync.publisher import PushReport
 
+_OF_A_STEP = (trainer_pb2.TRAINER_PHASE_TRAINING, trainer_pb2.TRAINER_PHASE_SAVING)
+"""What a drain lets end. A version that is not published yet is published again after a restart."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -40,9 +44,17 @@ class Trainer:
         learner: The policy.
         publisher: Pushes its versions to weight sync.
         compute: The thread that runs the learner; None: a new one.
+        drain: Whether the service leaves: then no further batch is trained.
     """
 
-    def __init__(self, learner: Learner, publisher: PolicyPublisher, compute: ComputeThread | None = None) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        publisher: PolicyPublisher,
+        compute: ComputeThread | None = None,
+        drain: Drain | None = None,
+    ) -> None:
+        self._drain = drain or Drain()
         self.learner = learner
         self.common, self.config = learner.common, learner.config
         self.admission: Admission[Batch] | None = None
@@ -80,6 +92,12 @@ class Trainer:
             return trainer_pb2.TRAINER_PHASE_READY
         idle = self._doing == trainer_pb2.TRAINER_PHASE_WAITING
         return trainer_pb2.TRAINER_PHASE_SAVING if idle and self.checkpoints.active else self._doing
+
+    @property
+    def left(self) -> dict[str, int]:
+        """What is under way that a drain waits for."""
+        trains = self._training is not None and not self._training.done() and self._doing in _OF_A_STEP
+        return {"steps": int(trains), "checkpoints": int(self.checkpoints.active)}
 
     @property
     def last_error(self) -> str:
@@ -325,7 +343,7 @@ class Trainer:
         while True:
             waiting = perf_counter()
             self._doing = trainer_pb2.TRAINER_PHASE_WAITING
-            while (batch := admission.take()) is None:
+            while self._drain.begun.is_set() or (batch := admission.take()) is None:
                 self._arrived.clear()
                 await self._arrived.wait()
             waited_s = perf_counter() - waiting

@@ -40,6 +40,7 @@ async def serve(common: CommonConfig, config: TunerConfig) -> None:
     servicer = TrainingServicer(f"runs/{common.run}", lambda: tuner)
     server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, servicer, SERVICE_NAME)
     server.set_serving(False, "its model, which it loads")
+    server.count_left(lambda: {**server.calls_left(), "operations": 0 if tuner is None else tuner.operations_left})
     await server.start()
 
     def load() -> tuple[AdapterBank, str]:

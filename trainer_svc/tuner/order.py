@@ -112,6 +112,15 @@ class Training(Generic[Payload, Outcome]):
         """Whether the next operation is there."""
         return self.next_sequence_no in self._entries
 
+    @property
+    def left(self) -> int:
+        """Operations that are under way, or can run without another one being submitted."""
+        under_way = sum(each.payload is None and each.outcome is None for each in self._entries.values())
+        number = self.next_sequence_no
+        while number in self._entries:
+            number += 1
+        return under_way + number - self.next_sequence_no
+
     def waiting(self) -> list[Payload]:
         """Return what the operations that have not begun hold."""
         return [each.payload for each in self._entries.values() if each.payload is not None]

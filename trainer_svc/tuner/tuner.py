@@ -304,6 +304,11 @@ class Tuner:
                 async with self._clock.timeout(left):
                     await changed.wait()
 
+    @property
+    def operations_left(self) -> int:
+        """How many operations are under way, or can run without another one being submitted."""
+        return sum(each.order.left for each in self._trainings.values())
+
     async def run_forever(self) -> None:
         """Run operations until cancelled."""
         while True:

@@ -27,7 +27,8 @@ metadata:
     {{- end }}
 spec:
   {{- include "sluice.podSpec" . | nindent 2 }}
-  # SIGTERM comes after preStop. Then the service drains, and gets a margin to end its engine and its files.
+  # SIGTERM comes after preStop. Then the service drains, until nothing is left or drainSeconds are over, and gets a margin to end its
+  # engine and its files.
   terminationGracePeriodSeconds: {{ add $values.pods.preStopSeconds $part.drainSeconds 30 }}
   {{- if and $values.model.prepare.command (has .role (list "trainer" "rollout")) }}
   initContainers:
@@ -74,7 +75,7 @@ spec:
         failureThreshold: 6
       lifecycle:
         preStop:
-          # Until nobody is sent here any more. SIGTERM follows, and drains.
+          # Until nobody is sent here any more. SIGTERM follows, and drains: `sluice drain` would do the same.
           sleep: {seconds: {{ $values.pods.preStopSeconds }}}
       {{- include "sluice.resources" . | nindent 6 }}
       {{- include "sluice.containerSecurity" $root | nindent 6 }}

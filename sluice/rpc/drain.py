@@ -1,21 +1,23 @@
-"""A replica leaves: it takes no new requests, and those under way get a time to end."""
+"""A service leaves: it takes nothing new, and what is under way gets a time to end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
+from typing import Any
 
 from sluice.clock import CLOCK, Clock
 
 
 class Drain:
-    """Whether a replica leaves, and how much time its requests have left. Asked again, it only gets shorter.
+    """Whether a service leaves, and how much time what is under way has left. Asked again, it only gets shorter.
 
     Args:
         clock: The time of the grace.
 
     Attributes:
-        begun: Set when the replica was asked to leave.
+        begun: Set when the service was asked to leave.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -32,7 +34,7 @@ class Drain:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that the requests have left; infinite before `begin`."""
+        """Return the seconds that what is under way has left; infinite before `begin`."""
         return max(0.0, self._end - self._clock())
 
     async def until(self, idle: asyncio.Event) -> None:
@@ -47,3 +49,16 @@ class Drain:
             finally:
                 for wait in waits:
                     wait.cancel()
+
+    async def within(self, work: asyncio.Future[Any]) -> bool:
+        """Wait until some work has ended or the time is over. Return whether it has ended; it is not cancelled."""
+        ended = asyncio.Event()
+        work.add_done_callback(lambda _: ended.set())
+        if not work.done():
+            await self.until(ended)
+        return work.done()
+
+
+def describe_left(left: Mapping[str, int]) -> str:
+    """Return what is left of a drain, for people: ``2 episodes, 1 Step``."""
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(left.items())) or "nothing"
