@@ -78,7 +78,7 @@ async def _play(common: CommonConfig, config: AgentsConfig, player: Player) -> N
 
         try:
             await server.start()
-            async with missing_peers_reported({"gateway": common.peers.gateway}, common, server.readiness):
+            async with missing_peers_reported({"gateway": common.peers.gateway}, common, server, gives_up=False):
                 await server.serve_until_signal(player.ended, finish)
         finally:
             playing.cancel()

@@ -112,7 +112,7 @@ async def serve(
         duties = (pool.run(), follow_list(pool, stub, name), LoopLag().run())
         tasks += [asyncio.create_task(_and_end(each, ended)) for each in duties]
         with StateMetrics(partial(_scrape, pool)):
-            async with missing_peers_reported({"orchestrator": common.peers.orchestrator}, common, server.readiness):
+            async with missing_peers_reported({"orchestrator": common.peers.orchestrator}, common, server):
                 await server.serve_until_signal(ended, partial(_finish, common, server, http, sessions))
     finally:
         for task in tasks:

@@ -137,7 +137,9 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
             left_s = 0.0
             try:
                 with StateMetrics(status.scrape):
-                    async with missing_peers_reported({"trainer": common.peers.trainer}, common, server.readiness):
+                    async with missing_peers_reported(
+                        {"trainer": common.peers.trainer}, common, server, gives_up=False
+                    ):
                         left_s = await server.serve_until_signal(ended, leave)
             except asyncio.CancelledError:
                 await server.stop(0)

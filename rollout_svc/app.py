@@ -126,7 +126,7 @@ async def _serve(
     needed = {"weightsync": common.peers.weightsync} if config.follow_weights else {}
     needed |= {"orchestrator": common.peers.orchestrator} if config.announce else {}
     try:
-        async with missing_peers_reported(needed, common, server.readiness):
+        async with missing_peers_reported(needed, common, server):
             await server.serve_until_signal(ended, finish)
     finally:
         for task in tasks:

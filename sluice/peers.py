@@ -1,71 +1,104 @@
 """Say which service is missing: one that has waited long for another logs its name, its address, why it cannot be reached, and what to do.
 
-A service that can wait goes on waiting and says so again; its requests have deadlines of their own.
+A service that can wait goes on waiting and says so again, until it has waited too long for one that never came; its requests have
+deadlines of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING
 
 import structlog
 
 from sluice.clock import CLOCK, Clock
-from sluice.config import CommonConfig, ConfigError
+from sluice.config import CommonConfig, ConfigError, MissingPeerError
 from sluice.doctor.finding import State
 from sluice.doctor.peers import check_peer
 from sluice.rpc.channel import wait_until_serving
-from sluice.rpc.readiness import Readiness
+
+if TYPE_CHECKING:
+    from sluice.rpc import RpcServer
 
 log = structlog.get_logger(__name__)
 
 
 @contextlib.asynccontextmanager
 async def missing_peers_reported(
-    peers: Mapping[str, str], common: CommonConfig, readiness: Readiness | None = None, clock: Clock = CLOCK
+    peers: Mapping[str, str], common: CommonConfig, server: RpcServer, clock: Clock = CLOCK, *, gives_up: bool = True
 ) -> AsyncIterator[None]:
     """While the block runs, log an error each time that `peers_start_s` have passed and a peer has not served yet.
 
-    The service is not ready before each of them has served once.
+    The service is not ready before each of them has served once. If one has not within `peers_give_up_s`, the service drains.
 
     Args:
         peers: Addresses of the services that this one needs, by name.
-        common: Deadline, tokens and TLS.
-        readiness: That of the service.
+        common: Deadlines, tokens and TLS.
+        server: That of the service, which serves in the block.
         clock: Tells how long a peer has been missing.
+        gives_up: False for a service that has a deadline of its own for its peers.
+
+    Raises:
+        MissingPeerError: behind the block, if the service drained because a peer never served.
     """
+    give_up_s = (common.peers_give_up_s if gives_up else 0.0) or math.inf
     waits = {
-        peer: asyncio.create_task(_report_until_serving(peer, target, common, clock), name=f"waits for {peer}")
+        peer: asyncio.create_task(_wait_for(peer, target, common, give_up_s, clock), name=f"waits for {peer}")
         for peer, target in peers.items()
     }
-    if readiness is not None:
-        readiness.add(lambda: [f"{peer}: it has not served yet" for peer, wait in waits.items() if not wait.done()])
+    failed: list[MissingPeerError] = []
+
+    def ended(wait: asyncio.Task[None]) -> None:
+        if not wait.cancelled() and isinstance(error := wait.exception(), MissingPeerError):
+            failed.append(error)
+            server.begin_drain(server.drain_s)
+
+    for wait in waits.values():
+        wait.add_done_callback(ended)
+    server.readiness.add(lambda: [f"{peer}: it has not served yet" for peer, wait in waits.items() if not wait.done()])
     try:
         yield
     finally:
         for wait in waits.values():
             wait.cancel()
         await asyncio.gather(*waits.values(), return_exceptions=True)
+    if failed:
+        raise failed[0]
 
 
-async def _report_until_serving(peer: str, target: str, common: CommonConfig, clock: Clock) -> None:
+async def _wait_for(peer: str, target: str, common: CommonConfig, give_up_s: float, clock: Clock) -> None:
+    """Return once a peer has served.
+
+    Raises:
+        MissingPeerError: if it has not after so many seconds.
+    """
     started = clock()
     while True:
+        left_s = started + give_up_s - clock()
         try:
-            async with clock.timeout(common.peers_start_s):
+            async with clock.timeout(min(common.peers_start_s, left_s)):
                 await wait_until_serving(target, common.security)
         except TimeoutError:
             finding = await check_peer(peer, target, common.security)
-            if finding.state is not State.OK:
-                log.error(  # noqa: TRY400 - the fields say all
-                    "a service that this one needs is missing; waiting on",
-                    peer=peer,
-                    address=target,
-                    waited_s=round(clock() - started, 1),
-                    reason=finding.found.removeprefix(f"{target}: "),
-                    remedy=finding.remedy,
-                )
+            if finding.state is State.OK:
+                return
+            waited_s = round(clock() - started, 1)
+            reason = finding.found.removeprefix(f"{target}: ")
+            if waited_s >= give_up_s:
+                raise MissingPeerError(
+                    f"{peer} at {target} has not served for {waited_s:g} s (peers_give_up_s): {reason}; {finding.remedy}"
+                ) from None
+            log.error(  # noqa: TRY400 - the fields say all
+                "a service that this one needs is missing; waiting on",
+                peer=peer,
+                address=target,
+                waited_s=waited_s,
+                reason=reason,
+                remedy=finding.remedy,
+            )
         except ConfigError:
             return  # the service itself reads the same token or certificate, and ends with that reason
         else:

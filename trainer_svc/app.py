@@ -9,10 +9,11 @@ from functools import partial
 import grpc
 import structlog
 
-from sluice.config import CommonConfig, ConfigError, Service
+from sluice.config import CommonConfig, ConfigError, MissingPeerError, Service
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.rpc.server import serve_probes
+from sluice.supervise.restart_policy import EXIT_MISSING_PEER
 from sluice.telemetry import StateMetrics
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
@@ -112,7 +113,7 @@ async def _lead(
     left_s = 0.0
     try:
         with StateMetrics(trainer.scrape):
-            async with missing_peers_reported({"weightsync": common.peers.weightsync}, common, server.readiness):
+            async with missing_peers_reported({"weightsync": common.peers.weightsync}, common, server):
                 left_s = await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(max(left_s, LEAST_GRACE_S))
@@ -172,6 +173,9 @@ def _end(error: BaseException | None) -> None:
         raise error
     if error is None or isinstance(error, asyncio.CancelledError):
         os._exit(0)
+    if isinstance(error, MissingPeerError):
+        log.error("gave up", reason=str(error))
+        os._exit(EXIT_MISSING_PEER)
     if isinstance(error, SluiceError):
         log.error("rank ends", reason=error.reason, message=error.message)
     else:

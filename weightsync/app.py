@@ -146,7 +146,7 @@ async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
     _keep_freed_memory()
     upstream = {} if config.upstream is None else {"weightsync": config.upstream}
-    async with serving(common, config) as service, missing_peers_reported(upstream, common, service.server.readiness):
+    async with serving(common, config) as service, missing_peers_reported(upstream, common, service.server):
         await service.server.serve_until_signal(service.failed)
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from sluice.config import (
     ConfigError,
     FailedForGoodError,
+    MissingPeerError,
     Options,
     RunConfig,
     Section,
@@ -40,7 +41,7 @@ from sluice.config import (
 )
 from sluice.config.secrets import redact_text, secret_values
 from sluice.errors import BindError
-from sluice.supervise.restart_policy import EXIT_BIND, EXIT_CONFIG, EXIT_FOR_GOOD, EXIT_SET_ASIDE
+from sluice.supervise.restart_policy import EXIT_BIND, EXIT_CONFIG, EXIT_FOR_GOOD, EXIT_MISSING_PEER, EXIT_SET_ASIDE
 
 if TYPE_CHECKING:
     import asyncio
@@ -119,6 +120,13 @@ EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 EXIT_UNFINISHED = 143
 """Exit code of a service that a signal ended before its work was done; shells report it for SIGTERM."""
+
+_GAVE_UP = {
+    FailedForGoodError: EXIT_FOR_GOOD,
+    TooMuchSetAsideError: EXIT_SET_ASIDE,
+    MissingPeerError: EXIT_MISSING_PEER,
+}
+"""Exit code of a service that gave up, by the error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -230,8 +238,8 @@ def run_service(name: str, argv: list[str]) -> int:
     """Run a service, or under torchrun one rank of it, until SIGTERM or SIGINT. Only the first rank serves metrics.
 
     Returns:
-        0 after a clean stop, 1 after a failure, which is logged, 3 if the service gave up, 143 if a signal came before its work
-        was done.
+        0 after a clean stop, 1 after a failure, which is logged, 3 if the service gave up, 6 if another one that it needs never
+        served, 143 if a signal came before its work was done.
 
     Raises:
         BindError: if it cannot listen at its address.
@@ -279,9 +287,9 @@ def run_service(name: str, argv: list[str]) -> int:
     except UnfinishedError as stop:
         log.info("stopped before the end", reason=str(stop))
         return EXIT_UNFINISHED
-    except FailedForGoodError as error:
+    except (FailedForGoodError, MissingPeerError) as error:
         log.error("gave up", reason=str(error))  # noqa: TRY400 - the message has the reason
-        return EXIT_SET_ASIDE if isinstance(error, TooMuchSetAsideError) else EXIT_FOR_GOOD
+        return _GAVE_UP[type(error)]
     except SluiceError as error:
         log.error("service failed", code=error.code.name, reason=error.reason, message=error.message)  # noqa: TRY400 - a typed error says all
         return EXIT_FAILURE

@@ -27,6 +27,7 @@ from sluice.config.schema import (
 from sluice.config.services import (
     Command,
     FailedForGoodError,
+    MissingPeerError,
     Service,
     TooMuchSetAsideError,
     UnfinishedError,
@@ -47,6 +48,7 @@ __all__ = [
     "CommonConfig",
     "ConfigError",
     "FailedForGoodError",
+    "MissingPeerError",
     "Options",
     "PeersConfig",
     "RunConfig",

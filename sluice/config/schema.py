@@ -480,6 +480,11 @@ class CommonConfig(Section):
         gt=0,
         description="Seconds that a service waits at its start for another one that it needs, until it logs which one is missing, where and why. It continues to wait, and logs again after the same time.",
     )
+    peers_give_up_s: float = Field(
+        1800.0,
+        ge=0,
+        description="Seconds after which a service whose peer has never served ends with exit code 6, so that nothing is held for a part that does not come; what restarts services starts it again. 0: it waits for ever. The orchestrator and agents have deadlines of their own: `orchestrator.deadlines.start_s`, `agents.gateway_s`.",
+    )
     metrics_ports: bool = Field(
         False,
         description="Whether each service that `sluice rl` starts serves its Prometheus metrics on a free port of its own, at `server.metrics_host`, unless `server.metrics_port` names one. `RUN.metrics_targets.json` in `output_dir` lists them for Prometheus while the run lives.",

@@ -23,6 +23,10 @@ class UnfinishedError(Exception):
     """A signal ended a service before its work was done. A restart continues the work."""
 
 
+class MissingPeerError(Exception):
+    """A service ended because another one that it needs never served. It says which, where and what to do; a restart waits anew."""
+
+
 class FailedForGoodError(Exception):
     """A service gave up, and a restart would not help. The exception's ``__cause__`` is the reason."""
 
@@ -39,7 +43,8 @@ class Service:
         name: Name of the command, of the table in the file and of the entry point.
         config_class: The table's class.
         serve: Builds everything, serves until SIGTERM or SIGINT, drains and returns; a service whose work has an end
-            returns then, raises `UnfinishedError` if a signal came first, and `FailedForGoodError` if it gave up.
+            returns then, raises `UnfinishedError` if a signal came first, `MissingPeerError` if a peer never came, and
+            `FailedForGoodError` if it gave up.
     """
 
     name: str

@@ -18,6 +18,9 @@ EXIT_BIND = 4
 EXIT_SET_ASIDE = 5
 """Exit code of an orchestrator whose run paused because too much was set aside, and which nobody let go on: a restart would wait again."""
 
+EXIT_MISSING_PEER = 6
+"""Exit code of a service whose peer never served: a restart waits for it anew."""
+
 _FOR_GOOD = {EXIT_FOR_GOOD: "it gave up", EXIT_SET_ASIDE: "too much was set aside"}
 """Why a child is not started again that has waited for whatever waiting could cure, by exit code."""
 
@@ -86,7 +89,7 @@ def after_exit(
         return GiveUp(_FOR_GOOD[code])
     if most == 0:
         return GiveUp("")
-    if code > 0 and not was_ready:
+    if code > 0 and code != EXIT_MISSING_PEER and not was_ready:
         # It exited by itself before it served: another start would end the same way.
         return GiveUp("it never began to serve")
     recent = sum(now - at <= WINDOW_S for at in restarts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,10 +17,11 @@ import structlog
 from held_ports import held_ports
 from simulated_clock import LIMIT_S, SimulatedClock
 
-from sluice.config import CommonConfig, SecurityConfig, ServerConfig
+from sluice.config import CommonConfig, MissingPeerError, SecurityConfig, ServerConfig
 from sluice.doctor import peers
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer
+from sluice.supervise.restart_policy import EXIT_MISSING_PEER
 
 LOADS_S = 300.0
 """Seconds in which a service must have reported that is a process; the machine may be busy."""
@@ -39,6 +41,10 @@ def nobody() -> Iterator[str]:
         yield f"127.0.0.1:{port}"
 
 
+def server(name: str = "weightsync") -> RpcServer:
+    return RpcServer(name, ServerConfig(), SecurityConfig())
+
+
 async def reports(logged: list[Any], clock: SimulatedClock, count: int = 1) -> list[Any]:
     """Let time pass until one peer was reported so many times."""
 
@@ -56,7 +62,7 @@ async def reports(logged: list[Any], clock: SimulatedClock, count: int = 1) -> l
 async def test_an_address_at_which_nothing_listens_is_reported_again_and_again(nobody: str) -> None:
     clock = SimulatedClock()
     with structlog.testing.capture_logs() as logged:
-        async with missing_peers_reported({"weightsync": nobody}, COMMON, clock=clock):
+        async with missing_peers_reported({"weightsync": nobody}, COMMON, server(), clock):
             one, two, *_ = await reports(logged, clock, 2)
     assert (one["log_level"], one["peer"], one["address"]) == ("error", "weightsync", nobody)
     assert one["reason"] == "nothing listens there"
@@ -67,24 +73,64 @@ async def test_an_address_at_which_nothing_listens_is_reported_again_and_again(n
 async def test_a_name_that_does_not_resolve_is_the_reason() -> None:
     clock = SimulatedClock()
     with structlog.testing.capture_logs() as logged:
-        async with missing_peers_reported({"trainer": "no-such-host.invalid:7102"}, COMMON, clock=clock):
+        async with missing_peers_reported({"trainer": "no-such-host.invalid:7102"}, COMMON, server(), clock):
             assert "cannot be resolved" in (await reports(logged, clock))[0]["reason"]
 
 
 async def test_a_peer_that_still_loads_is_the_reason_and_one_that_serves_is_not_reported() -> None:
     clock = SimulatedClock()
-    loading, serving = (RpcServer(name, ServerConfig(), SecurityConfig()) for name in ("trainer", "weightsync"))
+    loading, serving = server("trainer"), server("weightsync")
     async with AsyncExitStack() as stack:
-        for server in (loading, serving):
-            await server.start()
-            stack.push_async_callback(server.stop, 0)
+        for each in (loading, serving):
+            await each.start()
+            stack.push_async_callback(each.stop, 0)
         loading.set_serving(False)
         needed = {"trainer": loading.target, "weightsync": serving.target}
         with structlog.testing.capture_logs() as logged:
-            async with missing_peers_reported(needed, COMMON, clock=clock):
+            async with missing_peers_reported(needed, COMMON, server(), clock):
                 found = await reports(logged, clock, 3)
     assert {each["peer"] for each in found} == {"trainer"}
     assert "does not serve yet" in found[0]["reason"]
+
+
+async def test_a_service_whose_peer_never_serves_drains_and_ends_with_the_remedy(nobody: str) -> None:
+    clock, waiting = SimulatedClock(), server()
+    common = COMMON.model_copy(update={"peers_give_up_s": 70.0})
+    await waiting.start()
+
+    async def serve() -> None:
+        async with missing_peers_reported({"weightsync": nobody}, common, waiting, clock):
+            await waiting.serve_until_signal()
+
+    with structlog.testing.capture_logs() as logged:
+        serving = asyncio.create_task(serve())
+        assert len(await reports(logged, clock, 2)) == 2
+        assert not waiting.drain.begun.is_set(), "60 of 70 seconds"
+        await clock.until(lambda: clock.waits == 1)
+        await clock.advance(10.0)
+        why = f"weightsync at {nobody} has not served for 70 s (peers_give_up_s): nothing listens there; see that"
+        with pytest.raises(MissingPeerError, match=re.escape(why)):
+            await asyncio.wait_for(serving, LIMIT_S)
+
+
+@pytest.mark.parametrize(("give_up_s", "gives_up"), [(0.0, True), (70.0, False)])
+async def test_a_service_may_wait_for_ever(nobody: str, give_up_s: float, gives_up: bool) -> None:
+    clock, waiting = SimulatedClock(), server()
+    common = COMMON.model_copy(update={"peers_give_up_s": give_up_s})
+    with structlog.testing.capture_logs() as logged:
+        async with missing_peers_reported({"weightsync": nobody}, common, waiting, clock, gives_up=gives_up):
+            assert len(await reports(logged, clock, 4)) == 4
+    assert not waiting.drain.begun.is_set()
+
+
+async def test_a_peer_that_has_served_once_may_go_away_for_ever() -> None:
+    clock, waiting, peer = SimulatedClock(), server(), server()
+    await peer.start()
+    async with missing_peers_reported({"weightsync": peer.target}, COMMON, waiting, clock):
+        await clock.until(lambda: not waiting.readiness.waits_for())
+        await peer.stop(0)
+        await clock.advance(2 * COMMON.peers_give_up_s)
+        assert not waiting.drain.begun.is_set()
 
 
 @asynccontextmanager
@@ -132,6 +178,18 @@ async def test_a_service_on_its_own_reports_the_peer_that_never_comes(
         event = await reported(process)
     assert (event["level"], event["peer"], event["address"]) == ("error", peer, nobody)
     assert event["reason"] == "nothing listens there"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_service_on_its_own_ends_with_a_code_that_a_restart_may_cure(tmp_path: Path, nobody: str) -> None:
+    words = ("weightsync", "--upstream", nobody, "--peers-give-up-s", "1")
+    async with program(tmp_path, *words) as process, asyncio.timeout(LOADS_S):
+        output, _ = await process.communicate()
+    assert process.returncode == EXIT_MISSING_PEER
+    last = [json.loads(line) for line in output.splitlines() if line.startswith(b"{")][-1]
+    assert last["event"] == "gave up"
+    assert f"weightsync at {nobody} has not served for" in last["reason"]
 
 
 @pytest.mark.slow

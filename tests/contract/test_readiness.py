@@ -110,7 +110,7 @@ async def test_the_command_prints_what_a_server_waits_for(capsys: pytest.Capture
 async def test_a_service_waits_for_its_peers_until_each_has_served_once(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     common = CommonConfig(run="r1", output_dir=tmp_path)
-    async with server() as toy, missing_peers_reported({"weightsync": f"127.0.0.1:{port}"}, common, toy.readiness):
+    async with server() as toy, missing_peers_reported({"weightsync": f"127.0.0.1:{port}"}, common, toy):
         assert toy.readiness.waits_for() == ["weightsync: it has not served yet"]
         async with server(port=port):
             while toy.readiness.waits_for():  # noqa: ASYNC110 - the peer is looked for in real time

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.supervise.restart_policy import MAX_DELAY_S, WINDOW_S, GiveUp, StartAgain, after_exit
+from sluice.supervise.restart_policy import EXIT_MISSING_PEER, MAX_DELAY_S, WINDOW_S, GiveUp, StartAgain, after_exit
 
 KILLED = -9
 
@@ -75,3 +75,8 @@ def test_no_window_ever_holds_more_restarts_than_allowed(gaps: list[float], allo
             restarts.append(now)
             assert (0 < decision.delay_s <= MAX_DELAY_S) == (fruitless > 1)
     assert all(sum(at - WINDOW_S <= other <= at for other in restarts) <= allowed for at in restarts)
+
+
+def test_a_service_whose_peer_never_came_is_started_again_to_wait_anew() -> None:
+    assert isinstance(after_exit(EXIT_MISSING_PEER, 0.0, [], 3, was_ready=False), StartAgain)
+    assert isinstance(after_exit(EXIT_MISSING_PEER, 9.0, [0.0, 1.0, 3.0], 3, was_ready=True), GiveUp)
