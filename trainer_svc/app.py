@@ -9,11 +9,11 @@ from functools import partial
 import grpc
 import structlog
 
-from sluice.config import CommonConfig, ConfigError, MissingPeerError, Service
+from sluice.config import CommonConfig, ConfigError, MissingPeerError, Service, UnfinishedError
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.rpc.server import serve_probes
-from sluice.supervise.restart_policy import EXIT_MISSING_PEER
+from sluice.supervise.restart_policy import EXIT_MISSING_PEER, EXIT_UNFINISHED
 from sluice.telemetry import StateMetrics
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
@@ -64,6 +64,7 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
         raise
     if link is not None:
         _end(None)
+    raise UnfinishedError("a signal came; the run continues from the newest checkpoint when the trainer starts again")
 
 
 def _join(config: TrainerConfig) -> tuple[Mesh, RankLink | None]:
@@ -126,7 +127,7 @@ async def _lead(
     if not ended:
         log.warning("the compute thread did not end in time, leaving it behind", drain_s=config.server.drain_s)
         # Python aborts if it finalises while a thread is inside a kernel; nothing is left to clean up.
-        os._exit(0)
+        os._exit(EXIT_UNFINISHED)
     if loading.done():
         loading.result()
     else:
@@ -172,7 +173,7 @@ def _end(error: BaseException | None) -> None:
     if isinstance(error, ConfigError):
         raise error
     if error is None or isinstance(error, asyncio.CancelledError):
-        os._exit(0)
+        os._exit(EXIT_UNFINISHED)
     if isinstance(error, MissingPeerError):
         log.error("gave up", reason=str(error))
         os._exit(EXIT_MISSING_PEER)

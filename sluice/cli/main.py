@@ -41,7 +41,14 @@ from sluice.config import (
 )
 from sluice.config.secrets import redact_text, secret_values
 from sluice.errors import BindError
-from sluice.supervise.restart_policy import EXIT_BIND, EXIT_CONFIG, EXIT_FOR_GOOD, EXIT_MISSING_PEER, EXIT_SET_ASIDE
+from sluice.supervise.restart_policy import (
+    EXIT_BIND,
+    EXIT_CONFIG,
+    EXIT_FOR_GOOD,
+    EXIT_MISSING_PEER,
+    EXIT_SET_ASIDE,
+    EXIT_UNFINISHED,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -118,8 +125,6 @@ Settings: `@ file.toml`, `--key value`, SLUICE_A__B; see `sluice rl --help`.
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
-EXIT_UNFINISHED = 143
-"""Exit code of a service that a signal ended before its work was done; shells report it for SIGTERM."""
 
 _GAVE_UP = {
     FailedForGoodError: EXIT_FOR_GOOD,

@@ -40,7 +40,8 @@ def launch(processes: int, grace_s: float, nodes: Nodes, words: list[str]) -> in
         words: The command.
 
     Returns:
-        0 if all ended well or after a signal to this process, otherwise the exit code of the rank that failed first.
+        0 if all ended well, 128 and the signal's number after a signal to this process, otherwise the exit code of the rank that failed
+        first.
 
     Raises:
         NodesMissingError: if a node did not join, or is gone.
@@ -74,8 +75,8 @@ def launch(processes: int, grace_s: float, nodes: Nodes, words: list[str]) -> in
                 shutdown_timeout=math.ceil(grace_s),
             )
             elastic_launch(config, sys.executable)("-m", "sluice.cli.main", *words)
-    except SignalException:
-        return 0
+    except SignalException as ended:
+        return 128 + int(ended.sigval)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return _end_alike(failure.exitcode)

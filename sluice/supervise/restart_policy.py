@@ -21,6 +21,9 @@ EXIT_SET_ASIDE = 5
 EXIT_MISSING_PEER = 6
 """Exit code of a service whose peer never served: a restart waits for it anew."""
 
+EXIT_UNFINISHED = 143
+"""Exit code of a service that a signal ended before its work was done; shells report it for SIGTERM. A Job of Kubernetes takes 0 as done."""
+
 _FOR_GOOD = {EXIT_FOR_GOOD: "it gave up", EXIT_SET_ASIDE: "too much was set aside"}
 """Why a child is not started again that has waited for whatever waiting could cure, by exit code."""
 

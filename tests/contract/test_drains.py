@@ -334,7 +334,8 @@ async def test_a_trainer_finishes_the_step_under_way_and_begins_no_other(tmp_pat
             await drain.says(steps=1)
             go_on.set()
             await drain.says()
-        await ended(serving)
+        with pytest.raises(UnfinishedError, match="continues from the newest checkpoint"):
+            await ended(serving)
     assert len(steps) == 1
 
 

@@ -17,6 +17,7 @@ from network_namespaces import Machines, needs_namespaces
 from trainer_programs import RUN, START_S, Programs, ready, train
 
 from sluice.client import TrainerClient
+from sluice.supervise.restart_policy import EXIT_UNFINISHED
 from sluice.versions import Version
 
 WEIGHTSYNC_PORT = 7113
@@ -120,7 +121,7 @@ async def test_a_node_is_killed_both_end_and_the_restarted_ones_resume_from_the_
                 await train(client, 3, 2, digest)
                 for node in (first, second):  # as every engine stops a job
                     node.process.send_signal(signal.SIGTERM)
-                assert (await first.ended(), await second.ended()) == (0, 0)
+                assert (await first.ended(), await second.ended()) == (EXIT_UNFINISHED, EXIT_UNFINISHED)
 
 
 @pytest.mark.soak

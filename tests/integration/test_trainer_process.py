@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from trainer_programs import RUN, START_S, Programs, header, reached, ready, submit, train
 
 from sluice.rpc import SluiceError
+from sluice.supervise.restart_policy import EXIT_UNFINISHED
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
 from trainer_svc.checkpoint.state import read_below
@@ -90,7 +91,7 @@ async def test_a_trainer_killed_in_a_checkpoint_and_in_a_step_ends_where_one_end
             assert not list(checkpoints.glob(".*")), "what the kill left behind is swept"
             trainer.send_signal(signal.SIGTERM)
             async with asyncio.timeout(START_S):
-                assert await trainer.wait() == 0
+                assert await trainer.wait() == EXIT_UNFINISHED
 
 
 async def test_a_signal_in_the_middle_of_a_long_step_ends_the_process_cleanly(
@@ -124,7 +125,7 @@ async def test_a_signal_in_the_middle_of_a_long_step_ends_the_process_cleanly(
         await reached(client, trainer_pb2.TRAINER_PHASE_TRAINING)
         trainer.send_signal(signal.SIGTERM)
         async with asyncio.timeout(START_S):
-            assert await trainer.wait() == 0
+            assert await trainer.wait() == EXIT_UNFINISHED
     log = (tmp_path / "trainer.log").read_text()
     assert "Traceback" not in log
     assert '"event": "step"' not in log, "it did not wait for the end of the step"
