@@ -51,6 +51,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The principal has as many calls in progress as its quota allows."""
     ERROR_REASON_WRONG_RUN: _ErrorReason.ValueType  # 12
     """This server belongs to another run."""
+    ERROR_REASON_CONNECTION_TOO_OLD: _ErrorReason.ValueType  # 250
+    """A watch, or a call that waits, is as old as a connection may become, or its token or certificate is no longer valid: make it again from
+    where it is.
+    """
     ERROR_REASON_HOST_NOT_ALLOWED: _ErrorReason.ValueType  # 13
     """HTTP ports.
 
@@ -473,6 +477,10 @@ ERROR_REASON_QUOTA_IN_FLIGHT: ErrorReason.ValueType  # 11
 """The principal has as many calls in progress as its quota allows."""
 ERROR_REASON_WRONG_RUN: ErrorReason.ValueType  # 12
 """This server belongs to another run."""
+ERROR_REASON_CONNECTION_TOO_OLD: ErrorReason.ValueType  # 250
+"""A watch, or a call that waits, is as old as a connection may become, or its token or certificate is no longer valid: make it again from
+where it is.
+"""
 ERROR_REASON_HOST_NOT_ALLOWED: ErrorReason.ValueType  # 13
 """HTTP ports.
 
