@@ -26,7 +26,7 @@ async def serve(common: CommonConfig, config: EnvServerConfig, clock: Clock = CL
     Raises:
         ConfigError: if the environment cannot be constructed, or the address cannot be bound.
     """
-    server = RpcServer("envserver", config.server, common.security, run=common.run)
+    server = RpcServer("envserver", config.server, common.security, run=common.run, keeps_clients=True)
     limit = (config.start_s, "envserver.start_s")
     async with EnvironmentProcesses(
         config.source, config.args, config.environment_processes, limit, "envserver.environment_processes", clock=clock

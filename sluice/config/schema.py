@@ -279,9 +279,9 @@ class SecurityConfig(Section):
         False, description="Mutual TLS: refuse clients without a certificate of `tls_ca`."
     )
     connection_age_s: float = Field(
-        600.0,
+        300.0,
         ge=0.1,
-        description="Seconds after which a server with TLS or principals ends a connection, so that its client connects again and shows a certificate and token that are valid now. Calls in progress end on the old connection.",
+        description="Seconds, more or less by a tenth, after which a server ends a connection, so that its client connects again: perhaps to a server that was added behind the same name, and with a certificate and token that are valid now. Calls in progress end on the old connection.",
     )
     insecure: bool = Field(
         False, description="Allow a bind address other than loopback without TLS and a token (flag `--insecure`)."

@@ -45,7 +45,7 @@ from sluice.rpc.principals import Role
 from sluice.rpc.quota import Usage
 from sluice.rpc.readiness import Readiness
 from sluice.rpc.rows import ROWS
-from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL, most_open
+from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL, most_open, some_age
 from sluice.rpc.tls import certificate_names, server_context
 
 STEP_S = 0.05
@@ -75,8 +75,8 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 CERTIFICATE = "client_certificate"
 """Key of the names in the client's certificate, in the state of a scope."""
 
-CONNECTED_S = "connected_s"
-"""Key of the monotonic time at which a connection with a client's certificate was made, beside that one."""
+CONNECTION_END_S = "connection_end_s"
+"""Key of the monotonic time from which on a connection is closed after its response, in the state of a scope."""
 
 JSON = "application/json"
 
@@ -118,23 +118,32 @@ def _do_nothing(*_arguments: object) -> None:
 class _BoundedProtocol(asyncio.Protocol):
     """Closes connections of clients that do not send the head of a request in time, or send a large one: uvicorn bounds neither.
 
-    Nor does it bound how many connections there are.
+    Nor does it bound how many connections there are. `scope["state"]` has the time from which on the connection is too old.
     """
 
     transport: asyncio.Transport
     flow: Any
     cycle: Any  # the last request whose head is complete; None at first
     client: tuple[str, int] | None
+    app_state: dict[str, Any]
     _timer: asyncio.TimerHandle | None = None
     _received = _ahead = 0
     _is_whole = False
 
-    def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:  # noqa: ANN401 - as uvicorn's own
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401 - as uvicorn's own
+        connections: Connections,
+        oldest_s: float,
+        clock: Clock,
+        **options: Any,  # noqa: ANN401 - as uvicorn's own
+    ) -> None:
         super().__init__(*args, **options)
-        self._open = connections
+        self._open, self._oldest_s, self._clock = connections, oldest_s, clock
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(_OpenTransport(transport))
+        self.app_state = {**self.app_state, CONNECTION_END_S: self._clock() + some_age(self._oldest_s)}
         closed: Any = self._open.open(self, self.client[0] if self.client else "")
         if closed is not None:
             closed.transport.abort()
@@ -202,16 +211,12 @@ class _HttpProtocol(_BoundedProtocol, AutoHTTPProtocol):  # type: ignore[misc, v
 
 
 class _CertificateProtocol(_BoundedProtocol, H11Protocol):
-    """HTTP over mutual TLS: `scope["state"]` has the names of the client's certificate, and when it was shown."""
-
-    def __init__(self, *args: Any, clock: Clock, **options: Any) -> None:  # noqa: ANN401 - as uvicorn's own
-        super().__init__(*args, **options)
-        self._clock = clock
+    """HTTP over mutual TLS: `scope["state"]` has the names of the client's certificate, too."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
         names = certificate_names(transport.get_extra_info("peercert") or {})
-        self.app_state = {**self.app_state, CERTIFICATE: names, CONNECTED_S: self._clock()}
+        self.app_state = {**self.app_state, CERTIFICATE: names}
 
 
 class _Server(uvicorn.Server):
@@ -229,7 +234,7 @@ class HttpServer:
         app: What to serve.
         host: Address to bind. If it is a unix socket of gRPC, HTTP listens on loopback.
         port: TCP port; 0 picks a free one.
-        security: TLS, and whether an unprotected address is allowed.
+        security: TLS, whether an unprotected address is allowed, and how old connections become.
         clock: Tells the age of connections.
         most_connections: How many may be open at once.
 
@@ -257,7 +262,7 @@ class HttpServer:
         self._connections = connections = Connections(most_open(most_connections))
         self._uvicorn = _Server(
             uvicorn.Config(
-                _ending_old_connections(app, security.connection_age_s, clock) if security.require_client_cert else app,
+                _ending_old_connections(app, clock),
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -265,9 +270,12 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # nothing here asks for the address of a client
-                http=partial(_CertificateProtocol, connections=connections, clock=clock)  # type: ignore[arg-type]  # makes one
-                if security.require_client_cert
-                else partial(_HttpProtocol, connections=connections),
+                http=partial(  # type: ignore[arg-type]  # makes one
+                    _CertificateProtocol if security.require_client_cert else _HttpProtocol,
+                    connections=connections,
+                    oldest_s=security.connection_age_s,
+                    clock=clock,
+                ),
                 ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
         )
@@ -343,14 +351,17 @@ class HttpServer:
         return listener
 
 
-def _ending_old_connections(app: ASGIApp, oldest_s: float, clock: Clock) -> ASGIApp:
-    """Return the app, whose responses ask a client to connect again after some time, and so to show a certificate that is valid then."""
+def _ending_old_connections(app: ASGIApp, clock: Clock) -> ASGIApp:
+    """Return the app, after whose responses old connections are closed.
+
+    A client that connects again may reach a server that was added behind the same name, and shows a certificate that is valid then.
+    """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        connected_s = scope.get("state", {}).get(CONNECTED_S, math.inf)
+        end_s = scope.get("state", {}).get(CONNECTION_END_S, math.inf)
 
         async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start" and clock() - connected_s > oldest_s:
+            if message["type"] == "http.response.start" and clock() > end_s:
                 MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 

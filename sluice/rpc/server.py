@@ -87,6 +87,9 @@ LAST_S = 1.0
 LAST_CALLS_S = 3600.0
 """Seconds for the calls in progress on a connection that is ended for its age: as long as the longest call of ours may take."""
 
+_NEVER_MS = 2**31 - 1
+"""Milliseconds that gRPC takes for no limit."""
+
 RECHECK_S = 5.0
 """Seconds between two looks whether the callers of watches and of calls that wait are still admitted."""
 
@@ -234,6 +237,8 @@ class RpcServer:
         run: Name of the run served, not its resource name; empty where there are several.
         call_log: Where calls that change something are written; None writes them nowhere.
         clock: The time of a drain.
+        keeps_clients: Whether calls depend on earlier ones that only this server knows, so that a client must not reach another server
+            of the same name. Then its connections end at their age only if certificates or tokens are looked at again by that.
 
     Attributes:
         drain: Whether the service leaves: then it takes nothing new.
@@ -256,6 +261,7 @@ class RpcServer:
         run: str = "",
         call_log: Path | None = None,
         clock: Clock = CLOCK,
+        keeps_clients: bool = False,
     ) -> None:
         check_exposure(server, security)
         if "/" in run:
@@ -264,6 +270,7 @@ class RpcServer:
         self.target = ""
         self._config, self._security = server, security
         self._features, self._run = list(features), run
+        self._keeps_clients = keeps_clients
         self._unimplemented: set[str] = set()
         self.access = Access(security)
         self.call_log = None if call_log is None else CallLog(call_log, security)
@@ -332,7 +339,6 @@ class RpcServer:
             BindError: if the address cannot be bound.
             ConfigError: if a key file cannot be read.
         """
-        oldest_s = self._oldest_s()
         unimplemented = {*self._unimplemented, *_missing_methods(health.SERVICE_NAME, self._health)}
         self._calls = CallInterceptor(
             self.access,
@@ -340,13 +346,9 @@ class RpcServer:
             self._config.max_waiting_rpcs,
             frozenset(unimplemented),
             self.call_log,
-            watch_s=oldest_s,
+            watch_s=self._security.connection_age_s,
         )
-        options = [
-            *SERVER_OPTIONS,
-            _connections_option(self._config.max_connections),
-            *(() if oldest_s is None else _age_options(oldest_s)),
-        ]
+        options = [*SERVER_OPTIONS, _connections_option(self._config.max_connections), *self._age_options()]
         self._server = grpc.aio.server(interceptors=[self._calls], options=options)
         for add_fn, servicer in self._registrations:
             add_fn(servicer, self._server)
@@ -381,9 +383,12 @@ class RpcServer:
         )
         return port
 
-    def _oldest_s(self) -> float | None:
-        """Return the seconds after which a client has to connect again; None if it shows neither certificate nor token."""
-        return None if self.access.open and self._security.tls_cert is None else self._security.connection_age_s
+    def _age_options(self) -> Iterator[tuple[str, int]]:
+        """Yield what makes gRPC end connections of some age, more or less by a tenth, after the calls in progress on them."""
+        if self._keeps_clients and self.access.open and self._security.tls_cert is None:
+            return
+        yield "grpc.max_connection_age_ms", min(round(self._security.connection_age_s * 1000), _NEVER_MS)
+        yield "grpc.max_connection_age_grace_ms", round(LAST_CALLS_S * 1000)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         wanted = host = self._config.host
@@ -533,10 +538,9 @@ class RpcServer:
         log.info("stopped")
 
 
-def _age_options(oldest_s: float) -> Iterator[tuple[str, int]]:
-    """Yield what makes gRPC end connections of that age, after the calls in progress on them."""
-    yield "grpc.max_connection_age_ms", round(oldest_s * 1000)
-    yield "grpc.max_connection_age_grace_ms", round(LAST_CALLS_S * 1000)
+def some_age(oldest_s: float) -> float:
+    """Return an age, more or less by a tenth: not all clients of a fleet, which began together, may come back at once."""
+    return oldest_s * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
 
 
 def _connections_option(most: int) -> tuple[str, int]:
@@ -720,7 +724,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         max_waiting_rpcs: Calls of one method that wait for others, such as a watch, in progress at once.
         unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
         call_log: Takes the calls that change something.
-        watch_s: Seconds after which a watch is ended, so that its client is looked at again; None for never.
+        watch_s: Seconds after which a watch is ended, so that its client connects again.
 
     Attributes:
         by_name: Calls of principals in progress that a drain waits for, by the name of their method.
@@ -734,7 +738,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         unimplemented: frozenset[str],
         call_log: CallLog | None,
         *,
-        watch_s: float | None = None,
+        watch_s: float,
     ) -> None:
         self.access, self.call_log = access, call_log
         self._watch_s = watch_s
@@ -783,11 +787,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         task.add_done_callback(self._forget)
         if self._recheck is None and not self.access.open:
             self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self._end_revoked)
-        if self._watch_s is not None:
-            # Not all of a fleet at once: their watches began together.
-            oldest_s = self._watch_s * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
-            timer = asyncio.get_running_loop().call_later(oldest_s, self._end, task, _too_old())
-            task.add_done_callback(lambda _: timer.cancel())
+        timer = asyncio.get_running_loop().call_later(some_age(self._watch_s), self._end, task, _too_old())
+        task.add_done_callback(lambda _: timer.cancel())
 
     def _end_revoked(self) -> None:
         """End the watches whose callers would not be admitted any more; look again later if any watch is left."""
@@ -851,8 +852,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 def _too_old() -> SluiceError:
     return SluiceError.unavailable(
         TOO_OLD,
-        "this call is as old as a connection may become (security.connection_age_s): make it again from where it is, and show a"
-        " certificate and token that are valid now",
+        "this call is as old as a connection may become (security.connection_age_s): make it again from where it is, with the"
+        " certificate and token that are valid now, if you have any",
     )
 
 

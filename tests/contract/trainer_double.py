@@ -85,7 +85,11 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 async def start_double(
-    security: SecurityConfig | None = None, call_log: Path | None = None, **server: object
+    security: SecurityConfig | None = None,
+    call_log: Path | None = None,
+    *,
+    keeps_clients: bool = False,
+    **server: object,
 ) -> tuple[RpcServer, TrainerDouble]:
     """A server on a free loopback port with the double in it."""
     double = TrainerDouble()
@@ -96,6 +100,7 @@ async def start_double(
         features=["engine.double"],
         run="r1",
         call_log=call_log,
+        keeps_clients=keeps_clients,
     )
     rpc.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, double, SERVICE)
     await rpc.start()

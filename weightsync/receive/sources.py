@@ -23,6 +23,7 @@ from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
 from sluice.host_files import host_id
 from sluice.rpc import SluiceError
+from sluice.rpc.channel import TOO_OLD
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
@@ -481,6 +482,8 @@ class VersionWatch:
                 pause_s = self._lost("the stream ended")
             except grpc.aio.AioRpcError as error:
                 failure = SluiceError.from_rpc(error)
+                if failure.reason == TOO_OLD:
+                    continue
                 pause_s = self._no_version() if failure.reason == "NO_SUCH_RUN" else self._lost(str(failure))
             except TimeoutError:
                 pause_s = self._lost(f"no sign of life for {_SILENCE_S:g} s")
