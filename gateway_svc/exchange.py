@@ -1,17 +1,20 @@
 """Calls of the orchestrator that every request makes, all on one stream: each costs less CPU time so than as a call of its own.
 
-What is larger than a message travels in parts, in both directions; other calls get through between them.
+What is larger than a message travels in parts, in both directions; other calls get through between them. An orchestrator of v0.1.0 has no
+such stream: it gets each call as one of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import TypeAlias
 
 import grpc
+import structlog
 from google.rpc.status_pb2 import Status
 
 from sluice.clock import CLOCK, Clock
@@ -28,18 +31,30 @@ Stream: TypeAlias = "grpc.aio.StreamStreamCall[session_pb2.ExchangeRequest, sess
 _BYTES_PER_S = 4 << 20
 """A large call gets a second more for each so many bytes of it."""
 
+ON_BEHALF_OF = "on-behalf-of"
+"""Metadata with the name of the principal whose call a gateway makes."""
+
+OLD_S = 30.0
+"""Seconds after which an orchestrator without the stream is asked for it again: it may have been upgraded."""
+
+_OLD = "OLD_ORCHESTRATOR"
+"""Reason of what fails because the orchestrator has no such stream."""
+
+log = structlog.get_logger(__name__)
+
 
 class Exchange:
     """BeginGeneration, RecordGeneration and GetGeneration on one stream, which is begun when it is needed.
 
-    Calls without an answer fail as UNAVAILABLE when the stream ends, and may be made again at once.
+    Calls without an answer fail as UNAVAILABLE when the stream ends, and may be made again at once. Those that find an orchestrator
+    without the stream are made again here, as calls of their own.
 
     Args:
         sessions: The orchestrator.
         clock: The time of the deadlines.
     """
 
-    def __init__(self, sessions: session_pb2_grpc.SessionServiceStub, clock: Clock = CLOCK) -> None:
+    def __init__(self, sessions: session_pb2_grpc.SessionServiceAsyncStub, clock: Clock = CLOCK) -> None:
         self._sessions, self._clock = sessions, clock
         self._answers: dict[int, asyncio.Future[session_pb2.ExchangeResponse]] = {}
         self._unsent: deque[tuple[int, Iterator[session_pb2.ExchangeRequest]]] = deque()
@@ -47,6 +62,7 @@ class Exchange:
         self._more = asyncio.Event()
         self._stream: asyncio.Task[None] | None = None
         self._last = 0
+        self._old_until = -math.inf
 
     async def begin(
         self, request: session_pb2.BeginGenerationRequest, principal: str, timeout_s: float
@@ -78,6 +94,51 @@ class Exchange:
             await settle(self._stream)
 
     async def _call(
+        self, request: session_pb2.ExchangeRequest, principal: str, timeout_s: float
+    ) -> session_pb2.ExchangeResponse:
+        if self._clock() >= self._old_until:
+            try:
+                return await self._on_stream(request, principal, timeout_s)
+            except SluiceError as error:
+                if error.reason != _OLD:
+                    raise
+                if self._clock() >= self._old_until:
+                    log.warning(
+                        "the orchestrator is older than this gateway, which makes each call by itself: upgrade it",
+                        error=error.message,
+                    )
+                    self._old_until = self._clock() + OLD_S
+        return await self._alone(request, principal, timeout_s)
+
+    async def _alone(
+        self, request: session_pb2.ExchangeRequest, principal: str, timeout_s: float
+    ) -> session_pb2.ExchangeResponse:
+        """Make a call by itself."""
+        if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
+            raise SluiceError.failed_precondition(
+                _OLD,
+                f"the orchestrator is older than this gateway, and takes no recording of {size} bytes: upgrade it, or sample fewer or"
+                " shorter replies at a time",
+            )
+        answer, metadata = session_pb2.ExchangeResponse(), ((ON_BEHALF_OF, principal),)
+        try:
+            match request.WhichOneof("request"):
+                case "begin":
+                    begun = await self._sessions.BeginGeneration(request.begin, metadata=metadata, timeout=timeout_s)
+                    answer.begun.CopyFrom(begun)
+                case "record":
+                    recorded = await self._sessions.RecordGeneration(
+                        request.record, metadata=metadata, timeout=timeout_s
+                    )
+                    answer.recorded.CopyFrom(recorded)
+                case "get":
+                    got = await self._sessions.GetGeneration(request.get, metadata=metadata, timeout=timeout_s)
+                    answer.got.CopyFrom(got)
+        except grpc.aio.AioRpcError as error:
+            raise SluiceError.from_rpc(error) from error
+        return answer
+
+    async def _on_stream(
         self, request: session_pb2.ExchangeRequest, principal: str, timeout_s: float
     ) -> session_pb2.ExchangeResponse:
         self._last += 1
@@ -134,7 +195,7 @@ class Exchange:
 
     async def _run(self) -> None:
         """Send calls and take answers until the stream ends; then fail the calls that have none."""
-        stream: Stream = self._sessions.Exchange()  # type: ignore[call-arg, assignment]  # the stubs know the synchronous API alone
+        stream: Stream = self._sessions.Exchange()
         sending = asyncio.create_task(self._send(stream), name="exchange: send")
         why = SluiceError.unavailable("STREAM_ENDED", "the orchestrator ended the stream of calls; make the call again")
         try:
@@ -189,8 +250,7 @@ def _of_stream(error: grpc.aio.AioRpcError) -> SluiceError:
     """Return why a stream ended. A connection that breaks may show as any code of gRPC's own: then the calls may be made again."""
     found = SluiceError.from_rpc(error)
     if found.code is grpc.StatusCode.UNIMPLEMENTED:
-        message = "the orchestrator is older than this gateway: upgrade it first"
-        return SluiceError(grpc.StatusCode.UNIMPLEMENTED, "OLD_ORCHESTRATOR", message)
+        return SluiceError(grpc.StatusCode.UNIMPLEMENTED, _OLD, found.message)
     if found.reason == found.code.name:
         return SluiceError.unavailable("STREAM_BROKE", f"the stream of calls broke: {found.message}")
     return found

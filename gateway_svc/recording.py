@@ -25,7 +25,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gateway_svc.canonical import ConversationKeys, conversation_keys, extended_key
 from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, TextDeltas, visible_message
 from gateway_svc.config import CaptureConfig
-from gateway_svc.exchange import Exchange
+from gateway_svc.exchange import ON_BEHALF_OF, Exchange
 from gateway_svc.sessions import UNKNOWN_EPISODE, Opened, RequestIdentity, ServedModel, SessionRef, Strangers
 from gateway_svc.shared import Joined, SharedSampling
 from sluice.backoff import Backoff
@@ -42,9 +42,6 @@ from sluice.versions import BASE
 
 UNKNOWN_LEASE = "UNKNOWN_LEASE"
 """Reason of the orchestrator for a lease that has ended."""
-
-ON_BEHALF_OF = "on-behalf-of"
-"""Metadata with the name of the principal whose call a gateway makes."""
 
 SETTLED_BY = "settled-by"
 """Metadata with what lets a caller settle an episode: the name of a Credential, without its prefix."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 import grpc
 import pytest
 from google.rpc.status_pb2 import Status
 from held_ports import held_ports
 from simulated_clock import SimulatedClock
+from structlog.testing import capture_logs
 
-from gateway_svc.exchange import Exchange
+from gateway_svc.exchange import OLD_S, Exchange
 from orchestrator_svc.sessions import exchange as served
 from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig, ServerConfig
-from sluice.rpc import RpcServer, SluiceError, connect
+from sluice.rpc import MAX_MESSAGE_BYTES, RpcServer, SluiceError, connect
 from sluice.rpc.parts import split
 from sluice.v1 import session_pb2, session_pb2_grpc
 
@@ -350,22 +352,73 @@ class BrokenStream:
         pass
 
 
-@pytest.mark.parametrize(
-    ("shown", "code", "reason"),
-    [
-        (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, "STREAM_BROKE"),
-        (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAVAILABLE, "STREAM_BROKE"),
-        (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED, "OLD_ORCHESTRATOR"),
-    ],
-)
-async def test_calls_of_a_stream_that_broke_may_be_made_again(shown, code, reason) -> None:
+class OldOrchestrator(session_pb2_grpc.SessionServiceServicer):
+    """As of v0.1.0: it has the calls, and not the stream of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def _note(self, kind, context) -> None:
+        self.calls.append((kind, dict(context.invocation_metadata())["on-behalf-of"]))
+
+    async def BeginGeneration(self, request, context):
+        self._note("begin", context)
+        if request.request_id == "ended":
+            raise SluiceError.failed_precondition("SESSION_ENDED", "it is over")
+        return session_pb2.BeginGenerationResponse(parent="p")
+
+    async def RecordGeneration(self, request, context):
+        self._note("record", context)
+        return session_pb2.RecordGenerationResponse(parent=request.episode_id)
+
+    async def GetGeneration(self, request, context):
+        self._note("get", context)
+        return session_pb2.GetGenerationResponse(generation={"request_id": request.generation_id})
+
+
+async def test_an_older_orchestrator_gets_each_call_by_itself() -> None:
+    old = OldOrchestrator()
+    async with serving(old) as (_, port), calling(port) as exchange:
+        with capture_logs() as logs:
+            # gRPC may hide why a stream ended while something was being written: then they are made again, as by a gateway.
+            calls = (partial(exchange.record, record(f"e{i}"), "ann", DEADLINE_S) for i in range(20))
+            answers = await asyncio.gather(*(again(each) for each in calls))
+            begun = await exchange.begin(session_pb2.BeginGenerationRequest(request_id="r"), "bob", DEADLINE_S)
+        got = await exchange.get(session_pb2.GetGenerationRequest(generation_id="g"), "ann", DEADLINE_S)
+        with pytest.raises(SluiceError) as ended:
+            await exchange.begin(session_pb2.BeginGenerationRequest(request_id="ended"), "ann", DEADLINE_S)
+        large = record("large")
+        large.generation.request_id = "x" * MAX_MESSAGE_BYTES
+        with pytest.raises(SluiceError, match="upgrade it") as refused:
+            await exchange.record(large, "ann", DEADLINE_S)
+    assert [each.parent for each in answers] == [f"e{i}" for i in range(20)]
+    assert (begun.parent, got.generation.request_id) == ("p", "g")
+    assert (ended.value.reason, refused.value.reason) == ("SESSION_ENDED", "OLD_ORCHESTRATOR")
+    assert old.calls == [("record", "ann")] * 20 + [("begin", "bob"), ("get", "ann"), ("begin", "ann")]
+    assert [each["log_level"] for each in logs if "older than this gateway" in each["event"]] == ["warning"]
+
+
+async def test_an_orchestrator_that_was_upgraded_gets_the_stream_again(orchestrator, port) -> None:
+    clock, old = SimulatedClock(), OldOrchestrator()
+    async with calling(port, clock) as exchange:
+        async with serving(old, port):
+            await again(lambda: exchange.record(record("before"), "ann", DEADLINE_S))
+        async with serving(orchestrator, port):
+            clock.now += OLD_S
+            answer = await again(lambda: exchange.record(record("after"), "ann", DEADLINE_S))
+    assert old.calls == [("record", "ann")]
+    assert (answer.parent, orchestrator.streams) == ("after", 1)
+
+
+@pytest.mark.parametrize("shown", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])
+async def test_calls_of_a_stream_that_broke_may_be_made_again(shown) -> None:
     class Sessions:
         def Exchange(self):
             return BrokenStream(shown)
 
     with pytest.raises(SluiceError) as broken:
         await Exchange(Sessions()).record(record("e"), "ann", DEADLINE_S)
-    assert (broken.value.code, broken.value.reason) == (code, reason)
+    assert (broken.value.code, broken.value.reason) == (grpc.StatusCode.UNAVAILABLE, "STREAM_BROKE")
 
 
 async def test_a_stream_that_breaks_does_not_cancel_an_answer_that_is_being_written():
