@@ -275,6 +275,8 @@ class RecordedSessions:
     async def open_episode(self, request: episode_pb2.OpenEpisodeRequest) -> episode_pb2.OpenEpisodeResponse:
         """Open an episode for the caller; the answer names this gateway's URLs."""
         opened = await self._call(self._episodes.OpenEpisode, request, caller().name)
+        if not opened.settling_key:  # an orchestrator of v0.1.0 has one key for both
+            opened.settling_key = opened.session_key
         self._strangers.forget(opened.session_key)
         opened.anthropic_base_url = f"{self._base_url().rstrip('/')}/sessions/{opened.episode_id}"
         opened.openai_base_url = f"{opened.anthropic_base_url}/v1"

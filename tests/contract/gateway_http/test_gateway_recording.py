@@ -258,6 +258,38 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
+class Episodes(episode_pb2_grpc.EpisodeServiceServicer):
+    """Opens episodes with the keys that it is given."""
+
+    def __init__(self, **keys: str) -> None:
+        self._keys = keys
+
+    async def OpenEpisode(self, request, context):
+        return episode_pb2.OpenEpisodeResponse(episode_id="g1-0", **self._keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "settles"),
+    [({"session_key": "one"}, "one"), ({"session_key": "one", "settling_key": "two"}, "two")],
+    ids=["orchestrator of v0.1.0", "this version"],
+)
+async def test_an_episode_has_a_key_that_settles_it(keys, settles):
+    episodes = (episode_pb2_grpc.add_EpisodeServiceServicer_to_server, Episodes(**keys), "sluice.v1.EpisodeService")
+    pool = ReplicaPool([], SecurityConfig(), POOL, lambda _: None)
+    async with served(episodes) as target, connect(target, SecurityConfig(), role="gateway") as channel:
+        sessions = RecordedSessions(
+            channel,
+            PolicyEngine(pool, "test", 600.0),
+            CaptureConfig(),
+            run="test",
+            base_url=lambda: "http://g",
+            name="east",
+        )
+        opened = await sessions.open_episode(episode_pb2.OpenEpisodeRequest(lease_id="l", request_id="o"))
+        await sessions.close()
+    assert (opened.session_key, opened.settling_key) == ("one", settles)
+
+
 async def test_turns_with_tools_continue_the_tokens_that_were_sampled(tmp_path):
     async with stack(tmp_path, ScriptedReplica("one", pace_s=0.0)) as gateway:
         messages = list(USER)
