@@ -32,16 +32,21 @@ class ForkedRun:
         self.processes: dict[str, Forked] = {}
 
     async def start(self, name: str) -> None:
+        words = self._words(name)
+        rank = await asyncio.to_thread(
+            self._programs.start, "sluice.cli.main", *words, environment=ENVIRONMENT, output=self._log(name)
+        )
+        self.processes[name] = Forked(rank)
+
+    def _words(self, name: str) -> list[str]:
+        """The command line of a service."""
         one = {peer: target for peer, target in self.addresses.items() if peer != "rollout"}
         peers = [f"--peers.{peer}={target}" for peer, target in one.items()]
         words = [name, *self._settings, *peers, f'--peers.rollout=["{self.addresses["rollout"]}"]']
         words.append(f"--server.host={self.addresses[name]}")
         if name == "rollout":
             words.append("--server.http-port=none")
-        rank = await asyncio.to_thread(
-            self._programs.start, "sluice.cli.main", *words, environment=ENVIRONMENT, output=self._log(name)
-        )
-        self.processes[name] = Forked(rank)
+        return words
 
     async def kill(self, name: str) -> None:
         self.processes[name].kill()
