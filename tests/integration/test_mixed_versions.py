@@ -49,6 +49,9 @@ DEADLINE_S = 800
 
 STEPS = 8
 
+SECOND = "second"
+"""A further replica."""
+
 
 VOWELS = """
 from sluice.environments.base import Task
@@ -210,7 +213,14 @@ class MixedRun(ForkedRun):
         return {} if file is None else {"authorization": f"Bearer {file.read_text()}"}
 
     def _words(self, name: str) -> list[str]:
-        words = super()._words(name)
+        words = super()._words("rollout" if name == SECOND else name)
+        if SECOND in self.addresses:
+            replicas = [self.addresses["rollout"], self.addresses[SECOND]]
+            words = [word for word in words if not word.startswith(("--peers.rollout", f"--peers.{SECOND}"))]
+            words.append(f"--peers.rollout={json.dumps(replicas)}")
+        if name == SECOND:
+            words = [word for word in words if not word.startswith("--server.host")]
+            words += [f"--server.host={self.addresses[SECOND]}", "--replica=second"]
         if name == "gateway":
             words.append(f"--server.http-port={self.http_port}")
         if name == "orchestrator" and name not in self.old and "gateway" in self.old:
@@ -239,6 +249,16 @@ class MixedRun(ForkedRun):
         assert await self.processes[name].wait() in {0, EXIT_UNFINISHED}, self.log(name)
         self.old = {*self.old} - {name}
         await self.start(name)
+
+    async def samples(self, replica: str) -> None:
+        """Wait until a replica has sampled for the run."""
+        async with self.operator as client:
+            while True:
+                found = (await client.run("mixed")).replicas
+                if any(each.replica == replica and each.running for each in found):
+                    return
+                assert self.processes[replica].returncode is None, self.log(replica)
+                await asyncio.sleep(0.01)
 
     async def goes_on(self, steps: int = 3) -> None:
         """Wait until so many further steps are applied."""
@@ -437,11 +457,21 @@ async def test_a_run_is_upgraded_service_by_service(
     if principals:
         run.protect()
     run.write(100_000)
+    old = [*run.addresses]
+    run.addresses[SECOND] = f"unix:{run.run_dir.parents[1]}/second.sock"
     async with asyncio.timeout(DEADLINE_S):
-        for name in run.addresses:
+        for name in old:
             await run.start(name)
         async with playing(run) as agent:
-            for name in ("rollout", "gateway", "weightsync", "orchestrator", "trainer"):
+            await run.goes_on()
+            await run.start(SECOND)
+            await run.samples(SECOND)
+            await run.kill("rollout")  # what it samples goes on at the other one
+            del run.processes["rollout"]
+            await run.goes_on()
+            run.old = {*run.old} - {"rollout"}
+            await run.start("rollout")
+            for name in ("gateway", "weightsync", "orchestrator", "trainer"):
                 await run.goes_on()
                 await run.upgrade(name)
             await run.goes_on()
