@@ -37,7 +37,8 @@ from sluice.rpc import ClientSecurity, SluiceError
 from sluice.rpc.principals import Role, add_token
 from sluice.v1 import tokens_pb2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+# Their code is in the history, which a shallow clone lacks: `make test-soak`.
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 
 V0_1_0 = "b277858"
 """The commit that was released as v0.1.0."""
@@ -447,7 +448,6 @@ async def test_services_of_two_versions_share_a_run(
     assert agent.played > STEPS
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("principals", [False, True], ids=["anyone", "principals"])
 async def test_a_run_is_upgraded_service_by_service(
     run: MixedRun, principals: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
