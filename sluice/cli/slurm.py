@@ -137,7 +137,7 @@ def submit(argv: list[str]) -> int:
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
         replace_private(folder / SETTINGS_FILE, dump_toml(config, redacted=False).encode())
-        (folder / MACHINES_FILE).write_text(text_of(machines), encoding="utf-8")
+        replace_private(folder / MACHINES_FILE, text_of(machines).encode())
         file = folder / "job.sh"
         replace_private(file, text.encode())
     number = _ask("sbatch", "--parsable", str(file)).split(";")[0]

@@ -165,4 +165,5 @@ def test_a_gateway_alone_may_drain_for_minutes_and_does_not_make_the_whole_job_e
     run = settings("--rollout.server.drain-s", "30")
     plan = make_plan(run, Machines(), extra={"gateway": 1})
     assert plan.part("gateway").drain_s == 600.0
-    assert slurm.job_of(run, plan, []).stop_s == 30.0 + slurm.STOP_MARGIN_S
+    options = slurm._parser().parse_args([])
+    assert slurm.job_of(run, plan, options).stop_s == 30.0 + slurm.STOP_MARGIN_S
