@@ -95,6 +95,11 @@ class WeightSyncConfig(Section):
     )
     max_runs: int = Field(16, ge=1, description="Most runs to serve at once; a push to a further one is refused.")
     max_watchers: int = Field(1024, ge=1, description="Most WatchVersions streams at once; a further one is refused.")
+    max_replicas: int = Field(
+        16384,
+        ge=1,
+        description="Most replicas and relays that report what they serve, those behind relays included; a further one is refused.",
+    )
     chunk_idle_s: float = Field(
         30.0,
         gt=0,

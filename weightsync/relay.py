@@ -41,7 +41,7 @@ _QUESTION_S = 5.0
 Pull: TypeAlias = Callable[[pb.Manifest, pb.Shard, ChunkSink], Awaitable[None]]
 """`pull_shard` from some service."""
 
-_MOST_REPLICAS = 4096
+MOST_REPLICAS_BEHIND = 16384
 """Reports that may wait; beyond it the oldest is dropped: its replica reports again within a third of its lease."""
 
 _MOST_RESTARTS = 3
@@ -305,7 +305,7 @@ class Forwarder:
         """Forward a report soon; it replaces an older one of the same replica. Never waits and never fails."""
         self._waiting.pop(request.replica, None)
         self._waiting[request.replica] = (self._clock(), request)
-        while len(self._waiting) > _MOST_REPLICAS:
+        while len(self._waiting) > MOST_REPLICAS_BEHIND:
             del self._waiting[next(iter(self._waiting))]
         self._news.set()
 

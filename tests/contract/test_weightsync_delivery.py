@@ -198,7 +198,7 @@ async def test_replicas_are_listed_while_their_lease_lasts(tmp_path: Path, clock
 
 
 async def test_replicas_beyond_the_limit_are_refused_until_a_lease_ends(tmp_path: Path, clock: SimulatedClock) -> None:
-    async with running_stack(tmp_path, clock=clock, lease_s=LEASE_S, max_watchers=2) as stack:
+    async with running_stack(tmp_path, clock=clock, lease_s=LEASE_S, max_replicas=2) as stack:
         await push(stack, 1)
         for name in ("a", "b", "a"):
             await report(stack, name, Version(1, 1))

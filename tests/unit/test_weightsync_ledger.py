@@ -238,3 +238,25 @@ def test_a_version_older_than_the_newest_is_refused() -> None:
     with pytest.raises(RefusedError) as overtaken:
         ledger.check_push(Version(2, 4))
     assert (older.value.reason, overtaken.value.reason) == ("OLDER_EPOCH", "OVERTAKEN")
+
+
+def test_a_replica_may_report_while_there_is_room_or_it_is_live() -> None:
+    ledger = Ledger(keep=1)
+    for name in ("a", "b"):
+        assert ledger.has_room(name, 2, now=0.0)
+        ledger.report(name, serving=None, staged=None, error="", now=0.0, lease_s=LEASE_S)
+    assert ledger.has_room("a", 2, now=1.0), "it is live"
+    assert not ledger.has_room("c", 2, now=1.0)
+    assert ledger.has_room("c", 2, now=LEASE_S), "the leases of the others are over"
+    assert ledger.leases == 0, "and they are forgotten, since room was needed"
+
+
+def test_a_lease_is_over_in_time_though_nobody_looked_at_the_others() -> None:
+    ledger = Ledger(keep=1)
+    ledger.report("a", serving=Version(1, 1), staged=None, error="", now=0.0, lease_s=LEASE_S)
+    known = ledger.lease("a", now=LEASE_S - 1)
+    assert known is not None
+    assert known.serving == Version(1, 1)
+    assert ledger.lease("a", now=LEASE_S) is None
+    assert ledger.lease("b", now=0.0) is None
+    assert ledger.leases == 1

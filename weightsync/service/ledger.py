@@ -173,6 +173,21 @@ class Ledger:
         """Renew a replica's lease; what it reports replaces what it reported before."""
         self._leases[replica] = Lease(serving, staged, error, now, now + lease_s)
 
+    def lease(self, replica: str, now: float) -> Lease | None:
+        """Return the lease of a replica; None if it is over, or there was none. Unlike `replicas` it does not read the others."""
+        lease = self._leases.get(replica)
+        return lease if lease is not None and lease.expires > now else None
+
+    def has_room(self, replica: str, most: int, now: float) -> bool:
+        """Return whether a replica may report while at most so many are live; one that is live may."""
+        known = self.lease(replica, now) is not None
+        return known or len(self._leases) < most or len(self.replicas(now)) < most
+
+    @property
+    def leases(self) -> int:
+        """Return how many replicas are remembered: those that are live, and some whose lease is over."""
+        return len(self._leases)
+
     def replicas(self, now: float) -> dict[str, Lease]:
         """Return the replicas that are live, by name; forget the others."""
         self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}

@@ -68,6 +68,8 @@ class Run:
         self.watchers = 0
         self.reserved_bytes = 0
         self._reports: dict[str, pb.ReportVersionRequest] = {}
+        self._relays: set[str] = set()
+        """Names of those that reported an address as a relay."""
 
     def restore(self, found: list[StoredVersion]) -> None:
         """Take up what was found on disk."""
@@ -129,15 +131,20 @@ class Run:
             now=now,
             lease_s=lease_s,
         )
-        live, before = self.ledger.replicas(now), self._reports.get(request.replica)
+        before = self._reports.get(request.replica)
         kept = pb.ReportVersionRequest(
             relay_address=request.relay_address, host=request.host, watchers=request.watchers
         )
         for report in (before, request):
             if report is not None and report.HasField("timings"):
                 kept.timings.CopyFrom(report.timings)
-        self._reports = {name: report for name, report in self._reports.items() if name in live}
         self._reports[request.replica] = kept
+        if request.relay_address:
+            self._relays.add(request.replica)
+        if len(self._reports) > self.ledger.leases:  # not at each report: it reads all replicas
+            live = self.ledger.replicas(now)
+            self._reports = {name: report for name, report in self._reports.items() if name in live}
+            self._relays &= live.keys()
 
     def describe_replicas(self, now: float) -> list[pb.ReplicaVersion]:
         """Return what each live replica serves, in the order of their names."""
@@ -157,17 +164,17 @@ class Run:
 
     def describe_relays(self, now: float) -> list[pb.WeightSource]:
         """Return the live relays, which give the same versions out again, in the order of their names."""
-        live = self.ledger.replicas(now)
-        return [
-            pb.WeightSource(
-                address=report.relay_address,
-                host=report.host,
-                watchers=report.watchers,
-                newest=None if (serving := live[name].serving) is None else serving.to_proto(),
-            )
-            for name, report in sorted(self._reports.items())
-            if report.relay_address and name in live
-        ]
+        found = []
+        for name in sorted(self._relays):
+            lease, report = self.ledger.lease(name, now), self._reports.get(name)
+            if lease is not None and report is not None and report.relay_address:
+                newest = None if lease.serving is None else lease.serving.to_proto()
+                found.append(
+                    pb.WeightSource(
+                        address=report.relay_address, host=report.host, watchers=report.watchers, newest=newest
+                    )
+                )
+        return found
 
 
 class Upstream(Protocol):

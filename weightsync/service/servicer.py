@@ -289,7 +289,8 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         if self._watchers >= self._runs.config.max_watchers:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_WATCHERS",
-                f"{self._watchers} replicas watch, the most that this service takes (weightsync.max_watchers)",
+                f"{self._watchers} replicas and relays watch, the most that this service takes: start relays, or raise"
+                " weightsync.max_watchers",
                 self._runs.config.heartbeat_s,
             )
         self._watchers += 1
@@ -365,11 +366,12 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         return response
 
     def _check_room(self, run: Run, replica: str) -> None:
-        live = run.ledger.replicas(self._runs.clock())
-        if replica not in live and len(live) >= self._runs.config.max_watchers:
+        most = self._runs.config.max_replicas
+        if not run.ledger.has_room(replica, most, self._runs.clock()):
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_REPLICAS",
-                f"{len(live)} replicas report, the most that this service takes (weightsync.max_watchers)",
+                f"{most} replicas and relays report, those behind relays included, the most that this service takes: raise"
+                " weightsync.max_replicas of this service and of the relays before it",
                 self._runs.config.heartbeat_s,
             )
 
