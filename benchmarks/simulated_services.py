@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -23,6 +25,9 @@ from sluice.rpc import SluiceError
 from sluice.rpc.server import SERVER_OPTIONS
 from sluice.v1 import rollout_pb2, tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version, VersionSpan
+
+COUNTS = "/bench.Counts/Get"
+"""Method of a simulated service that answers with `Counting.to_json`."""
 
 Handlers: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
 
@@ -45,6 +50,7 @@ _ALIVE_S = 1.0
 """Seconds after which a stream without tokens says that its request is alive; more if its tokens are sent less often."""
 
 _WATCH_AGAIN_S = 0.05
+_COUNTS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class SimulatedReplica:
     def __init__(self, name: str, load: Load) -> None:
         self._name, self._load = name, load
         self._version = BASE
+        self._changed = asyncio.Event()
         self._random = random.Random(name)  # noqa: S311 - a load, not a secret
         self._under_way = 0
         self._generated = 0
@@ -78,10 +85,10 @@ class SimulatedReplica:
             while True:
                 with contextlib.suppress(SluiceError):
                     state = await client.state(run)
-                    self._version = max(self._version, Version.from_proto(state.policy_version))
+                    self.serve(Version.from_proto(state.policy_version))
                     if self._version != BASE:
                         async for answer in client.watch_steps(run, self._version.number + 1):
-                            self._version = max(self._version, Version.from_proto(answer.step.policy_version))
+                            self.serve(Version.from_proto(answer.step.policy_version))
                 await asyncio.sleep(_WATCH_AGAIN_S)
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
@@ -93,7 +100,10 @@ class SimulatedReplica:
             "GetModel": unary(self._model),
             "Tokenize": unary(self._tokenize, rollout_pb2.TokenizeRequest.FromString),
         }
-        admin: Handlers = {"GetStatus": unary(self._status), "SetWeightPolicy": unary(self._policy)}
+        admin: Handlers = {
+            "GetStatus": unary(self._status, rollout_pb2.GetStatusRequest.FromString),
+            "SetWeightPolicy": unary(self._policy),
+        }
         services = {"sluice.v1.RolloutService": rollout, "sluice.v1.RolloutAdminService": admin}
         return tuple(grpc.method_handlers_generic_handler(name, each) for name, each in services.items())
 
@@ -129,7 +139,8 @@ class SimulatedReplica:
         latency_s = self._latency_s()
         every_s = request.coalesce.ToNanoseconds() / 1e9 if request.HasField("coalesce") else _COALESCE_S
         quiet_s = max(_ALIVE_S, every_s)
-        parts = _messages(request, latency_s, tokens, every_s)
+        at_once = request.coalesce_tokens if request.HasField("coalesce_tokens") else _COALESCE_TOKENS
+        parts = messages_of_stream(latency_s, tokens, every_s, at_once)
         self._under_way += n
         try:
             for part in range(parts):
@@ -166,7 +177,19 @@ class SimulatedReplica:
         ids = [*request.continues.ids, *TURN] if request.continues.ids else PROMPT
         return rollout_pb2.TokenizeResponse(token_ids=ids, tokenizer_digest=TOKENIZER_DIGEST).SerializeToString()
 
-    async def _status(self, _request: bytes, _context: object) -> bytes:
+    def serve(self, version: Version) -> None:
+        """Serve a version from now on, if it is newer."""
+        if version > self._version:
+            self._version = version
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    async def _status(self, request: rollout_pb2.GetStatusRequest, _context: object) -> bytes:
+        awaited = Version.from_proto(request.awaited_version) if request.HasField("awaited_version") else BASE
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(request.wait.ToTimedelta().total_seconds()):
+                while self._version < awaited:
+                    await self._changed.wait()
         return rollout_pb2.GetStatusResponse(
             replica=self._name,
             state=rollout_pb2.REPLICA_STATE_SERVING,
@@ -187,9 +210,15 @@ class SimulatedReplica:
         return min(self._load.tokens, request.sampling.max_tokens or self._load.tokens)
 
 
-def _messages(request: rollout_pb2.GenerateStreamRequest, latency_s: float, tokens: int, every_s: float) -> int:
-    """Return in how many messages the tokens are sent: one per period, or when a sample has so many new ones."""
-    at_once = request.coalesce_tokens if request.HasField("coalesce_tokens") else _COALESCE_TOKENS
+def messages_of_stream(latency_s: float, tokens: int, every_s: float, at_once: int = _COALESCE_TOKENS) -> int:
+    """Return in how many messages the tokens of a request are sent: one per period, or when a sample has so many new ones.
+
+    Args:
+        latency_s: Seconds of the request.
+        tokens: Tokens of each sample.
+        every_s: Seconds of tokens in one message.
+        at_once: Tokens of a sample in one message.
+    """
     by_time = int(latency_s / max(every_s, _ENGINE_STEP_S))
     return max(1, min(tokens, max(by_time, -(-tokens // at_once))))
 
@@ -236,6 +265,100 @@ def _chunk(n: int, first: int, end: int, tokens: int, version: Version) -> bytes
     return rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk(deltas=deltas)).SerializeToString()
 
 
+class Counting(grpc.aio.ServerInterceptor):
+    """Counts the messages of a server and their bytes, by method, without what gRPC and TCP add.
+
+    Attributes:
+        notes: Returns what else `COUNTS` tells.
+    """
+
+    def __init__(self) -> None:
+        self._messages: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._counted: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self.notes: Callable[[], Mapping[str, Any]] = dict
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Let a method count what it takes and gives."""
+        method = handler_call_details.method
+        if method == COUNTS:
+            return grpc.unary_unary_rpc_method_handler(self._answer)
+        if method not in self._counted:
+            handler: Any = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            name = method.rpartition("/")[2]
+            self._counted[method] = handler._replace(
+                request_deserializer=self._counting(name, handler.request_deserializer),
+                response_serializer=self._counting(name, handler.response_serializer),
+            )
+        return self._counted[method]
+
+    def _counting(self, name: str, translate: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+        def count(message: Any) -> Any:  # noqa: ANN401 - bytes or a message
+            translated = message if translate is None else translate(message)
+            self._messages[name] += 1
+            self._bytes[name] += len(message if isinstance(message, bytes) else translated)
+            return translated
+
+        return count
+
+    async def _answer(self, _request: bytes, _context: object) -> bytes:
+        return json.dumps({"messages": self._messages, "bytes": self._bytes, "notes": self.notes()}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a server counted.
+
+    Attributes:
+        notes: What else it told.
+    """
+
+    messages: Mapping[str, int]
+    sizes: Mapping[str, int]
+    notes: Mapping[str, Any]
+
+    def since(self, before: Counts) -> Counts:
+        """Return what was added since."""
+        return Counts(
+            {name: count - before.messages.get(name, 0) for name, count in self.messages.items()},
+            {name: count - before.sizes.get(name, 0) for name, count in self.sizes.items()},
+            self.notes,
+        )
+
+
+async def read_counts(target: str) -> Counts:
+    """Ask a simulated service what it counted."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(COUNTS)
+        told = json.loads(await ask(b"", timeout=_COUNTS_S))
+    return Counts(told["messages"], told["bytes"], told["notes"])
+
+
+async def read_batch(
+    parts: AsyncIterator[trainer_pb2.SubmitBatchRequest],
+) -> tuple[trainer_pb2.BatchHeader, list[trainer_pb2.TrajectoryResult]]:
+    """Return the header of a batch, and that each of its trajectories was trained."""
+    header, results = trainer_pb2.BatchHeader(), []
+    async for part in parts:
+        if part.HasField("header"):
+            header = part.header
+        results += [
+            trainer_pb2.TrajectoryResult(
+                trajectory_id=each.trajectory_id,
+                outcome=tokens_pb2.TRAJECTORY_OUTCOME_TRAINED,
+                trained_tokens=len(each.logprobs),
+            )
+            for each in part.trajectories.trajectories
+        ]
+    return header, results
+
+
 class SimulatedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     """Applies every batch at once; names of its methods are gRPC's."""
 
@@ -259,18 +382,12 @@ class SimulatedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[trainer_pb2.SubmitBatchRequest], _context: object
     ) -> trainer_pb2.SubmitBatchResponse:
         """Report every trajectory as trained."""
-        header, results = trainer_pb2.BatchHeader(), []
-        async for part in request_iterator:
-            if part.HasField("header"):
-                header = part.header
-            results += [
-                trainer_pb2.TrajectoryResult(
-                    trajectory_id=each.trajectory_id,
-                    outcome=tokens_pb2.TRAJECTORY_OUTCOME_TRAINED,
-                    trained_tokens=len(each.logprobs),
-                )
-                for each in part.trajectories.trajectories
-            ]
+        header, results = await read_batch(request_iterator)
+        self.report(header, results)
+        return trainer_pb2.SubmitBatchResponse(batch_id=header.batch_id, queued_batches=0)
+
+    def report(self, header: trainer_pb2.BatchHeader, results: list[trainer_pb2.TrajectoryResult]) -> None:
+        """Report a batch as applied."""
         self._version = Version(header.target_version.epoch, header.sequence_no)
         self._reports[header.sequence_no] = trainer_pb2.StepReport(
             policy_version=self._version.to_proto(),
@@ -282,7 +399,6 @@ class SimulatedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._reports.pop(header.sequence_no - 1024, None)
         self._changed.set()
         self._changed = asyncio.Event()
-        return trainer_pb2.SubmitBatchResponse(batch_id=header.batch_id, queued_batches=0)
 
     async def GetTrainerState(  # noqa: N802
         self, _request: trainer_pb2.GetTrainerStateRequest, _context: object
@@ -334,12 +450,24 @@ class SimulatedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ListCheckpointsResponse(checkpoints=[self._checkpoint])
 
 
-async def _serve(port: int, register: Callable[[grpc.aio.Server], object], *beside: Any) -> None:  # noqa: ANN401
-    """Serve until SIGTERM or SIGINT."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+@contextlib.asynccontextmanager
+async def serving(
+    addresses: Sequence[str], register: Callable[[grpc.aio.Server], object], counting: Counting
+) -> AsyncIterator[None]:
+    """Serve at these addresses while the block runs."""
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(counting,))
     register(server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
+    for address in addresses:
+        server.add_insecure_port(address)
     await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
+
+
+async def until_signal(*beside: Any) -> None:  # noqa: ANN401 - coroutines
+    """Do what is beside until SIGTERM or SIGINT."""
     tasks = [asyncio.ensure_future(each) for each in beside]
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -347,7 +475,17 @@ async def _serve(port: int, register: Callable[[grpc.aio.Server], object], *besi
     await ended.wait()
     for task in tasks:
         task.cancel()
-    await server.stop(0)
+
+
+async def serve_until_signal(
+    addresses: Sequence[str],
+    register: Callable[[grpc.aio.Server], object],
+    counting: Counting,
+    *beside: Any,  # noqa: ANN401
+) -> None:
+    """Serve at these addresses, and do what is beside, until SIGTERM or SIGINT."""
+    async with serving(addresses, register, counting):
+        await until_signal(*beside)
 
 
 def main() -> None:
@@ -361,18 +499,20 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.3, help="share of it by which requests differ")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per sample")
     options = parser.parse_args()
+    address, counting = f"127.0.0.1:{options.port}", Counting()
     if options.service == "trainer":
         trainer = SimulatedTrainer()
-        asyncio.run(
-            _serve(options.port, lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server))
-        )
+
+        def register(server: grpc.aio.Server) -> None:
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)
+
+        asyncio.run(serve_until_signal([address], register, counting))
         return
     replica = SimulatedReplica(f"replica-{options.port}", Load(options.latency_s, options.spread, options.tokens))
+    following = replica.follow(options.trainer, options.run)
     asyncio.run(
-        _serve(
-            options.port,
-            lambda server: server.add_generic_rpc_handlers(replica.handlers()),
-            replica.follow(options.trainer, options.run),
+        serve_until_signal(
+            [address], lambda server: server.add_generic_rpc_handlers(replica.handlers()), counting, following
         )
     )
 
