@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import structlog
 
@@ -29,6 +30,19 @@ log = structlog.get_logger(__name__)
 
 _TICK_S = 0.25
 """Seconds between two looks at who makes progress; less if `progress_s` is short."""
+
+
+_COMPARED = 64
+"""Replicas of which the least loaded one is chosen. Of a larger fleet these are the next ones in turn: among so many there is one with
+little to do, and to look at thousands for each request took more than all else that a request costs."""
+
+
+class _Fit(NamedTuple):
+    """How many replicas get work, how many of them have been paused for long, and how many samples all are given at a time."""
+
+    replicas: int
+    paused: int
+    samples: int
 
 
 class ReplicaPool:
@@ -85,6 +99,10 @@ class ReplicaPool:
         self._pollers: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._homes = Homes()
+        self._order: list[Replica] = []
+        self._order_is_old = False
+        self._turn = 0
+        self._counted: _Fit | None = None
         self._changed = asyncio.Event()
         self._wants_another = asyncio.Event()
         self._search = asyncio.Event()
@@ -153,6 +171,7 @@ class ReplicaPool:
                 continue
             poller = self._pollers.pop(target)
             del self._replicas[target]
+            self._order_is_old = True
             poller.cancel()
             await asyncio.gather(poller, return_exceptions=True)
             replica.give_up_all("left")
@@ -168,6 +187,7 @@ class ReplicaPool:
                 target, self._security, self.config, self._limit.anew(), self._listening, clock=self.clock
             )
             self._replicas[target] = replica
+            self._order_is_old = True
             self._pollers[target] = self._tasks.create_task(self._poll(replica), name=f"poll {target}")
             self._wake()
         if replica is not None:
@@ -176,6 +196,7 @@ class ReplicaPool:
     async def _poll(self, replica: Replica) -> None:
         while True:
             awaited, began = self._awaited_of(replica), self.clock()
+            known, was_lost = replica.model, replica.loss is not None
             try:
                 if await replica.poll(awaited):
                     log.info(
@@ -189,7 +210,8 @@ class ReplicaPool:
                 replica.limit.report(
                     replica.engine_load, replica.in_flight, self._listening.now, held_back=self._held_back
                 )
-            if replica.model.tokenizer_digest:
+            if replica.model.tokenizer_digest and (was_lost or replica.model is not known):
+                # Not at each poll: it reads all replicas, and each of thousands is polled twice a second.
                 self._last_digest, self._last_dtype = replica.model.tokenizer_digest, self.sampler_dtype()
             self._tell_changes(replica)
             self.let_in()
@@ -239,17 +261,27 @@ class ReplicaPool:
             for replica in self.replicas:
                 if (loss := replica.hang(now)) is not None:
                     self.evict(replica, loss)
+            fit = self._counted = self._fit()
             for replica in self.replicas:
-                self._move(replica, now)
+                self._move(replica, fit, now)
             self.let_in()  # cooldowns end without a notice
 
-    def _move(self, replica: Replica, now: float) -> None:
+    def _fit(self) -> _Fit:
+        """Count the replicas that get work. Counted once for all of them: a fleet of thousands is looked at four times a second."""
+        fit = [each for each in self._replicas.values() if not each.why_not()]
+        return _Fit(len(fit), sum(each.paused_long for each in fit), sum(each.limit.samples for each in fit))
+
+    def _move(self, replica: Replica, fit: _Fit, now: float) -> None:
         """Cancel the calls of a replica that is lost, or at which they are stuck, if they can be made elsewhere."""
-        others = [each for each in self._replicas.values() if each is not replica and not each.why_not()]
-        if not others or not replica.works:
+        if not replica.works:
+            return
+        gets_work = not replica.why_not()
+        others = fit.replicas - gets_work
+        if not others:
             return
         if replica.loss is None:
-            replica.give_up_stuck(now, others_paused=all(each.paused_long for each in others))
+            paused = fit.paused - (gets_work and replica.paused_long)
+            replica.give_up_stuck(now, others_paused=paused == others)
             return
         if replica.loss is Loss.STALLED and not all(work.given_up for work in replica.works):
             replica.rest()
@@ -274,7 +306,7 @@ class ReplicaPool:
                 calls=len(replica.works),
             )
         self._tell_changes(replica)
-        self._move(replica, self._listening.now)
+        self._move(replica, self._fit(), self._listening.now)
 
     @property
     def now(self) -> float:
@@ -323,8 +355,10 @@ class ReplicaPool:
 
     def has_room(self, running_groups: int) -> bool:
         """Return whether the replicas can be given one more group beside those that run."""
-        fit = [each.limit.samples for each in self._replicas.values() if not each.why_not()]
-        self._held_back = bool(fit) and running_groups >= max(1, sum(fit) // self._group)
+        fit = self._counted
+        if fit is None or len(self._replicas) <= _COMPARED:  # else as the last tick counted them
+            fit = self._fit()
+        self._held_back = bool(fit.replicas) and running_groups >= max(1, fit.samples // self._group)
         return not self._held_back
 
     async def room(self) -> None:
@@ -375,13 +409,35 @@ class ReplicaPool:
             avoid: Targets that are chosen only if there is no other.
             keys: Whose prefix the request begins with, the most specific first, such as its episode and its group.
         """
-        fit = [each for each in self._replicas.values() if not each.why_not(wanted)]
-        fit = [each for each in fit if each.target not in avoid] or fit
-        fit = [each for each in fit if not each.paused_long] or fit
-        if not fit:
-            return None
         home = self._homes.find(keys) if keys else ""
-        return self._replicas[place([each.load for each in fit], home, self.config.affinity_margin)]
+        fit: list[Replica] = []
+        best: list[Replica] = []
+        for replica in self._in_turn(home):
+            if not replica.why_not(wanted):
+                fit.append(replica)
+                if replica.target not in avoid and not replica.paused_long:
+                    best.append(replica)
+                    if len(best) == _COMPARED:
+                        break
+        if not best:
+            best = [each for each in fit if each.target not in avoid] or fit
+            best = [each for each in best if not each.paused_long] or best
+        if not best:
+            return None
+        return self._replicas[place([each.load for each in best], home, self.config.affinity_margin)]
+
+    def _in_turn(self, home: str) -> Iterator[Replica]:
+        """Yield all replicas. In a fleet of more than are compared, `home` comes first, and then those whose turn it is."""
+        if len(self._replicas) <= _COMPARED:
+            yield from self._replicas.values()
+            return
+        if len(self._order) != len(self._replicas) or self._order_is_old:
+            self._order, self._order_is_old = list(self._replicas.values()), False
+        at_home = self._replicas.get(home)
+        if at_home is not None:
+            yield at_home
+        first = self._turn = (self._turn + 1) % len(self._order)
+        yield from (each for each in self._order[first:] + self._order[:first] if each is not at_home)
 
     async def choose(self, wanted: Version, avoid: Collection[str] = (), keys: Sequence[str] = ()) -> Replica:
         """Wait until `pick` finds a replica, remember it for the keys and return it; the caller sets the deadline."""
