@@ -49,6 +49,10 @@ BENCHMARKS = {
     ),
     "pause": ("benchmarks.pauses", "a request that lives through updates, and the pause against an in-place copy"),
     "rotation": ("benchmarks.rotation", "calls made and lost while certificates, authority and token are replaced"),
+    "scale": (
+        "benchmarks.scale",
+        "fleets of up to 10,240 replicas on paper, with measured costs: seconds, messages, bytes, the first limit",
+    ),
     "trainer": (
         "benchmarks.trainer",
         "one GRPO update against TRL and a plain loop; two processes against one; memory",

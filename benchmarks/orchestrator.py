@@ -11,17 +11,23 @@ import argparse
 import asyncio
 import contextlib
 import json
+import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.children import free_port, scratch, service
+from benchmarks.children import free_port, in_child, scratch, service
 from benchmarks.loop_lag import lag_ms, lags
+from benchmarks.poll_costs import PollCosts
+from benchmarks.poll_costs import measure as measure_polls
+from benchmarks.scale_costs import OrchestratorCosts, line_through
+from benchmarks.simulated_services import read_counts
 from benchmarks.simulated_tasks import TURNS
 from sluice.client import OrchestratorClient
 
@@ -43,10 +49,17 @@ FASTEST = 10_000.0
 WARM_UP_ROUNDS = 1.5
 """Times that all in flight are answered before the measurement begins."""
 
+PICKS = 2.0
+"""Looks for a replica per group: whether it may start, and where its request goes."""
+
+_STREAM = "GenerateStream"
+_TOKEN_ID_BYTES, _LOGPROB_BYTES = 3, 4
+
 _LEAST_EPISODES = 100
 """Episodes that must end while a level is measured, however busy the machine is."""
 
 _LOOK_S = 1.0
+_POLLED_S = 4.0
 _WARM_UP_LOOK_S = 0.1
 _START_S = 60.0
 _LONGEST_WARM_UP_S = 300.0
@@ -118,6 +131,10 @@ class Measured:
     """By process."""
     busy: dict[str, float] = field(default_factory=dict)
     """Cores that each process used."""
+    messages: dict[str, float] = field(default_factory=dict)
+    """Messages for an episode, by method."""
+    sizes: dict[str, float] = field(default_factory=dict)
+    """Their bytes for an episode, without what gRPC and TCP add."""
 
     def __str__(self) -> str:
         """Return one line."""
@@ -149,7 +166,10 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
     if options.multi_turn:
         await measure(Level("multi-turn", options.multi_turn, FASTEST, turns=TURNS))
     print(table(levels), flush=True)
+    comparable = [each for name, each in levels.items() if name not in {"peak", "multi-turn"}]
+    costs = await _costs(comparable, options) if len(comparable) > 1 else None
     return {
+        "costs": None if costs is None else asdict(costs),
         "ratios": {"episodes_per_s_over_1000": round(held.episodes_per_s / 1000, 3)},
         "options": {name: value for name, value in vars(options).items() if name != "keep"},
         "peak_episodes_per_s": levels["peak"].episodes_per_s if "peak" in levels else None,
@@ -157,6 +177,17 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
         **{name: value for name, value in vars(held).items() if name != "busy"},
         "levels": {name: vars(level) for name, level in levels.items()},
     }
+
+
+async def _costs(levels: Sequence[Measured], options: argparse.Namespace) -> OrchestratorCosts:
+    polled = [await asyncio.to_thread(in_child, measure_polls, each, _POLLED_S) for each in POLLED]
+    for each in polled:
+        print(
+            f"{each.replicas} replicas: {each.polls_per_s:,.0f} status requests a second take {each.cpu_per_s:.3f} cores, a look for"
+            f" a replica {each.pick_s * 1e3:.3f} ms",
+            flush=True,
+        )
+    return costs_of(levels, polled, group=options.group, per_batch=options.group * options.batch, tokens=options.tokens)
 
 
 def table(levels: Mapping[str, Measured]) -> str:
@@ -190,11 +221,13 @@ class Services:
     """The processes of one level.
 
     Attributes:
+        simulated: Addresses of the replicas and the trainer.
         processes: By name; the orchestrator's children count as "scoring".
     """
 
     orchestrator: str
     metrics_url: str
+    simulated: Sequence[str]
     processes: Mapping[str, Sequence[psutil.Process]]
 
     def cpu_s(self) -> dict[str, float]:
@@ -258,7 +291,8 @@ async def _services(options: argparse.Namespace, directory: Path, level: Level) 
         process = psutil.Process(child.pid)
         processes = {"orchestrator": [process], "trainer": started[:1], "replicas": started[1:]}
         try:
-            yield Services(orchestrator, f"http://127.0.0.1:{metrics_port}/metrics", processes)
+            metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+            yield Services(orchestrator, metrics, [*replicas, trainer], processes)
         finally:
             if child.returncode is not None:
                 tail = log.read_text(errors="replace")[-2000:]
@@ -296,6 +330,7 @@ async def _observe(services: Services, level: Level, seconds: float) -> Measured
             await asyncio.sleep(_WARM_UP_LOOK_S)
         before, cpu = await client.run(RUN), services.cpu_s()
         lags_before = await asyncio.to_thread(lags, services.metrics_url)
+        counts_before = [await read_counts(each) for each in services.simulated]
         begun, in_flight, sizes, ended = time.perf_counter(), [], [], 0
         while (elapsed := time.perf_counter() - begun) < seconds or ended < _LEAST_EPISODES:
             if elapsed > seconds + _LONGEST_WARM_UP_S:
@@ -309,6 +344,10 @@ async def _observe(services: Services, level: Level, seconds: float) -> Measured
             sizes.append(process.memory_info().rss / (1 << 20))
         after, used = await client.run(RUN), services.cpu_s()
         elapsed = time.perf_counter() - begun
+        counts = [
+            (await read_counts(each)).since(earlier)
+            for each, earlier in zip(services.simulated, counts_before, strict=True)
+        ]
         lag = lag_ms(lags_before, await asyncio.to_thread(lags, services.metrics_url))
     episodes = after.trajectories_accepted - before.trajectories_accepted
     spent = {name: used[name] - cpu[name] for name in used}
@@ -323,4 +362,63 @@ async def _observe(services: Services, level: Level, seconds: float) -> Measured
         lag_max_ms=lag["max"],
         cpu_ms_per_episode={name: round(each / episodes * 1e3, 3) for name, each in spent.items()},
         busy={name: round(each / elapsed, 3) for name, each in spent.items()},
+        messages={name: round(each / episodes, 6) for name, each in _summed(each.messages for each in counts).items()},
+        sizes={name: round(each / episodes, 1) for name, each in _summed(each.sizes for each in counts).items()},
+    )
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
+
+
+POLLED = (64, 512)
+"""Replicas with which the costs of a fleet without work are measured."""
+
+
+def costs_of(
+    levels: Sequence[Measured], polled: Sequence[PollCosts], *, group: int, per_batch: int, tokens: int
+) -> OrchestratorCosts:
+    """Return what single messages cost, from levels of one turn that have as many episodes and differ in messages.
+
+    Args:
+        levels: At least two, with different numbers in flight.
+        polled: Costs of fleets of different sizes.
+        group: Episodes of a group, which is one request.
+        per_batch: Episodes of a batch.
+        tokens: Tokens of a sample.
+    """
+    polling = line_through((each.polls_per_s, each.cpu_per_s) for each in polled)
+    of_levels = line_through(
+        (
+            each.messages[_STREAM],
+            each.cpu_ms_per_episode["orchestrator"] / 1e3
+            - polling.fixed / each.episodes_per_s
+            - each.messages["GetStatus"] / 2 * polling.each,
+        )
+        for each in levels
+    )
+    # Bytes of a request, and of the messages of its stream: those differ in their number, the tokens are the same.
+    stream = line_through((each.messages[_STREAM] * group, each.sizes[_STREAM] * group) for each in levels)
+    # By batch: a level has few of them, so that there is part of one more or less at its ends.
+    trained = statistics.median(
+        (each.sizes["SubmitBatch"] + each.sizes["WatchSteps"]) / each.messages["WatchSteps"] / per_batch
+        for each in levels
+    )
+    trained_token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES
+    return OrchestratorCosts(
+        trajectory_s=of_levels.fixed,
+        message_s=of_levels.each,
+        idle=polling.fixed,
+        poll_s=polling.each,
+        pick_s=line_through((each.replicas, each.pick_s) for each in polled),
+        picks=PICKS,
+        request_bytes=0.0,
+        message_bytes=stream.each,
+        token_bytes=stream.fixed / group / tokens,
+        poll_bytes=statistics.median(each.poll_bytes for each in polled),
+        trajectory_bytes=max(0.0, trained - tokens * trained_token_bytes),
+        trained_token_bytes=trained_token_bytes,
     )

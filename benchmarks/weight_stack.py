@@ -19,7 +19,7 @@ from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import BASE, Version
-from weightsync.publisher import WeightPublisher
+from weightsync.publisher import PushReport, Update, WeightPublisher
 from weightsync.receiver import ReceiverOptions, WeightReceiver
 from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 
@@ -28,18 +28,33 @@ DEADLINE_S = 300.0
 
 
 class WeightStack:
-    """A weight service that is up, and a publisher that pushes to it."""
+    """A weight service that is up, and a publisher that pushes to it.
 
-    def __init__(self, target: str, channel: grpc.aio.Channel, *, local: bool) -> None:
-        self.target = target
+    Attributes:
+        pid: Its process.
+    """
+
+    def __init__(self, target: str, channel: grpc.aio.Channel, pid: int, *, local: bool) -> None:
+        self.target, self.pid = target, pid
         self._publisher = WeightPublisher(channel, RUN, local=local)
 
     async def push(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> float:
         """Publish a version; return when the transfer began, which is after the comparison with the version before."""
-        update = await asyncio.to_thread(self._publisher.encode, version, tensors, deadline_s=DEADLINE_S)
-        begun = time.perf_counter()
-        await self._publisher.publish(update, deadline_s=DEADLINE_S)
+        begun, _ = await self.push_measured(version, tensors)
         return begun
+
+    async def push_measured(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> tuple[float, PushReport]:
+        """Do the same; return what it cost, too."""
+        return await self.publish(await self.encode(version, tensors))
+
+    async def encode(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> Update:
+        """Compare a version with the one before."""
+        return await asyncio.to_thread(self._publisher.encode, version, tensors, deadline_s=DEADLINE_S)
+
+    async def publish(self, update: Update) -> tuple[float, PushReport]:
+        """Push an encoded version and commit it; return when the transfer began, and what it cost."""
+        begun = time.perf_counter()
+        return begun, await self._publisher.publish(update, deadline_s=DEADLINE_S)
 
 
 @contextlib.asynccontextmanager
@@ -58,10 +73,10 @@ async def weight_service(
     target, log = f"127.0.0.1:{port}", directory / f"{name}.log"
     words = [f"--run={RUN}", f"--output-dir={directory / name}", "--log-level=warning", f"--server.port={port}"]
     async with (
-        service("weightsync", *words, *arguments, health=target, log=log),
+        service("weightsync", *words, *arguments, health=target, log=log) as child,
         connect(target, SecurityConfig()) as channel,
     ):
-        yield WeightStack(target, channel, local=local)
+        yield WeightStack(target, channel, child.pid, local=local)
 
 
 @contextlib.asynccontextmanager
@@ -132,10 +147,10 @@ def model_200m(directory: Path) -> Path:
     return directory
 
 
-def random_weights(elements: int, *, seed: int) -> dict[str, torch.Tensor]:
-    """Draw normal bf16 weights in matrices of 16 M elements, under the names of a checkpoint."""
+def random_weights(elements: int, *, seed: int, rows: int = 16_384) -> dict[str, torch.Tensor]:
+    """Draw normal bf16 weights in matrices of so many rows of 1,024, under the names of a checkpoint; the last one is whole, too."""
     generator = torch.Generator().manual_seed(seed)
-    rows, width, tensors = 16_384, 1024, {}
+    width, tensors = 1024, {}
     for index in range(-(-elements // (rows * width))):
         tensor = torch.empty(rows, width).normal_(0.0, WEIGHT_SCALE, generator=generator)
         tensors[f"model.layers.{index}.mlp.up_proj.weight"] = tensor.bfloat16()

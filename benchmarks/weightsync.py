@@ -13,13 +13,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.children import in_child, make_model, median_ratio
+from benchmarks.fanout_costs import measure as measure_costs
 from benchmarks.weight_stack import (
     StagedOnly,
     WeightStack,
@@ -79,7 +80,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     bounds = [each["over_bound"] for name, each in details.items() if name.startswith("throughput")]
     if bounds:
         ratios["tokens_with_updates_over_bound"] = min(bounds)
-    return {"ratios": ratios, **details}
+    costs = details["fanout"].pop("costs", None) if "fanout" in details else None
+    return {"ratios": ratios, **details, "costs": costs}
 
 
 def _measure(part: str, options: argparse.Namespace, place: _Place) -> dict[str, Any]:
@@ -165,7 +167,7 @@ FANOUT_ROUNDS = 3
 
 
 async def _fanout(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
-    """Median seconds from push to the last receiver, by way and number of receivers.
+    """Median seconds from push to the last receiver, by way and number of receivers; then what single messages cost.
 
     Every receiver has a staging directory of its own, as on a host of its own, except in "one_host".
     """
@@ -187,7 +189,7 @@ async def _fanout(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
                 epoch += FANOUT_ROUNDS
                 seconds[f"{way}_{count}"] = round(await _until_all(trial), 3)
                 print(f"{count} receivers, {way}: {seconds[f'{way}_{count}']:.2f} s", flush=True)
-    return seconds
+    return {**seconds, "costs": asdict(await measure_costs(options.fanout_elements, place.disk, place.shared))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,313 @@
+"""What the weight path costs by sizes: seconds from a trainer to a receiver, CPU seconds of services, and bytes of messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.children import free_port
+from benchmarks.scale_costs import MIB, WeightCosts, line_through
+from benchmarks.weight_stack import (
+    RUN,
+    StagedOnly,
+    WeightStack,
+    neighbour,
+    random_weights,
+    receiving,
+    serves,
+    weight_service,
+)
+from sluice.config import SecurityConfig
+from sluice.rpc import connect
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import Version
+from weightsync.format.manifest import run_resource
+
+if TYPE_CHECKING:
+    import torch
+
+DELTAS = 10
+"""Versions of each size, after a dense one."""
+
+ROWS = 1024
+"""Of a tensor, so that small versions are small."""
+
+CALLS = 300
+RECEIVERS = (1, 4)
+RELAYS = (1, 257)
+TENSORS = 256
+WATCHERS = 64
+_CALL_S = 60.0
+_LEAST_CPU_S = 1e-5
+"""Least that is believed of CPU seconds, which the kernel counts in hundredths."""
+_BEAT_S = 0.1
+_BEATS_S = 3.0
+_SETTLE_S = 0.5
+"""Seconds after a version in which a service reads the last reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One version on its way.
+
+    Attributes:
+        weights_mib: Of the weights.
+        sent_mib: Of what travelled.
+        receivers: Who took it, each on a host of its own.
+        cpu_s: CPU seconds of the service.
+        total_s: Seconds from the first byte of the push until all serve.
+        wait_s: Seconds from the commit until the receivers learn of the version.
+        reports: Reports that reached the service, by receiver.
+    """
+
+    dense: bool
+    weights_mib: float
+    sent_mib: float
+    receivers: int
+    encode_s: float
+    push_s: float
+    pull_s: float
+    stage_s: float
+    total_s: float
+    wait_s: float
+    cpu_s: float
+    reports: float
+
+
+async def measure(elements: int, disk: Path, shared: Path) -> WeightCosts:
+    """Measure with versions of so many weights, and of an eighth of them.
+
+    Args:
+        elements: bf16 weights of a version.
+        disk: Directory for services.
+        shared: Directory in shared memory, for staged versions.
+    """
+    metrics = free_port()
+    settings = ("--keep=1", "--dense-delay-s=3600", f"--server.metrics-port={metrics}")
+    sizes, direct, sharing, behind = (elements // 8, elements), list[Taken](), list[Taken](), list[Taken]()
+    async with weight_service(disk, *settings, name="costs") as root:
+        bench = _Bench(root, metrics, shared, iter(range(1, 1000)))
+        for size in sizes:
+            for receivers in RECEIVERS:
+                direct += [each async for each in _take(bench, root.target, size, receivers)]
+            sharing += [each async for each in _take(bench, root.target, size, RECEIVERS[-1], share=True)]
+        manifests = [(float(count), await _manifest_bytes(root, count, next(bench.epochs))) for count in (1, TENSORS)]
+        async with weight_service(disk, "--keep=1", f"--upstream={root.target}", name="costs-relay") as relay:
+            for size in sizes:
+                behind += [each async for each in _take(bench, relay.target, size, 1)]
+    return WeightCosts(
+        **_of_versions(direct, sharing, behind), **await _calls(disk), manifest_bytes=line_through(manifests)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """A weight service, the port of its metrics, where receivers stage, and the epochs of the versions to come."""
+
+    root: WeightStack
+    metrics: int
+    shared: Path
+    epochs: Iterator[int]
+
+
+def reports_answered(port: int) -> float:
+    """Return the reports that a service has answered."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_CALL_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "sluice_rpc_total" and sample.labels.get("method") == "ReportVersion"
+    )
+
+
+async def _take(
+    bench: _Bench, target: str, elements: int, receivers: int, *, share: bool = False
+) -> AsyncIterator[Taken]:
+    """Give versions to receivers at a target, and yield what each of them took. They may share one staged copy."""
+    root = bench.root
+    async with contextlib.AsyncExitStack() as stack:
+        taking = [
+            await stack.enter_async_context(
+                receiving(
+                    target, bench.shared / f"costs-{0 if share else number}", StagedOnly(), replica=f"replica-{number}"
+                )
+            )
+            for number in range(receivers)
+        ]
+        service, epoch = psutil.Process(root.pid), next(bench.epochs)
+        weights = random_weights(elements, seed=epoch, rows=ROWS)
+        for number in range(DELTAS + 1):
+            if number:
+                weights = neighbour(weights, seed=number)
+            reports = await asyncio.to_thread(reports_answered, bench.metrics)
+            cpu, version = _cpu_s(service), Version(epoch, number)
+            begun, report = await root.push_measured(version, weights)
+            pushed_s = report.push_s + report.commit_s
+            await serves(taking, version)
+            served_s = time.perf_counter() - begun
+            await asyncio.sleep(_SETTLE_S)
+            spent = _cpu_s(service) - cpu
+            updates = [update for each in taking if (update := each.status().last_update) is not None]
+            yield Taken(
+                dense=not number,
+                weights_mib=sum(each.nbytes for each in weights.values()) / MIB,
+                sent_mib=report.bytes_sent / MIB,
+                receivers=receivers,
+                encode_s=report.diff_s,
+                push_s=pushed_s,
+                pull_s=statistics.median(each.pull_s for each in updates),
+                stage_s=statistics.median(each.total_s - each.pull_s for each in updates),
+                total_s=served_s,
+                wait_s=served_s - pushed_s - statistics.median(each.total_s for each in updates),
+                cpu_s=spent,
+                reports=(await asyncio.to_thread(reports_answered, bench.metrics) - reports) / receivers,
+            )
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _of_versions(direct: list[Taken], sharing: list[Taken], behind: list[Taken]) -> dict[str, Any]:
+    """Return the costs that grow with sizes, from versions taken from the service, by receivers of one host, and from a relay."""
+    alone, together = _by_size(direct, receivers=1), _by_size(direct, receivers=RECEIVERS[-1])
+    deltas = [each for each in direct if each.receivers == 1 and not each.dense]
+    cpu_alone, cpu_together = (
+        [(size, statistics.median(each.cpu_s for each in taken)) for size, taken in each.items()]
+        for each in (alone, together)
+    )
+    more = RECEIVERS[-1] - 1
+    given = line_through(
+        (size, max(_LEAST_CPU_S, (cpu - other) / more))
+        for (size, cpu), (_, other) in zip(cpu_together, cpu_alone, strict=True)
+    )
+    of_all, of_one = (_shortest(taken, "total_s") for taken in (_by_size(sharing, RECEIVERS[-1]), alone))
+    shared = statistics.median(every - one for (_, every), (_, one) in zip(of_all, of_one, strict=True))
+    sizes = {(each.weights_mib, each.dense): size for size, found in alone.items() for each in found}
+    only_deltas = {weights_mib: alone[size] for (weights_mib, dense), size in sizes.items() if not dense}
+    return {
+        "share_s": max(0.0, shared / more),
+        "encode_s": line_through(_shortest(only_deltas, "encode_s")),
+        "push_s": line_through(_shortest(alone, "push_s")),
+        "pull_s": line_through(_shortest(alone, "pull_s")),
+        "stage_s": line_through(_shortest(only_deltas, "stage_s")),
+        "hop_s": line_through(_shortest(_by_size(behind, 1), "wait_s")),
+        "take_in_cpu_s": line_through((size, max(_LEAST_CPU_S, cpu - given.of(size))) for size, cpu in cpu_alone),
+        "give_out_cpu_s": given,
+        "delta_over_dense": statistics.median(each.sent_mib / each.weights_mib for each in deltas),
+        "reports": statistics.median(each.reports for each in deltas),
+    }
+
+
+def _shortest(taken: Mapping[float, list[Taken]], name: str) -> list[tuple[float, float]]:
+    """Return the least of what versions of each size took: what other work on the machine adds is no cost of a version."""
+    return [(size, min(getattr(each, name) for each in found)) for size, found in taken.items()]
+
+
+def _by_size(taken: list[Taken], receivers: int) -> dict[float, list[Taken]]:
+    """Return the versions that so many receivers took, by the mean MiB sent of those of one kind and size."""
+    kinds: defaultdict[tuple[float, bool], list[Taken]] = defaultdict(list)
+    for each in taken:
+        if each.receivers == receivers:
+            kinds[each.weights_mib, each.dense].append(each)
+    ordered = sorted(kinds.items())
+    return {statistics.mean(each.sent_mib for each in found): found for _, found in ordered}
+
+
+async def _calls(disk: Path) -> dict[str, Any]:
+    """Return the CPU seconds and bytes of single calls to a service with a version and no other work."""
+    async with (
+        weight_service(disk, "--keep=1", f"--heartbeat-s={_BEAT_S}", name="calls") as service,
+        connect(service.target, SecurityConfig()) as channel,
+    ):
+        await service.push(Version(1, 0), random_weights(1 << 16, seed=0))
+        process, stub = psutil.Process(service.pid), weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        run = run_resource(RUN)
+
+        def report(name: str, address: str = "") -> pb.ReportVersionRequest:
+            version = Version(1, 0).to_proto()
+            return pb.ReportVersionRequest(
+                run=run,
+                replica=name,
+                version=version,
+                serving=version,
+                phase=pb.REPLICA_PHASE_SERVING,
+                relay_address=address,
+                host="0" * 36 if address else "",
+            )
+
+        before = _cpu_s(process)
+        for number in range(CALLS):
+            reported = await stub.ReportVersion(report(f"replica-{number % WATCHERS}"), timeout=_CALL_S)
+        report_s = (_cpu_s(process) - before) / CALLS
+        lists, sizes = [], []
+        for relays in RELAYS:
+            for number in range(relays):
+                address = f"node-{number:05}.example:7101"
+                await stub.ReportVersion(report(f"relay:{address}", address), timeout=_CALL_S)
+            before = _cpu_s(process)
+            for _ in range(CALLS):
+                listed = await stub.ListSources(pb.ListSourcesRequest(run=run), timeout=_CALL_S)
+            lists.append((float(relays), (_cpu_s(process) - before) / CALLS))
+            sizes.append((float(relays), float(listed.ByteSize())))
+        return {
+            "report_s": report_s,
+            "report_bytes": float(report("replica-0").ByteSize() + reported.ByteSize()),
+            "list_s": line_through(lists),
+            "list_bytes": line_through(sizes),
+            "watch_s": await _watch_s(process, stub, run),
+        }
+
+
+async def _watch_s(
+    process: psutil.Process, stub: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub, run: str
+) -> float:
+    """Return the CPU seconds of a message to a watcher: of heartbeats, which come often here."""
+    received = 0
+
+    async def watch() -> None:
+        nonlocal received
+        async for _ in stub.WatchVersions(pb.WatchVersionsRequest(run=run, replica="watcher"), timeout=_CALL_S):
+            received += 1
+
+    watching = [asyncio.create_task(watch()) for _ in range(WATCHERS)]
+    await asyncio.sleep(_SETTLE_S)
+    before, so_far = _cpu_s(process), received
+    await asyncio.sleep(_BEATS_S)
+    spent, came = _cpu_s(process) - before, received - so_far
+    for each in watching:
+        each.cancel()
+    await asyncio.gather(*watching, return_exceptions=True)
+    return spent / max(1, came)
+
+
+async def _manifest_bytes(root: WeightStack, tensors: int, epoch: int) -> float:
+    """Return the bytes in which the delta of a model of so many tensors is announced."""
+    weights = _many(tensors, seed=epoch)
+    await root.push(Version(epoch, 0), weights)
+    await root.push(Version(epoch, 1), neighbour(weights, seed=1))
+    async with connect(root.target, SecurityConfig()) as channel:
+        stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+        answer = await stub.GetManifest(pb.GetManifestRequest(run=run_resource(RUN)), timeout=_CALL_S)
+    return float(answer.ByteSize())
+
+
+def _many(tensors: int, seed: int) -> dict[str, torch.Tensor]:
+    (drawn,) = random_weights(1, seed=seed).values()
+    parts = drawn.flatten()[: tensors << 12].reshape(tensors, 64, 64)
+    return {f"model.layers.{number}.mlp.up_proj.weight": part.clone() for number, part in enumerate(parts)}
