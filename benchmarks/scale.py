@@ -72,7 +72,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
         "--uplink-gbit", type=float, default=network.uplink_gbit, help="10^9 bits/s that a machine sends"
     )
     parser.add_argument("--latency-ms", type=float, default=network.latency_s * 1e3, help="one way, of any message")
-    parser.add_argument("--fan-out", type=int, default=32, help="relays at one source; 0: all at the root")
+    parser.add_argument("--fan-out", type=int, default=4, help="relays at one source; 0: all at the root")
     parser.add_argument("--poll-s", type=float, help="orchestrator.replicas.poll_s; default: the setting's")
     parser.add_argument("--progress-s", type=float, help="orchestrator.replicas.progress_s; default: the setting's")
     parser.add_argument("--group", type=int, default=work.group, help="samples of a group")

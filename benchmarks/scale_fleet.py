@@ -51,7 +51,7 @@ class Fleet:
     replicas: int
     per_host: int = 8
     relays: bool = True
-    fan_out: int = 32
+    fan_out: int = 4
 
     @property
     def hosts(self) -> int:

@@ -193,11 +193,13 @@ class Simulation:
         watchers = max(each.watchers for each in sources)
         asking = replicas if fleet.relays else 0
         streams = min(PullLimits().streams, self._world.work.trainer_ranks)
-        poll = limits.replicas.poll_s + self._orchestrator.process.lag_s + 2 * self._world.network.latency_s
+        waits_s = self._orchestrator.process.lag_s + 2 * self._world.network.latency_s
         setting = partial(Limit, is_setting=True)
+        # In a tree, what one source has to do does not grow with the fleet.
+        of_source = partial(setting, grows=not (fleet.relays and fleet.fan_out))
         found = [
-            setting("weightsync.max_watchers", watchers, limits.max_watchers, "a tree of relays, or the setting"),
-            setting("server.max_waiting_rpcs", watchers, limits.max_waiting_rpcs, "a tree of relays, or the setting"),
+            of_source("weightsync.max_watchers", watchers, limits.max_watchers, "a tree of relays, or the setting"),
+            of_source("server.max_waiting_rpcs", watchers, limits.max_waiting_rpcs, "a tree of relays, or the setting"),
             setting("weightsync.max_replicas", replicas + len(weights.relays), limits.max_replicas, "the setting"),
             setting(
                 "server.max_connections of the weight service",
@@ -205,7 +207,7 @@ class Simulation:
                 limits.max_connections,
                 "the setting, and the limit on open files",
             ),
-            setting(
+            of_source(
                 "server.max_concurrent_rpcs of the weight service",
                 max(each.uplink.most for each in sources) * streams,
                 limits.max_concurrent_rpcs,
@@ -229,7 +231,7 @@ class Simulation:
                 "fewer relays, of which each replica gets a list every ten seconds",
                 squared=weights.list_share,
             ),
-            Limit("a relay's core", cores.get("busiest relay", 0.0), 1.0, "a smaller fan-out"),
+            Limit("a relay's core", cores.get("busiest relay", 0.0), 1.0, "a smaller fan-out", grows=False),
             Limit(
                 "the way of a version: it serves before the next one, or as many later as max_staleness allows",
                 slowest_s,
@@ -239,8 +241,9 @@ class Simulation:
             ),
         ]
         if cores["orchestrator"] < 1:  # else it only falls behind more and more
-            silence = "answers of replicas wait (orchestrator.replicas.progress_s)"
-            found.append(Limit(silence, poll, limits.replicas.progress_s, "a longer progress_s"))
+            may_wait_s = limits.replicas.progress_s - limits.replicas.poll_s
+            silence = "answers of replicas wait in line (orchestrator.replicas.progress_s)"
+            found.append(Limit(silence, waits_s, may_wait_s, "a longer progress_s"))
         return [each for each in found if each.used > 0]
 
 
