@@ -8,7 +8,7 @@ import statistics
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.children import free_port
-from benchmarks.scale_costs import MIB, WeightCosts, line_through
+from benchmarks.scale_costs import MIB, Line, WeightCosts, line_through
 from benchmarks.weight_stack import (
     RUN,
     StagedOnly,
@@ -50,8 +50,8 @@ RELAYS = (1, 257)
 TENSORS = 256
 WATCHERS = 64
 _CALL_S = 60.0
-_LEAST_CPU_S = 1e-5
-"""Least that is believed of CPU seconds, which the kernel counts in hundredths."""
+_LEAST_CPU_S = 5e-4
+"""Differences of CPU seconds below it say nothing: the kernel counts in hundredths, and these are medians of some versions."""
 _BEAT_S = 0.1
 _BEATS_S = 3.0
 _SETTLE_S = 0.5
@@ -192,26 +192,31 @@ def _of_versions(direct: list[Taken], sharing: list[Taken], behind: list[Taken])
         for each in (alone, together)
     )
     more = RECEIVERS[-1] - 1
-    given = line_through(
-        (size, max(_LEAST_CPU_S, (cpu - other) / more))
-        for (size, cpu), (_, other) in zip(cpu_together, cpu_alone, strict=True)
+    given = _cpu_line(
+        (size, (cpu - other) / more) for (size, cpu), (_, other) in zip(cpu_together, cpu_alone, strict=True)
     )
     of_all, of_one = (_shortest(taken, "total_s") for taken in (_by_size(sharing, RECEIVERS[-1]), alone))
     shared = statistics.median(every - one for (_, every), (_, one) in zip(of_all, of_one, strict=True))
     sizes = {(each.weights_mib, each.dense): size for size, found in alone.items() for each in found}
     only_deltas = {weights_mib: alone[size] for (weights_mib, dense), size in sizes.items() if not dense}
     return {
-        "share_s": max(0.0, shared / more),
+        "share_s": max(0.0, shared),
         "encode_s": line_through(_shortest(only_deltas, "encode_s")),
         "push_s": line_through(_shortest(alone, "push_s")),
         "pull_s": line_through(_shortest(alone, "pull_s")),
         "stage_s": line_through(_shortest(only_deltas, "stage_s")),
         "hop_s": line_through(_shortest(_by_size(behind, 1), "wait_s")),
-        "take_in_cpu_s": line_through((size, max(_LEAST_CPU_S, cpu - given.of(size))) for size, cpu in cpu_alone),
+        "take_in_cpu_s": _cpu_line((size, cpu - given.of(size)) for size, cpu in cpu_alone),
         "give_out_cpu_s": given,
         "delta_over_dense": statistics.median(each.sent_mib / each.weights_mib for each in deltas),
         "reports": statistics.median(each.reports for each in deltas),
     }
+
+
+def _cpu_line(points: Iterable[tuple[float, float]]) -> Line:
+    """Return the line through the CPU seconds that are large enough to be believed."""
+    believed = [(size, cpu_s) for size, cpu_s in points if cpu_s >= _LEAST_CPU_S]
+    return line_through(believed) if believed else Line(0.0, 0.0)
 
 
 def _shortest(taken: Mapping[float, list[Taken]], name: str) -> list[tuple[float, float]]:

@@ -290,7 +290,7 @@ class Weights:
         for replica in host.replicas:
             self._report_replica(host, replica, target, serving=False)
         staged_s = self._costs.pull_s.fixed + self._costs.stage_s.of(self._work.weights_bytes / MIB)
-        staged_s += self._costs.share_s * (len(host.replicas) - 1)
+        staged_s += self._costs.share_s if len(host.replicas) > 1 else 0.0
         self._clock.at(self._clock.now + staged_s, self._serve, host, target)
 
     def _serve(self, host: Host, target: int) -> None:
