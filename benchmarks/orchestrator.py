@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 
 from benchmarks.children import free_port, in_child, scratch, service
+from benchmarks.fleet.costs import OrchestratorCosts, line_through
+from benchmarks.fleet.poll_costs import PollCosts
+from benchmarks.fleet.poll_costs import measure as measure_polls
 from benchmarks.loop_lag import lag_ms, lags
-from benchmarks.poll_costs import PollCosts
-from benchmarks.poll_costs import measure as measure_polls
-from benchmarks.scale_costs import OrchestratorCosts, line_through
 from benchmarks.simulated_services import read_counts
 from benchmarks.simulated_tasks import TURNS
 from sluice.client import OrchestratorClient

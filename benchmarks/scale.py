@@ -1,7 +1,7 @@
 """Ten thousand replicas on paper: what a fleet costs and where its first limit is, by simulation with measured costs.
 
 The real scheduler, and the real ledger and choice of a source of the weight service, run on a simulated clock and a simulated network
-(benchmarks/scale_model.py). What single messages cost is measured first, or read from a file (`--costs`). Then the
+(benchmarks/fleet/model.py). What single messages cost is measured first, or read from a file (`--costs`). Then the
 simulation of one machine's replicas is compared with a real run of them, and larger fleets are simulated.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from benchmarks import fanout_costs
 from benchmarks.children import in_child, scratch
+from benchmarks.fleet import fanout_costs
+from benchmarks.fleet.costs import Costs, OrchestratorCosts, WeightCosts, from_json, read_costs
+from benchmarks.fleet.fleet import Fleet, Limits, Network, Work
+from benchmarks.fleet.model import NEVER, Limit, Result, Simulation, simulate
+from benchmarks.fleet.real_run import Observed, observe
 from benchmarks.orchestrator import run as measure_orchestrator
-from benchmarks.scale_costs import Costs, OrchestratorCosts, WeightCosts, from_json, read_costs
-from benchmarks.scale_fleet import Fleet, Limits, Network, Work
-from benchmarks.scale_model import NEVER, Limit, Result, Simulation, simulate
-from benchmarks.scale_run import Observed, observe
 from orchestrator_svc.config import FoundReplicasConfig
 from sluice.config import ConfigError
 from sluice.telemetry import configure_logging

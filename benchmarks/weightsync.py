@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.children import in_child, make_model, median_ratio
-from benchmarks.fanout_costs import measure as measure_costs
+from benchmarks.fleet.fanout_costs import measure as measure_costs
 from benchmarks.weight_stack import (
     StagedOnly,
     WeightStack,

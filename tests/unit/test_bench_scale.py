@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scale_costs import Costs, Line, OrchestratorCosts, WeightCosts, from_json, line_through, read_costs
-from benchmarks.scale_fleet import Fleet, Limits, Network, Work
-from benchmarks.scale_model import NEVER, Limit, Result, Simulation, simulate
-from benchmarks.simulated_network import Clock, Process, Uplink
+from benchmarks.fleet.costs import Costs, Line, OrchestratorCosts, WeightCosts, from_json, line_through, read_costs
+from benchmarks.fleet.fleet import Fleet, Limits, Network, Work
+from benchmarks.fleet.model import NEVER, Limit, Result, Simulation, simulate
+from benchmarks.fleet.network import Clock, Process, Uplink
 from orchestrator_svc.config import FoundReplicasConfig
 
 ORCHESTRATOR = """

@@ -87,7 +87,7 @@ def _addresses(replicas: int, port: int) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def _served(replicas: int, port: int) -> AsyncIterator[None]:
-    command = (sys.executable, "-m", "benchmarks.poll_costs", f"--replicas={replicas}", f"--port={port}")
+    command = (sys.executable, "-m", "benchmarks.fleet.poll_costs", f"--replicas={replicas}", f"--port={port}")
     # gRPC says of each connection that it ends with its server.
     child = await asyncio.create_subprocess_exec(*command, env={**os.environ, "GRPC_VERBOSITY": "NONE"})
     try:

@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.scale_fleet import EPOCH, World
-from benchmarks.scale_weights import Weights
-from benchmarks.simulated_network import Process, Uplink
+from benchmarks.fleet.fleet import EPOCH, World
+from benchmarks.fleet.network import Process, Uplink
+from benchmarks.fleet.weights import Weights
 from benchmarks.simulated_services import messages_of_stream
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.journal.ledger import Ledger

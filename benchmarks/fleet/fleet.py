@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from benchmarks.scale_costs import Costs
-from benchmarks.simulated_network import Clock, Traffic
+from benchmarks.fleet.costs import Costs
+from benchmarks.fleet.network import Clock, Traffic
 from orchestrator_svc.config import FoundReplicasConfig
 from sluice.config import ServerConfig
 from weightsync.config import WeightSyncConfig

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.scale_costs import Costs
-from benchmarks.scale_dispatch import Orchestrator
-from benchmarks.scale_fleet import Fleet, Limits, Network, Work, World
-from benchmarks.simulated_network import Process
+from benchmarks.fleet.costs import Costs
+from benchmarks.fleet.dispatch import Orchestrator
+from benchmarks.fleet.fleet import Fleet, Limits, Network, Work, World
+from benchmarks.fleet.network import Process
 from weightsync.receive.pull import PullLimits
 
 NEVER = sys.maxsize

@@ -22,8 +22,8 @@ import grpc
 import psutil
 
 from benchmarks.children import free_port, service
-from benchmarks.fanout_costs import ROWS, reports_answered
-from benchmarks.scale_fleet import Work
+from benchmarks.fleet.fanout_costs import ROWS, reports_answered
+from benchmarks.fleet.fleet import Work
 from benchmarks.simulated_services import (
     Counting,
     Counts,
@@ -200,7 +200,7 @@ def _between(at: Sequence[_Moment], ended: tuple[Counts, Counts], versions: rang
 
 @contextlib.asynccontextmanager
 async def _double(name: str, targets: Sequence[str], log: Path, load: Sequence[str]) -> AsyncIterator[None]:
-    command = (sys.executable, "-m", "benchmarks.scale_run", name, *load, "--targets", *targets)
+    command = (sys.executable, "-m", "benchmarks.fleet.real_run", name, *load, "--targets", *targets)
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
     try:

@@ -17,7 +17,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.children import free_port
-from benchmarks.scale_costs import MIB, Line, WeightCosts, line_through
+from benchmarks.fleet.costs import MIB, Line, WeightCosts, line_through
 from benchmarks.weight_stack import (
     RUN,
     StagedOnly,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.scale_costs import MIB
-from benchmarks.scale_fleet import EPOCH, World
-from benchmarks.simulated_network import Process, Uplink
+from benchmarks.fleet.costs import MIB
+from benchmarks.fleet.fleet import EPOCH, World
+from benchmarks.fleet.network import Process, Uplink
 from sluice.versions import Version
 from weightsync.receive.sources import ROOT, Candidate, choose, renewal_s
 from weightsync.service.chain import Form, Forms, find_path
