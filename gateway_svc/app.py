@@ -36,6 +36,9 @@ _COLLECTIONS = (10_000, 20, 50)
 
 EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 
+FAILED_S = 5.0
+"""Seconds that requests under way get when a duty of the gateway itself has failed."""
+
 AWAY_S = 5.0
 """Seconds without an orchestrator after which a gateway that drains ends: nobody records what it samples. A whole run that is stopped
 ends so, and the orchestrator's end is the first."""
@@ -110,7 +113,7 @@ async def serve(
         on_listening(server.target, _base_url(common, config, http.port))
         stub = session_pb2_grpc.SessionServiceStub(channel)
         duties = (pool.run(), follow_list(pool, stub, name), LoopLag().run())
-        tasks += [asyncio.create_task(_and_end(each, ended)) for each in duties]
+        tasks += [asyncio.create_task(_and_end(each, ended, server)) for each in duties]
         with StateMetrics(partial(_scrape, pool)):
             async with missing_peers_reported({"orchestrator": common.peers.orchestrator}, common, server):
                 await server.serve_until_signal(ended, partial(_finish, common, server, http, sessions))
@@ -188,10 +191,13 @@ def _base_url(common: CommonConfig, config: GatewayConfig, port: int) -> str:
     return f"{'https' if common.security.tls_cert is not None else 'http'}://{shown}:{port}"
 
 
-async def _and_end(duty: Coroutine[Any, Any, None], ended: asyncio.Event) -> None:
-    """Run a background task. When it ends by a failure, the gateway stops."""
+async def _and_end(duty: Coroutine[Any, Any, None], ended: asyncio.Event, server: RpcServer) -> None:
+    """Run a background task. When it ends by a failure, the gateway stops: soon, since requests may not get any further."""
     try:
         await duty
+    except Exception:
+        server.begin_drain(FAILED_S)
+        raise
     finally:
         ended.set()
 

@@ -159,6 +159,7 @@ class RecordedSessions:
         self._base_url, self._name = base_url, name
         self._running: dict[tuple[str, bytes], dict[str, _Run]] = {}
         self._telling: set[asyncio.Task[None]] = set()
+        self._ends = False
         self._leasing: set[asyncio.Task[episode_pb2.LeaseTasksResponse]] = set()
         self._closed = False
         self._strangers = Strangers()
@@ -236,6 +237,8 @@ class RecordedSessions:
         """Lease an episode, as `lease_tasks`, but wait for none once this gateway ends."""
         leasing = asyncio.create_task(self.lease_tasks(request), name="lease")
         self._leasing.add(leasing)
+        if self._ends:
+            leasing.cancel()
         try:
             await asyncio.wait({leasing})
             if leasing.cancelled():
@@ -249,6 +252,7 @@ class RecordedSessions:
 
     def end_waits(self) -> None:
         """End the requests over HTTP that wait for an episode on offer. The gRPC server ends its own."""
+        self._ends = True  # open connections still bring requests for a moment
         for each in self._leasing:
             each.cancel()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from functools import partial
 
 import grpc
@@ -13,7 +14,7 @@ from sluice.config import CommonConfig, ConfigError, MissingPeerError, Service, 
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.rpc.server import serve_probes
-from sluice.supervise.restart_policy import EXIT_MISSING_PEER, EXIT_UNFINISHED
+from sluice.supervise.restart_policy import EXIT_CONFIG, EXIT_MISSING_PEER, EXIT_UNFINISHED
 from sluice.telemetry import StateMetrics
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
@@ -52,10 +53,11 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
         join_ranks = partial(_join, config)
         mesh, link = await compute.run(join_ranks, deadline_s=deadlines.load_s, what="joining the other ranks")
         joining = False
+        exit_code = EXIT_UNFINISHED
         if mesh.rank == 0:
             await _lead(common, config, compute, mesh, link)
         else:
-            await _follow(common, config, compute, mesh, link)
+            exit_code = await _follow(common, config, compute, mesh, link)
     except BaseException as error:
         if joining and isinstance(error, asyncio.CancelledError):
             log.info("stopped while starting")
@@ -63,7 +65,7 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
             _end(error)
         raise
     if link is not None:
-        _end(None)
+        os._exit(exit_code)
     raise UnfinishedError("a signal came; the run continues from the newest checkpoint when the trainer starts again")
 
 
@@ -119,15 +121,18 @@ async def _lead(
     finally:
         ended = await trainer.stop(max(left_s, LEAST_GRACE_S))
         if ended and ranks is not None:  # otherwise a thread still uses the link; the others end when this process does
-            ranks.stop_others()
+            ranks.stop_others(_exit_code(sys.exception() or _failure_of(loading)))
         await publisher.close(PUSH_GRACE_S)
         await channel.close()
     if ranks is not None and ranks.broken is not None:
         raise ranks.broken
     if not ended:
         log.warning("the compute thread did not end in time, leaving it behind", drain_s=config.server.drain_s)
+        failure = _failure_of(loading)
+        if failure is not None:
+            log.error("loading failed", reason=str(failure))
         # Python aborts if it finalises while a thread is inside a kernel; nothing is left to clean up.
-        os._exit(EXIT_UNFINISHED)
+        os._exit(_exit_code(failure))
     if loading.done():
         loading.result()
     else:
@@ -136,8 +141,8 @@ async def _lead(
 
 async def _follow(
     common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: RankLink | None
-) -> None:
-    """Carry out the commands of rank 0 until it says stop."""
+) -> int:
+    """Carry out the commands of rank 0 until it says stop. Return the exit code that it says."""
     if link is None:
         raise RuntimeError("a rank other than the first needs a link to it")
     channel = connect(common.peers.weightsync, common.security, role="trainer")
@@ -147,7 +152,7 @@ async def _follow(
     try:
         if os.environ.get("LOCAL_RANK") == "0":  # the first process of a further node answers for that node
             probes = await serve_probes(config.server)
-        await FollowingRank(learner, link, publisher).run(compute)
+        return await FollowingRank(learner, link, publisher).run(compute)
     finally:
         if probes is not None:
             await probes.stop(0)
@@ -164,7 +169,21 @@ def _weight_publisher(
     )
 
 
-def _end(error: BaseException | None) -> None:
+def _failure_of(task: asyncio.Task[None]) -> BaseException | None:
+    """Return why a task failed; None if it did not, or has not ended."""
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """Return the exit code of a trainer that ends by an error, or without one by a signal."""
+    if error is None or isinstance(error, asyncio.CancelledError):
+        return EXIT_UNFINISHED
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    return EXIT_MISSING_PEER if isinstance(error, MissingPeerError) else 1
+
+
+def _end(error: BaseException) -> None:
     """Exit at once: a process group that lost a member, and the threads that wait in it, cannot be shut down.
 
     Raises:
@@ -172,16 +191,13 @@ def _end(error: BaseException | None) -> None:
     """
     if isinstance(error, ConfigError):
         raise error
-    if error is None or isinstance(error, asyncio.CancelledError):
-        os._exit(EXIT_UNFINISHED)
     if isinstance(error, MissingPeerError):
         log.error("gave up", reason=str(error))
-        os._exit(EXIT_MISSING_PEER)
-    if isinstance(error, SluiceError):
+    elif isinstance(error, SluiceError):
         log.error("rank ends", reason=error.reason, message=error.message)
-    else:
+    elif not isinstance(error, asyncio.CancelledError):
         log.error("rank ends", exc_info=error)
-    os._exit(1)
+    os._exit(_exit_code(error))
 
 
 async def _load(trainer: Trainer, server: RpcServer, failed: asyncio.Event) -> None:

@@ -41,8 +41,8 @@ _QUESTION_S = 5.0
 Pull: TypeAlias = Callable[[pb.Manifest, pb.Shard, ChunkSink], Awaitable[None]]
 """`pull_shard` from some service."""
 
-MOST_REPLICAS_BEHIND = 16384
-"""Reports that may wait; beyond it the oldest is dropped: its replica reports again within a third of its lease."""
+MOST_REPLICAS_BEHIND = 1 << 17
+"""Reports that may wait, more than any `max_replicas` that one machine could serve; beyond it the oldest is dropped: its replica reports again within a third of its lease."""
 
 _MOST_RESTARTS = 3
 """Times that a shard is pulled from its beginning because what came was not what its manifest announces."""

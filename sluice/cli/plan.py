@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     options, settings = _parser().parse_known_args(argv)
     if options.machines:
         machines = machines_of(options.machines, options.cores)
-        assume_devices(max(machines.devices))
+        assume_devices(max(machines.devices), machines.device_bytes)
     else:
         here = this_machine(visible_devices(os.environ)).each[0]
         machines = Machines((replace(here, cores=options.cores or here.cores),))

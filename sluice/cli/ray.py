@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 PLACE_S = 300.0
 """Seconds that Ray may take to reserve what the run needs, unless a flag says otherwise: a node of an autoscaler starts in minutes."""
 
-"""More nodes than this are a typing mistake."""
-
 CERTIFICATES = "certs"
 """Folder in the directory of the run, with the certificates of this start."""
 
@@ -90,7 +88,7 @@ def run(argv: list[str]) -> int:
     with _connected(options.address) if needs_cluster else contextlib.nullcontext():
         machines = _machines(options) if needs_cluster or options.machines else Machines()
         # This process decides what `auto` means, for nodes that may have GPUs where it has none.
-        assume_devices(max(machines.devices))
+        assume_devices(max(machines.devices), machines.device_bytes)
         config = load_run(settings, check=lambda config: _check(config, plan_with(options, config, machines), options))
         return _run(_absolute(config), options, machines)
 
@@ -209,6 +207,10 @@ def _machines(options: argparse.Namespace) -> Machines:
     """Return the machines that the plan is made for: as given, or those that the cluster has; those with GPUs, if some have any."""
     if options.machines:
         return machines_of(options.machines, options.cores)
+    if options.cores:
+        raise ConfigError(
+            "--cores is for machines that --machines describes: without it the cluster says what its nodes have"
+        )
     import ray  # noqa: PLC0415 - an extra
 
     alive = [each["Resources"] for each in ray.nodes() if each["Alive"]]

@@ -52,7 +52,7 @@ from sluice.rpc.principals import new_token, replace_private
 from sluice.rpc.tls import pem_files
 from sluice.run_files import CONFIG_FILE, JOURNAL_FILE, REPORT_FILE, locked
 from sluice.supervise.restart_policy import EXIT_SET_ASIDE
-from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
+from sluice.supervise.supervisor import STOP_MARGIN_S, Ending, Outcome, Supervisor, run_until_signal
 from sluice.watch.estimate import estimate
 from sluice.watch.files import watch_of
 
@@ -142,7 +142,9 @@ def _run_once(options: argparse.Namespace, view: RunView, plan: Plan, config: Ru
         file, logs = private or public, config.run_dir / "logs"
         devices, own_threads = visible_devices(os.environ), options.threads is not None
         specs = child_specs(plan, config, file, logs, devices=devices, own_threads=own_threads)
-        supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts)
+        supervisor = Supervisor(
+            specs, view, max_restarts=plan.most_restarts, orphan_grace_s=plan.drain_s + STOP_MARGIN_S
+        )
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
         if listed:
             view.say(f"metrics of {listed} services: {metrics_file(config)} names their ports for Prometheus")

@@ -152,9 +152,7 @@ def job_of(config: RunConfig, plan: Plan, options: argparse.Namespace) -> Job:
     flags += [f"--{name}" for name in _SWITCHES if getattr(options, name.replace("-", "_"), False)]
     flags += [f"--sbatch={each}" for each in getattr(options, "sbatch", ())]
     command = (sys.executable, "-m", "sluice.cli.main", "slurm", "job", "@", str(folder / SETTINGS_FILE), *flags)
-    # A gateway may take longer alone, but ends soon after the orchestrator.
-    stop_s = max(part.drain_s for part in plan.parts if part.name != "gateway") + STOP_MARGIN_S
-    return Job(folder / "job.log", Path.cwd(), command, stop_s)
+    return Job(folder / "job.log", Path.cwd(), command, plan.drain_s + STOP_MARGIN_S)
 
 
 def run_job(argv: list[str]) -> int:
@@ -185,7 +183,10 @@ def run_job(argv: list[str]) -> int:
         if resume:
             view.say(describe_resume(directory))
         specs = _children(plan, config, hosts, settings, own_threads=options.threads is not None)
-        supervisor = Supervisor(specs, view, max_restarts=plan.most_restarts, stop_margin_s=STOP_MARGIN_S)
+        orphans_s = plan.drain_s + STOP_MARGIN_S
+        supervisor = Supervisor(
+            specs, view, max_restarts=plan.most_restarts, stop_margin_s=STOP_MARGIN_S, orphan_grace_s=orphans_s
+        )
         view.say(f"run {config.run}: starting {len(specs)} parts, logs in {directory / 'logs'}")
         began = time.monotonic()
         outcome = asyncio.run(_supervise(supervisor, view, config, requeue))
@@ -244,7 +245,7 @@ def _settings(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
         ConfigError: if a setting is wrong.
     """
     machines = _machines(options)
-    assume_devices(max(machines.devices))
+    assume_devices(max(machines.devices), machines.device_bytes)
     config = load_run(list(words), check=lambda config: check_run(config, _plan(config, options, machines)))
     return config.model_copy(update={"output_dir": config.output_dir.absolute()})
 

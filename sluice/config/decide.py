@@ -481,13 +481,25 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(names[:end])
 
 
-def assume_devices(number: int) -> None:
-    """Let this process decide from now on what `auto` means on machines with so many devices, whatever this one has."""
+_assumed: list[int | None] = []
+"""Bytes of a device of the machines that `assume_devices` described last."""
+
+
+def assume_devices(number: int, memory: int | None) -> None:
+    """Let this process check and decide from now on for machines with so many devices, whatever this one has.
+
+    Args:
+        number: Of each machine.
+        memory: Bytes of the smallest of them; None if nobody says.
+    """
     os.environ[VISIBLE] = ",".join(map(str, range(number)))
+    _assumed[:] = [memory]
 
 
 def smallest_memory() -> int | None:
-    """Return the bytes of memory of the smallest device that the driver knows; None without a device or a driver."""
+    """Return the bytes of memory of the smallest device that the driver knows, or that was described; None if there is none."""
+    if _assumed:
+        return _assumed[0]
     return min(filter(None, _memories()), default=None)
 
 

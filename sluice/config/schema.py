@@ -281,7 +281,7 @@ class SecurityConfig(Section):
     connection_age_s: float = Field(
         300.0,
         ge=0.1,
-        description="Seconds, more or less by a tenth, after which a server ends a connection, so that its client connects again: perhaps to a server that was added behind the same name, and with a certificate and token that are valid now. Calls in progress end on the old connection.",
+        description="Seconds, more or less by a tenth, after which a server ends a connection, so that its client connects again. It may then reach a server that was added behind the same name, and its certificate and token are looked at again. Calls in progress end on the old connection.",
     )
     insecure: bool = Field(
         False, description="Allow a bind address other than loopback without TLS and a token (flag `--insecure`)."

@@ -313,7 +313,7 @@ class HttpServer:
         else:
             self._uvicorn.config.timeout_graceful_shutdown = max(1, round(grace)) if grace else 0
             self._uvicorn.should_exit = True
-        _, late = await asyncio.wait({serving}, timeout=grace + MARGIN_S)
+        late = not await self._ended(serving, grace + MARGIN_S)
         if self._serving is None:
             return
         self._serving = None
@@ -326,6 +326,24 @@ class HttpServer:
         # uvicorn cancels what outlives the drain but does not wait for it.
         if self._uvicorn.server_state.tasks:
             await asyncio.wait(set(self._uvicorn.server_state.tasks), timeout=MARGIN_S)
+
+    async def _ended(self, serving: asyncio.Task[None], within_s: float) -> bool:
+        """Wait for the end of the server, and close what is open without a request: over TLS a client may take long to agree to that.
+
+        Returns:
+            Whether it has ended.
+        """
+        now = asyncio.get_running_loop().time
+        end = busy = now()
+        end += within_s
+        while not serving.done() and now() < end:
+            await asyncio.wait({serving}, timeout=STEP_S)
+            if self.in_progress:
+                busy = now()
+            elif now() - busy >= MARGIN_S:
+                for connection in list(self._uvicorn.server_state.connections):
+                    connection.transport.abort()
+        return serving.done()
 
     @property
     def in_progress(self) -> int:

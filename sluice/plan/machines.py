@@ -76,6 +76,12 @@ class Machines:
         return tuple(machine.devices for machine in self.each)
 
     @property
+    def device_bytes(self) -> int | None:
+        """Bytes of the smallest of their GPUs; None if nobody says it of one."""
+        each = [machine.device_gb for machine in self.each if machine.devices]
+        return None if not each or None in each else int(min(filter(None, each)) * GB)
+
+    @property
     def cores(self) -> tuple[int, ...]:
         """CPU cores of each."""
         return tuple(machine.cores for machine in self.each)
@@ -157,7 +163,7 @@ def add_machines_options(parser: argparse.ArgumentParser, usual: str) -> None:
     parser.add_argument(
         "--cores",
         type=whole_number(1, MOST_MACHINES),
-        help=f"CPU cores of each machine, where no file says it (default: {CORES_PER_DEVICE} for each GPU)",
+        help=f"CPU cores of each machine, where no file says it (with --machines by default {CORES_PER_DEVICE} for each GPU)",
     )
 
 

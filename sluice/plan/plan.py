@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -230,6 +231,11 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_parts", {each.name: each for each in self.parts})
 
+    @property
+    def drain_s(self) -> float:
+        """Seconds that the whole run takes to drain, at most. A gateway alone may take longer, but it ends soon after the orchestrator."""
+        return max(part.drain_s for part in self.parts if part.name != "gateway")
+
     def has(self, part: str) -> bool:
         """Return whether there is a part of this name."""
         return part in self._parts
@@ -391,6 +397,7 @@ def make_plan(
     present = [each for each in _ALL_PARTS if counts.get(each.name)]
     names = {each.name for each in present}
     parts: list[Part] = []
+    held: dict[str, Footprint] = {}
     for each in present:
         part = replace(
             each,
@@ -404,14 +411,15 @@ def make_plan(
             part = replace(
                 part, processes=processes[each.name], devices=len(spots[each.name][0].devices), threads=threads
             )
-            held = run.section(each.service).footprint(run, cuda=bool(part.devices))
-            if held is not None:
-                _check_memory(part, held, machines, spots[each.name])
-                part = _with_memory(part, held)
+            footprint = run.section(each.service).footprint(run, cuda=bool(part.devices))
+            if footprint is not None:
+                held[part.name] = footprint
+                part = _with_memory(part, footprint)
         if each.name == "trainer" and len(spots[trains]) > 1:
             rendezvous = Port("rendezvous", _table(run, "trainer").parallel.rendezvous_port)
             part = replace(part, nodes=len(spots[trains]), ports=(*part.ports, rendezvous))
         parts.append(part)
+    _check_memory(held, parts, spots, machines)
     places = _with_own_ports(_places(parts, spots))
     return Plan(run.run, machines, tuple(parts), tuple(places), shares_devices, most_restarts)
 
@@ -483,30 +491,47 @@ def _spots(run: RunConfig, machines: Machines, replicas: int, trains: str) -> tu
     return {name: [*a, *b] for name, a, b in zip(computes, placed, beside, strict=True)}, shared
 
 
-def _check_memory(part: Part, held: Footprint, machines: Machines, spots: Sequence[Spot]) -> None:
-    """Refuse machines whose devices, or whose main memory, are too small for a part.
+def _check_memory(
+    held: Mapping[str, Footprint], parts: Sequence[Part], spots: Mapping[str, Sequence[Spot]], machines: Machines
+) -> None:
+    """Refuse machines whose devices, or whose main memory, are too small for what computes there.
 
     Raises:
         ConfigError: with the numbers and the remedy.
     """
-    for machine in {machines.each[spot.node] for spot in spots}:
-        try:
-            if part.devices:
-                held.check(None if machine.device_gb is None else machine.device_gb * GB)
-        except ConfigError as error:
-            raise ConfigError(f"{part.name} does not fit on a machine of {machine}: {error}") from error
-        needed = _with_memory(part, held).memory_gib
-        if machine.memory_gb is not None and machine.memory_gb * GB < needed * GIB:
-            raise ConfigError(
-                f"{part.name} does not fit on a machine of {machine}: it needs {needed} GiB of main memory for {held.what} and a margin:"
-                " use machines with more"
+    needed: Counter[int] = Counter()
+    for part in parts:
+        if part.name not in held:
+            continue
+        for spot in spots[part.name]:
+            machine = machines.each[spot.node]
+            needed[spot.node] += _main_memory(part, held[part.name])
+            try:
+                if part.devices:
+                    held[part.name].check(None if machine.device_gb is None else machine.device_gb * GB)
+            except ConfigError as error:
+                raise ConfigError(f"{part.name} does not fit on a machine of {machine}: {error}") from error
+    for node, size in sorted(needed.items()):
+        memory_gb = machines.each[node].memory_gb
+        if memory_gb is not None and memory_gb * GB < size * GIB:
+            there = ", ".join(
+                part.name for part in parts if part.name in held and any(spot.node == node for spot in spots[part.name])
             )
+            raise ConfigError(
+                f"machine {node} ({machines.each[node]}) is too small: {there} are estimated to need {size} GiB of main memory together:"
+                " use machines with more, or fewer replicas on each"
+            )
+
+
+def _main_memory(part: Part, held: Footprint) -> int:
+    """Return the GiB of main memory of an instance on one machine, as its settings tell, with a margin."""
+    on_cpu = 0 if part.devices else held.device * part.processes
+    return math.ceil((held.host + on_cpu) * MEMORY_MARGIN / GIB)
 
 
 def _with_memory(part: Part, held: Footprint) -> Part:
     """Return the part with its memory, as its settings tell."""
-    on_cpu = 0 if part.devices else held.device * part.processes
-    bound = math.ceil((held.host + on_cpu) * MEMORY_MARGIN / GIB) + LEAST_MEMORY_GIB
+    bound = _main_memory(part, held) + LEAST_MEMORY_GIB
     return replace(
         part, device_gb=round(held.device / GB, 1) if part.devices else None, memory_gib=max(part.memory_gib, bound)
     )

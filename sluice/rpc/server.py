@@ -827,7 +827,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         body = _streaming(inner) if handler.response_streaming else _unary(inner)
         if method in self._unimplemented:
             body = _unimplemented(method)
-        is_watch = method in WAITING_CALLS or (handler.response_streaming and name.startswith("Watch"))
+        lasts = name.startswith("Watch") or name == "ServerReflectionInfo"
+        is_watch = method in WAITING_CALLS or (bool(handler.response_streaming) and lasts)
         observed = _ObservedMethod(
             self,
             service,

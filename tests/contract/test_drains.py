@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -17,8 +18,13 @@ import grpc
 import httpx
 import pytest
 import structlog
+from certificates import Authority
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from orchestrator_doubles import RolloutDouble
 from simulated_clock import LIMIT_S, SimulatedClock
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 from test_agents_service import AGENTS, Lender, lending
 from test_external_episodes import EXTERNAL
 from test_gateway_run import QUESTION, ToolReplica, opened
@@ -34,9 +40,12 @@ import trainer_svc.app
 import weightsync.app
 from agents_svc.config import AgentsConfig
 from envserver_svc.config import EnvServerConfig
-from gateway_svc.config import GatewayConfig
+from gateway_svc.config import CaptureConfig, GatewayConfig
+from gateway_svc.recording import RecordedSessions
+from sluice.checkpoint_files import complete_checkpoints
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig, UnfinishedError
+from sluice.openai.server import HttpServer
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.rpc.channel import wait_until_serving, waits_of
 from sluice.rpc.drain import Drain
@@ -64,6 +73,9 @@ LONG_S = 600.0
 """A grace that no test waits for."""
 
 DEADLINE_S = 120.0
+
+GOODBYE_S = 25.0
+"""Ten times the seconds after which a server of HTTP leaves idle clients, and less than a client with TLS could hold it up."""
 
 
 class Asked:
@@ -165,6 +177,17 @@ async def test_watches_are_not_waited_for() -> None:
         await asyncio.wait_for(server.serve_until_signal(), LIMIT_S)
 
 
+async def test_an_open_stream_of_reflection_is_not_waited_for() -> None:
+    server, _ = await start_double()
+    async with connect(server.target, NOBODY) as channel:
+        stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        await stream.read()
+        assert server.left == {}
+        server.begin_drain(LONG_S)
+        await asyncio.wait_for(server.serve_until_signal(), LIMIT_S)
+
+
 async def test_what_is_left_when_the_time_is_over_is_named_and_ended() -> None:
     clock = SimulatedClock()
     async with counting({"episodes": 2}, clock) as server:
@@ -229,6 +252,35 @@ async def test_a_gateway_does_not_wait_for_those_that_wait_for_an_episode(tmp_pa
             answer = await idle
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "DRAINING")
         await ended(serving)
+
+
+async def test_a_request_that_comes_during_the_drain_does_not_wait_for_an_episode_either() -> None:
+    async with connect("127.0.0.1:1", NOBODY) as channel:
+        nothing: Any = None
+        sessions = RecordedSessions(channel, nothing, CaptureConfig(), run="test", base_url=str, name="gateway")
+        sessions.end_waits()
+        with pytest.raises(SluiceError) as ended:
+            await sessions.open("", 60.0)
+        assert ended.value.reason == "DRAINING"
+        await sessions.close()
+
+
+async def test_an_idle_client_with_tls_does_not_hold_up_a_server_of_http(tmp_path: Path) -> None:
+    """It keeps its connection open, and does not answer that the server closes it: asyncio would wait for half a minute."""
+    authority = Authority(tmp_path / "authority")
+    certificate, key = authority.issue("node", hosts=["localhost"])
+    security = SecurityConfig(tls_cert=certificate, tls_key=key, tls_ca=authority.path, require_client_cert=False)
+    server = HttpServer(Starlette(routes=[Route("/", lambda _: PlainTextResponse("hello"))]), "127.0.0.1", 0, security)
+    port = await server.start()
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", port, ssl=ssl.create_default_context(cafile=str(authority.path)), server_hostname="localhost"
+    )
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await reader.readuntil(b"hello")
+    writer.transport.pause_reading()
+    async with asyncio.timeout(GOODBYE_S):
+        await server.stop(LONG_S)
+    writer.transport.abort()
 
 
 async def refused(url: str) -> None:
@@ -321,7 +373,9 @@ async def test_a_trainer_finishes_the_step_under_way_and_begins_no_other(tmp_pat
     async with weight_service(settings(model, tmp_path)) as weights:
         common, target = settings(model, tmp_path, weights), f"127.0.0.1:{port}"
         serving = asyncio.create_task(
-            trainer_svc.app.serve(common, trainer_config(server=ServerConfig(port=port), queue_batches=2))
+            trainer_svc.app.serve(
+                common, trainer_config(server=ServerConfig(port=port), queue_batches=2, checkpoint={"every_steps": 1})
+            )
         )
         async with TrainerClient(target) as client, asked(target) as drain:
             await wait_until_serving(target, NOBODY)
@@ -337,6 +391,9 @@ async def test_a_trainer_finishes_the_step_under_way_and_begins_no_other(tmp_pat
         with pytest.raises(UnfinishedError, match="continues from the newest checkpoint"):
             await ended(serving)
     assert len(steps) == 1
+    assert [each.checkpoint.name for each in complete_checkpoints(tmp_path / RUN / "checkpoints")] == ["step_1"], (
+        "it was due"
+    )
 
 
 def saved_states(directory: Path) -> list[str]:

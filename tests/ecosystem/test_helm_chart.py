@@ -236,7 +236,14 @@ CHANGES = (
         "orchestrator.drainSeconds=7",
         "weightsync.port=7777",
     ),
-    *("image.tag=v2", "model.name=other", "run.settings=seed=3", "pods.preStopSeconds=9", "network.metricsPort=9999"),
+    *(
+        "image.tag=v2",
+        "model.name=other",
+        "run.settings=seed=3",
+        "pods.preStopSeconds=9",
+        "network.metricsPort=9999",
+        "network.bindHost=::",
+    ),
     *("security.tls.mutual=false", "agents.resources.requests.cpu=3", "trainer.nodeSelector.zone=a", "run.name=other"),
 )
 
@@ -259,7 +266,13 @@ def test_a_job_whose_name_stays_is_not_changed_by_an_upgrade() -> None:
     assert kept["rollout.replicas=3"] == kept["gateway.enabled=true"] == {"trainer", "orchestrator", "agents"}
     assert kept["trainer.processes=2"] == {"orchestrator", "agents"}
     assert kept["gateway.port=7777"] == {"trainer", "orchestrator"}
-    assert kept["image.tag=v2"] == kept["run.settings=seed=3"] == kept["weightsync.port=7777"] == set()
+    assert (
+        kept["network.bindHost=::"]
+        == kept["image.tag=v2"]
+        == kept["run.settings=seed=3"]
+        == kept["weightsync.port=7777"]
+        == set()
+    )
 
 
 def test_scaling_belongs_to_one_of_both() -> None:

@@ -570,18 +570,22 @@ class FollowingRank:
         self._learner, self._link, self._publisher = learner, link, publisher
         self._offer: Offer | None = None
 
-    async def run(self, compute: ComputeThread) -> None:
+    async def run(self, compute: ComputeThread) -> int:
         """Carry out commands until rank 0 says stop.
+
+        Returns:
+            The exit code that rank 0 says.
 
         Raises:
             Exception: the failure of a command, which rank 0 knows.
         """
         computing = compute.run(self._compute, deadline_s=FOR_GOOD_S, what="serving rank 0")
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(computing)
+            computed = tasks.create_task(computing)
             tasks.create_task(self._publish())
+        return computed.result()
 
-    def _compute(self) -> None:
+    def _compute(self) -> int:
         while (command := self._link.next("compute"))["do"] != "stop":
             try:
                 self._carry_out(command)
@@ -592,6 +596,7 @@ class FollowingRank:
                     self._link.done(f"{type(error).__name__}: {error}")
                     raise
             self._link.done()
+        return int(command["exit_code"])
 
     def _carry_out(self, command: Command) -> None:
         learner = self._learner

@@ -109,11 +109,11 @@ class RankGroup:
         """Have the other ranks publish beside this one."""
         self._link.post("publish", {"do": "publish", **arguments})
 
-    def stop_others(self) -> None:
-        """Tell the other ranks to end; this process ends next."""
+    def stop_others(self, exit_code: int) -> None:
+        """Tell the other ranks to end with this exit code; this process ends next. The launcher's is that of the rank that ends first."""
         if self.broken is None:
             for stream in ("compute", "publish"):
-                self._link.post(stream, {"do": "stop"})
+                self._link.post(stream, {"do": "stop", "exit_code": exit_code})
 
     def give_up(self, error: BaseException) -> SluiceError:
         """Note that the ranks cannot continue.

@@ -32,7 +32,8 @@ from trainer_svc.service.rank_group import OUT_OF_STEP
 from weightsync.publisher import PushReport
 
 _OF_A_STEP = (trainer_pb2.TRAINER_PHASE_TRAINING, trainer_pb2.TRAINER_PHASE_SAVING)
-"""What a drain lets end. A version that is not published yet is published again after a restart."""
+"""What a drain lets end. A version that is not published yet is published again after a restart; but a checkpoint that is due comes
+after the publication of its step."""
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +67,7 @@ class Trainer:
         self._publisher = publisher
         self._publication = Publication(self.config.deadlines.push_s)
         self._arrived = asyncio.Event()
+        self._checkpoint_is_due = False
         self._doing: trainer_pb2.TrainerPhase.ValueType = trainer_pb2.TRAINER_PHASE_WAITING
         self._training: asyncio.Task[None] | None = None
         self._opening: tuple[int, asyncio.Task[Restored]] | None = None
@@ -96,7 +98,8 @@ class Trainer:
     @property
     def left(self) -> dict[str, int]:
         """What is under way that a drain waits for."""
-        trains = self._training is not None and not self._training.done() and self._doing in _OF_A_STEP
+        trains = self._training is not None and not self._training.done()
+        trains = trains and (self._doing in _OF_A_STEP or self._checkpoint_is_due)
         return {"steps": int(trains), "checkpoints": int(self.checkpoints.active)}
 
     @property
@@ -355,6 +358,8 @@ class Trainer:
                 )
             SKIPPED_STEPS.inc(applied.skipped_steps)
             version = admission.finish()
+            every = self.config.checkpoint.every_steps
+            self._checkpoint_is_due = bool(every) and version.number % every == 0
             report = _step_report(batch, applied, waited_s, push_wait_s, self._publication.last_push)
             steps.append(report)
             skipping = self._check_finite(applied, skipping)
@@ -372,10 +377,10 @@ class Trainer:
             compare_s = perf_counter() - comparing
             observe_step(applied.metrics, {"wait_batch": waited_s, "wait_push": push_wait_s, "compare": compare_s})
             pushing = pushes.create_task(self._publication.publish(offer))
-            every = self.config.checkpoint.every_steps
-            if every and version.number % every == 0:
+            if self._checkpoint_is_due:
                 self._doing = trainer_pb2.TRAINER_PHASE_SAVING
                 await self.checkpoints.begin_scheduled()
+                self._checkpoint_is_due = False
 
     def _check_finite(self, applied: Applied, skipping: int) -> int:
         """Return how many batches in a row had a skipped step.

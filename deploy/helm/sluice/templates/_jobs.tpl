@@ -9,7 +9,7 @@ depends on. THIS-JOB in `args` stands for the name.
 {{- $values := .root.Values -}}
 {{- $pod := include "sluice.pod" (merge (dict "job" true) .) | fromYaml -}}
 {{- $ports := list $values.weightsync.port $values.trainer.port $values.rollout.port $values.orchestrator.port -}}
-{{- $made := dict "pod" $pod "run" $values.run "model" $values.model "security" $values.security "ports" $ports "also" .also -}}
+{{- $made := dict "pod" $pod "run" $values.run "model" $values.model "security" $values.security "ports" $ports "bindHost" $values.network.bindHost "also" .also -}}
 {{- $name := printf "%s-%s-%s" (include "sluice.name" .root) .part ($made | toJson | sha256sum | trunc 8) -}}
 apiVersion: batch/v1
 kind: Job
