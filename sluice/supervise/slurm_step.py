@@ -2,7 +2,8 @@
 
 srun answers SIGTERM by killing its step. This program sends the step itself SIGTERM by `scancel`, so that the service drains. If a
 step ends because its node is lost, Slurm needs until `SlurmdTimeout` to see that, and then ends or requeues the job: this program waits
-for it, since a step that is started on the same node until then would fail.
+for it, since a step that is started on the same node until then would fail. If Slurm does not start the step at all, as while its controller
+starts again, or has not yet cleared away the steps of the job's last start, this program asks again.
 """
 
 from __future__ import annotations
@@ -12,13 +13,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from typing import IO
 
 POLL_S = 0.5
 
 NODE_WAIT_S = 900.0
 """Seconds that Slurm gets to end the job of a node that does not answer. `SlurmdTimeout` is 300 s unless a cluster sets it."""
+
+REFUSALS_S = 300.0
+"""Seconds for which a step that Slurm does not start is asked for again."""
+
+REFUSAL_S = 5.0
+"""Seconds between two of these."""
+
+_REFUSED = b"srun: error: Unable to "
+"""Beginning of the line in which srun says that there will be no step."""
 
 ANSWER_S = 20.0
 """Seconds that a program of Slurm gets to answer: it asks the controller, which may be busy."""
@@ -45,13 +57,15 @@ def main(job: str, node: str, step: str, command: list[str]) -> int:
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 - the words of our own plan
-    drained = False
-    while (code := _ended(process)) is None:
-        if asked and not drained:
-            drained = True
-            if not _drain(job, step):
-                process.terminate()  # the step has not started, so there is nothing to drain
+    deadline = time.monotonic() + REFUSALS_S
+    code, refused = _run(job, step, command, asked)
+    while refused and not asked and time.monotonic() < deadline:
+        _say(
+            f"Slurm did not start the step: asking again in {REFUSAL_S:g} s, for {deadline - time.monotonic():.0f} s more"
+        )
+        time.sleep(REFUSAL_S)
+        if not asked:
+            code, refused = _run(job, step, command, asked)
     if code and not asked and (problem := _problem(node)):
         _say(f"the step ended with exit code {code}: {problem}; waiting until that is over, or Slurm ends the job")
         if not _wait_for(node, asked):
@@ -59,6 +73,31 @@ def main(job: str, node: str, step: str, command: list[str]) -> int:
         _say(f"node {node} answers again")
         code = 128 + signal.SIGKILL
     return _end_alike(code)
+
+
+def _run(job: str, step: str, command: list[str], asked: Sequence[int]) -> tuple[int, bool]:
+    """Run `srun` to its end. Return its exit code, and whether Slurm refused to start the step."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)  # noqa: S603 - the words of our own plan
+    refused = threading.Event()
+    reader = threading.Thread(target=_copy, args=(process.stderr, refused), daemon=True)
+    reader.start()
+    drained = False
+    while (code := _ended(process)) is None:
+        if asked and not drained:
+            drained = True
+            if not _drain(job, step):
+                process.terminate()  # the step has not started, so there is nothing to drain
+    reader.join(POLL_S)
+    return code, bool(code) and refused.is_set()
+
+
+def _copy(lines: IO[bytes], refused: threading.Event) -> None:
+    """Write each line to our own standard error, and note whether srun says that there will be no step."""
+    for line in lines:
+        if line.startswith(_REFUSED):
+            refused.set()
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int | None:

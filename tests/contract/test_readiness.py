@@ -19,7 +19,7 @@ import gateway_svc.app
 import trainer_svc.app
 from gateway_svc.config import GatewayConfig
 from sluice.cli.main import main
-from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
+from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig, UnfinishedError
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, connect
 from sluice.rpc.channel import health_status, wait_until_serving, waits_of
@@ -135,7 +135,8 @@ async def test_a_trainer_waits_for_its_model_and_then_for_an_epoch(tmp_path: Pat
             async with connect(target, NOBODY) as channel:
                 stub = common_pb2_grpc.ServerAdminServiceStub(channel)
                 _ = [left async for left in stub.DrainServer(common_pb2.DrainServerRequest())]
-            await serving
+            with pytest.raises(UnfinishedError):
+                await serving
 
 
 async def test_a_gateway_waits_for_orchestrator_and_replicas_and_its_http_port_says_so(tmp_path: Path) -> None:

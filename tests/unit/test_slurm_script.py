@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from sluice.cli import slurm
 from sluice.config import ConfigError, RunConfig, load_run
 from sluice.plan import Machines, Plan, make_plan
 from sluice.plan.slurm import Host, Job, groups_of, hosts_of, script, step, with_control_node
+from sluice.supervise import slurm_step
 
 JOB = Job(Path("/shared/out put/50%/job.log"), Path("/home/me"), ("sluice", "slurm", "job", "@", "a b.toml"), 7.0)
 
@@ -167,3 +171,48 @@ def test_a_gateway_alone_may_drain_for_minutes_and_does_not_make_the_whole_job_e
     assert plan.part("gateway").drain_s == 600.0
     options = slurm._parser().parse_args([])
     assert slurm.job_of(run, plan, options).stop_s == 30.0 + slurm.STOP_MARGIN_S
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A command that Slurm, whose nodes are idle, refuses to start as a step as often as there are files in ``refusals``."""
+    monkeypatch.setattr(slurm_step, "REFUSAL_S", 0.0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, text in {
+        "sinfo": "echo idle",
+        "srun": f"""
+            one=$(ls {tmp_path}/refusals | head -n 1)
+            if [ -n "$one" ]; then
+                rm {tmp_path}/refusals/$one
+                echo "srun: error: Unable to create step for job 6: Memory required by task is not available" >&2
+                exit 1
+            fi
+            echo started >> {tmp_path}/started
+            exit $1""",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "refusals").mkdir()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield [str(tmp_path / "srun")]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("code", "refusals"), [(0, 2), (7, 1), (7, 0)])
+def test_a_step_that_slurm_does_not_start_is_asked_for_again_and_one_that_ended_is_not(
+    srun: list[str], tmp_path: Path, code: int, refusals: int
+) -> None:
+    for number in range(refusals):
+        (tmp_path / "refusals" / str(number)).touch()
+    assert slurm_step.main("6", "n0", "rollout", [*srun, str(code)]) == code
+    assert (tmp_path / "started").read_text() == "started\n"
+
+
+def test_a_step_that_slurm_never_starts_fails_in_the_end(
+    srun: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_step, "REFUSALS_S", 0.0)
+    (tmp_path / "refusals/0").touch()
+    assert slurm_step.main("6", "n0", "rollout", [*srun, "0"]) == 1
+    assert not (tmp_path / "started").exists()

@@ -10,6 +10,7 @@ from simulated_clock import SimulatedClock
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
+from weightsync import relay
 from weightsync.relay import Forwarder
 
 LEASE_S = 60.0
@@ -77,7 +78,8 @@ async def test_reports_wait_while_upstream_is_away_and_old_ones_are_dropped() ->
     task.cancel()
 
 
-async def test_what_waits_is_bounded() -> None:
+async def test_what_waits_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(relay, "MOST_REPLICAS_BEHIND", 4096)
     reports = forwarder(Upstream(), SimulatedClock())
     for number in range(5000):
         reports.put(report(f"replica-{number}", number))
