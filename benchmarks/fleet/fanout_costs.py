@@ -57,6 +57,9 @@ _BEATS_S = 3.0
 _SETTLE_S = 0.5
 """Seconds after a version in which a service reads the last reports."""
 
+SHARING = 8
+"""Receivers that take one staged copy: the replicas of a machine of the fleets."""
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -102,7 +105,7 @@ async def measure(elements: int, disk: Path, shared: Path) -> WeightCosts:
         for size in sizes:
             for receivers in RECEIVERS:
                 direct += [each async for each in _take(bench, root.target, size, receivers)]
-            sharing += [each async for each in _take(bench, root.target, size, RECEIVERS[-1], share=True)]
+            sharing += [each async for each in _take(bench, root.target, size, SHARING, share=True)]
         manifests = [(float(count), await _manifest_bytes(root, count, next(bench.epochs))) for count in (1, TENSORS)]
         async with weight_service(disk, "--keep=1", f"--upstream={root.target}", name="costs-relay") as relay:
             for size in sizes:
@@ -195,7 +198,7 @@ def _of_versions(direct: list[Taken], sharing: list[Taken], behind: list[Taken])
     given = _cpu_line(
         (size, (cpu - other) / more) for (size, cpu), (_, other) in zip(cpu_together, cpu_alone, strict=True)
     )
-    of_all, of_one = (_shortest(taken, "total_s") for taken in (_by_size(sharing, RECEIVERS[-1]), alone))
+    of_all, of_one = (_shortest(taken, "total_s") for taken in (_by_size(sharing, SHARING), alone))
     shared = statistics.median(every - one for (_, every), (_, one) in zip(of_all, of_one, strict=True))
     sizes = {(each.weights_mib, each.dense): size for size, found in alone.items() for each in found}
     only_deltas = {weights_mib: alone[size] for (weights_mib, dense), size in sizes.items() if not dense}
