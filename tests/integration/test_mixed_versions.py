@@ -28,13 +28,15 @@ from forked_programs import ENVIRONMENT
 from forked_run import ForkedRun
 from held_ports import held_ports
 from rank_programs import RankPrograms
+from test_orchestrator_recovery import ENVIRONMENT as VOWELS
 
 from sluice.agent import AgentClient, Episode
 from sluice.cli.init_model import ModelShape, init_model
-from sluice.cli.main import EXIT_UNFINISHED, main
+from sluice.cli.main import main
 from sluice.client import OrchestratorClient
 from sluice.rpc import ClientSecurity, SluiceError
 from sluice.rpc.principals import Role, add_token
+from sluice.supervise.restart_policy import EXIT_UNFINISHED
 from sluice.v1 import tokens_pb2
 
 # Their code is in the history, which a shallow clone lacks: `make test-soak`.
@@ -52,23 +54,6 @@ STEPS = 8
 
 SECOND = "second"
 """A further replica."""
-
-
-VOWELS = """
-from sluice.environments.base import Task
-
-class Vowels:
-    name = "vowels"
-
-    def tasks(self, split, seed):
-        return [Task(f"{split}-{index}", {"text": "abcdefgh"[: 1 + index % 8]}) for index in range(64)]
-
-    def messages(self, task):
-        return [{"role": "user", "content": task.data["text"]}]
-
-    def score(self, task, completion):
-        return sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
-"""
 
 SETTINGS = """
 run = "mixed"
