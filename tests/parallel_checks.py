@@ -180,12 +180,16 @@ def export(models: Path, scratch: Path, mesh: Mesh) -> dict[str, bool]:
 
 
 def half(models: Path, mesh: Mesh) -> dict[str, Any]:
-    """The loss in bfloat16 with masters in float32, beside that of one process."""
+    """Log-probabilities and loss in bfloat16 with masters in float32, beside those of one process."""
     trainer = engine(models / "qwen3", mesh, dtype="bfloat16")
     loss = trainer.train_batch(share(mesh), likelihood, count_loss_tokens).loss
     masters = {str(each.dtype) for each in trainer.network.model.parameters()}
     one = engine(models / "qwen3", SINGLE, dtype="bfloat16")
+    untrained = (engine(models / "qwen3", mesh, dtype="bfloat16"), one)
+    forwards = zip(*(each.forward(share(mesh)) for each in untrained), strict=True)
+    same = all(torch.equal(ours.nan_to_num(), alone.nan_to_num()) for ours, alone in forwards)
     return {
+        "same": same,
         "loss": loss,
         "of one": one.eval_batch(ragged_batch(seed=3), likelihood, count_loss_tokens).loss,
         "masters": [*masters],

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from sluice.config import ConfigError, Section
 from sluice.models import ModelSizes, sizes_on_disk
+from trainer_svc.precision import frozen_precision
 
 COMPILERS = ("g++", "clang++", "gcc", "clang")
 """Compilers that `torch.compile` looks for."""
@@ -31,9 +32,6 @@ COLUMNS, ROWS = "colwise", "rowwise"
 
 PARTIAL = "replicated_with_grad_allreduce"
 """transformers' name for a module that is whole in every process but applied to its own heads, so that gradients add up."""
-
-Precision = Literal["auto", "float32", "bfloat16"]
-"""Precision of a forward pass or of stored weights; auto depends on the device."""
 
 _Compute = TypeVar("_Compute", bound="ComputeConfig")
 _Optimizer = TypeVar("_Optimizer", bound="OptimizerConfig")
@@ -298,19 +296,6 @@ def on_device(config: _Compute, device: str) -> _Compute:
     base = frozen_precision(config.lora.base_dtype, dtype, device)
     lora = config.lora.model_copy(update={"base_dtype": base})
     return config.model_copy(update={"dtype": dtype, "gradient_checkpointing": recompute, "lora": lora})
-
-
-def frozen_precision(setting: Precision, dtype: Precision, device: str) -> Precision:
-    """Return the precision in which weights that are not trained are stored.
-
-    Args:
-        setting: The setting, which counts unless it is `auto`.
-        dtype: Precision of the forward pass.
-        device: Kind of the device that computes: cpu or cuda.
-    """
-    if setting != "auto":
-        return setting
-    return "bfloat16" if device == "cuda" and dtype == "bfloat16" else "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,11 @@ from sluice.config.decide import smallest_memory, visible_devices
 from sluice.config.footprint import GIB, Footprint
 from sluice.decoder import Decoder, decoder_of
 from sluice.models import check_files, check_model, importable
-from trainer_svc.compute_config import (
-    ComputeConfig,
-    OptimizerConfig,
-    Precision,
-    check_decay,
-    check_sizes,
-    frozen_precision,
-    on_device,
-)
+from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_decay, check_sizes, on_device
 from trainer_svc.memory import BFLOAT16, FLOAT32, estimate
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
 from trainer_svc.objectives.presets import PRESETS
+from trainer_svc.precision import Precision, frozen_precision
 
 BASE = "base"
 """Names the model that the run starts from, where another one could stand."""

@@ -220,7 +220,8 @@ def test_a_process_reads_its_own_share_of_the_weights(two: Found) -> None:
     assert max(found["own share"]) < 0.7 * found["float32"]
 
 
-def test_bfloat16_has_masters_in_float32_and_the_loss_of_one_process(two: Found) -> None:
+def test_bfloat16_has_masters_in_float32_and_the_results_of_one_process(two: Found) -> None:
     found = two["checks"]["bfloat16"]
+    assert found["same"]
     assert found["masters"] == ["torch.float32"]
     assert found["loss"] == pytest.approx(found["of one"], rel=2e-3)

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -291,6 +292,15 @@ class TestHalfPrecision:
         record_property("bf16_mean_abs_difference", difference.abs().mean().item())
         print(f"bfloat16 log-probabilities: mean {difference.abs().mean():.2e}, max {difference.abs().max():.2e}")
         assert difference.abs().mean() < 0.05
+
+    async def test_its_logits_are_not_rounded(self, half_engine):
+        """Two logits between 1 and 16 that were rounded would differ by a multiple of 1/128."""
+        sample = await one(half_engine, replace(LONG, max_tokens=100, top_logprobs=3))
+        best = torch.tensor(
+            [[value for _, value in sorted(row, key=itemgetter(1))[-2:]] for row in sample.top_logprobs]
+        )
+        steps = (best[:, 1] - best[:, 0]) * 128
+        assert (steps - steps.round()).abs().median() > 0.1
 
     async def test_float32_versions_are_rounded_into_a_bfloat16_engine(self, half_engine, models):
         await half_engine.apply(staged(models[1], Version(1, 1)))

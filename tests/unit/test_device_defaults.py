@@ -9,10 +9,11 @@ import torch
 from tiny_policy import ragged_batch, tiny_model
 from transformers import AutoModelForCausalLM
 
-from trainer_svc.compute_config import ComputeConfig, LoraConfig, frozen_precision, on_device
+from trainer_svc.compute_config import ComputeConfig, LoraConfig, on_device
 from trainer_svc.config import ReferenceConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.config import ObjectiveConfig
+from trainer_svc.precision import frozen_precision
 from trainer_svc.update.policy import load_frozen
 
 

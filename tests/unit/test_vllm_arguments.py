@@ -27,6 +27,8 @@ class Known:
     dtype: str = "auto"
     tokenizer: str = ""
     logprobs_mode: str = ""
+    quantization: str = ""
+    hf_overrides: object = None
 
 
 def arguments(model: str, *, on_cpu: bool = True, **given: object) -> dict[str, object]:
@@ -52,6 +54,22 @@ def test_arguments_that_the_contract_rests_on_are_ours(tmp_path):
 def test_a_float32_model_stays_float32(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
     assert arguments(str(tmp_path))["dtype"] == "float32"
+
+
+def test_logits_are_float32_unless_the_user_or_quantized_weights_say_otherwise(tmp_path):
+    def overrides(**given: object) -> object:
+        return arguments(str(tmp_path), **given).get("hf_overrides")
+
+    def of_the_user(config: object) -> object:
+        return config
+
+    assert overrides() == {"head_dtype": "float32"}
+    assert overrides(hf_overrides={"rope_theta": 1e6}) == {"head_dtype": "float32", "rope_theta": 1e6}
+    assert overrides(hf_overrides={"head_dtype": "model"}) == {"head_dtype": "model"}
+    assert overrides(hf_overrides=of_the_user) is of_the_user
+    assert overrides(quantization="fp8") is None
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    assert overrides() is None
 
 
 def test_an_untested_release_is_refused():

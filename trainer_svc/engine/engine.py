@@ -28,26 +28,20 @@ from trainer_svc.batch.rows import (
     tokens_to_forward,
 )
 from trainer_svc.batch.shapes import Scalar
-from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
+from trainer_svc.compute_config import ComputeConfig, on_device
 from trainer_svc.engine.finite import UnfitWeightsError, describe_unfit, unfit_weights
-from trainer_svc.engine.loading import (
-    DTYPES,
-    check_read,
-    choose_kernels,
-    distribute,
-    freeze,
-    load_network,
-    resolve_device,
-)
+from trainer_svc.engine.loading import check_read, choose_kernels, distribute, freeze, load_network, resolve_device
 from trainer_svc.engine.logprob import Entropy
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
 from trainer_svc.engine.network import OWN_MODULES, Head, Network, connected
 from trainer_svc.engine.optimizers import build_optimizers, clip, total_norm
 from trainer_svc.engine.pipeline import LossOf, Pipeline
+from trainer_svc.engine.rounding import DTYPES
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import Ranks, agree
 from trainer_svc.parallel.sharding import cpu_copy, sum_partial_gradients
+from trainer_svc.precision import Precision, frozen_precision
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of a checkpoint's tensors."""

@@ -23,13 +23,11 @@ from trainer_svc.compute_config import ParallelConfig, check_heads
 from trainer_svc.engine.cpu_linear import onednn_is_faster, use_onednn
 from trainer_svc.engine.finite import IncompleteWeightsError, UnfitWeightsError, some_of, unfit_weights
 from trainer_svc.engine.network import PACKED_ATTENTION, Head, Network, Packing, varlen_attention
+from trainer_svc.engine.rounding import compute_as_served, store_frozen
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 from trainer_svc.parallel.context import Context
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.sharding import Absent, Root, cut_stage, shard_weights, split_matrices
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""PyTorch's types by the names in the settings."""
 
 Attention = Literal["auto", "sdpa", "varlen"]
 
@@ -303,8 +301,7 @@ def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:  # no
 def freeze(network: Network, dtype: torch.dtype) -> None:
     """Take the gradients off a network that is never trained, in place, and store its matrices in a precision.
 
-    bfloat16 changes no result, since a bfloat16 forward pass rounds matrices to it anyway. Vectors stay float32, and so do
-    hidden states between layers. The network is not laid out over processes yet.
+    The network is not laid out over processes yet.
 
     Raises:
         ValueError: if `dtype` is bfloat16 and the forward pass is float32.
@@ -316,11 +313,7 @@ def freeze(network: Network, dtype: torch.dtype) -> None:
         raise ValueError(
             "a frozen model's dtype is bfloat16, but the forward pass is float32: set trainer.dtype to bfloat16"
         )
-    for module in network.model.modules():
-        if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and module is not network.value_head:
-            module.to(dtype)
-    embedding = network.model.get_input_embeddings()
-    embedding.register_forward_hook(lambda _, __, output: output.float())
+    store_frozen(network.model, dtype)
 
 
 def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -> Network:
@@ -362,7 +355,7 @@ def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = Non
 
 
 def choose_kernels(network: Network, attention: Attention, *, compiled: bool) -> Network:
-    """Set which kernels a network's layers run on, after it was laid out.
+    """Set which kernels a network's layers run on and how they round their weights, after it was laid out.
 
     With `compiled` the decoder layers are compiled in place, when each first runs; their attention is left as it is.
 
@@ -373,6 +366,7 @@ def choose_kernels(network: Network, attention: Attention, *, compiled: bool) ->
     heads = int(config.num_attention_heads)
     key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    compute_as_served(network.model, network.compute_dtype, whole_logits=network.language and not network.own_head)
     if compiled:
         compile_layers(network.model)
     # Sharded weights are DTensors, which oneDNN's kernels do not take, and compiled layers have products of their own.

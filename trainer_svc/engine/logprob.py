@@ -166,7 +166,9 @@ def fused_logprobs(
         raise ValueError(f"cells is {cells}; give at least 1")
     keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (hidden, weight, bias))
     cells, rows, columns = _tile(tokens, cells, hidden.device)
-    work = _Work(tokens, rows, columns, cells if keep else 0, _factor_dtype(hidden, weight), entropy, shard)
+    rounding = _rounding(hidden, weight)
+    factor = rounding if hidden.device.type == "cuda" else torch.promote_types(rounding, torch.float32)
+    work = _Work(tokens, rows, columns, cells if keep else 0, rounding, factor, entropy, shard)
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropies = _FusedLogprobs.apply(hidden, weight, bias, targets, temperatures, work)
     return logprobs, entropies
@@ -178,13 +180,15 @@ class _Work:
 
     Attributes:
         kept_cells: Logits that may stay in memory for the backward pass.
-        factor: Precision of the factors of products.
+        rounding: Precision to which states and weight are rounded.
+        factor: Precision of the factors of products: narrow on CUDA only, where a product of them can be written as float32.
     """
 
     tokens: int
     rows: int
     columns: int
     kept_cells: int
+    rounding: torch.dtype
     factor: torch.dtype
     entropy: Entropy
     shard: VocabularyShard | None
@@ -209,27 +213,21 @@ def _tile(tokens: int, cells: int, device: torch.device) -> tuple[int, int, int]
     return max(0, cells - 2 * tile), rows, tile // rows
 
 
-def _factor_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Return the precision of factors: narrow on CUDA only, where a product of narrow factors can be written as float32."""
-    dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    if dtype == torch.float64:
-        return dtype
-    if hidden.device.type != "cuda":
-        return torch.float32
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype
+def _rounding(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the precision that the forward pass has at its output layer: that of autocast, as an engine rounds both factors."""
+    dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
+    narrow = torch.is_autocast_enabled(device) and dtype != torch.float64
+    return torch.get_autocast_dtype(device) if narrow else dtype
 
 
 def _tokens(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    temperatures: torch.Tensor,
-    factor: torch.dtype,
-    bias: torch.Tensor | None,
+    hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, work: _Work, bias: torch.Tensor | None
 ) -> _Tokens:
+    factor = work.factor
     wide = torch.float64 if factor == torch.float64 else torch.float32
     scale = temperatures.to(wide).reciprocal().unsqueeze(1)
     scaled = bias is None and factor == wide  # narrow factors would be rounded once more
-    factors = hidden.to(factor)
+    factors = hidden.to(work.rounding).to(factor)
     return _Tokens(factors * scale if scaled else factors, scale, targets.unsqueeze(1), scaled)
 
 
@@ -301,9 +299,11 @@ class _FusedLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         temperatures: torch.Tensor,
         work: _Work,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = _tokens(hidden, targets, temperatures, work.factor, bias)
+        rows = _tokens(hidden, targets, temperatures, work, bias)
         chunks = [_Distribution(rows[place], entropy=work.entropy != "none") for place in work.chunks()]
-        kept = _forward_tiles(chunks, _OutputLayer(weight, bias, work.shard.start if work.shard else 0), work)
+        kept = _forward_tiles(
+            chunks, _OutputLayer(weight, bias, work.shard.start if work.shard else 0, work.rounding), work
+        )
         ended = zip(*(chunk.finish(work.shard and work.shard.group) for chunk in chunks), strict=True)
         logprobs, log_sum, entropies = (torch.cat(parts) for parts in ended)
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, log_sum, entropies, *kept)
@@ -319,14 +319,14 @@ class _FusedLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> Any:  # noqa: ANN401
         hidden, weight, bias, targets, temperatures, log_sum, entropies, *kept = ctx.saved_tensors
         work: _Work = ctx.work
-        rows = _tokens(hidden, targets, temperatures, work.factor, bias)
+        rows = _tokens(hidden, targets, temperatures, work, bias)
         arrived = torch.zeros_like(rows.scale) if grad_logprobs is None else _column(grad_logprobs, rows)
         columns = (log_sum, entropies, arrived, None if grad_entropy is None else _column(grad_entropy, rows))
         chunks = [
             _TokenGradient(rows[place], *(None if each is None else each[place] for each in columns))
             for place in work.chunks()
         ]
-        layer = _OutputLayer(weight, bias, work.shard.start if work.shard else 0)
+        layer = _OutputLayer(weight, bias, work.shard.start if work.shard else 0, work.rounding)
         by_weight, by_bias = _backward_tiles(chunks, layer, work, kept, ctx.needs_input_grad)
         by_hidden = None
         if ctx.needs_input_grad[0]:
@@ -365,13 +365,14 @@ class _OutputLayer:
     weight: torch.Tensor
     bias: torch.Tensor | None
     start: int
+    rounding: torch.dtype
 
     def blocks(self, columns: int, factor: torch.dtype) -> Iterator[_Block]:
         """Yield ranges of at most `columns` token ids in order, with the weight in the precision of factors."""
         for first in range(0, len(self.weight), columns):
             place = slice(first, min(first + columns, len(self.weight)))
             bias = None if self.bias is None else self.bias[place]
-            yield _Block(place, self.start + first, self.weight[place].to(factor), bias)
+            yield _Block(place, self.start + first, self.weight[place].to(self.rounding).to(factor), bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from sluice.host_files import whole_directory
 from trainer_svc.compute_config import LoraConfig
 from trainer_svc.engine.finite import UnfitWeightsError, some_of, unfit_weights
 from trainer_svc.engine.network import OWN_MODULES, Network
+from trainer_svc.engine.rounding import store_frozen
 from trainer_svc.parallel.sharding import cpu_copy
 
 if TYPE_CHECKING:
@@ -224,14 +225,12 @@ def _targets(network: Network, config: LoraConfig) -> list[str]:
 
 
 def _store_base(network: Network, config: LoraConfig) -> None:
-    """Store the frozen linear layers in bfloat16, in which they are computed: half the memory, the same results."""
+    """Store the frozen matrices in bfloat16, in which they are computed: half the memory, the same results."""
     if config.base_dtype != "bfloat16":
         return
     if network.compute_dtype != torch.bfloat16:
         raise ValueError("lora.base_dtype is bfloat16, but the forward pass is float32: set dtype to bfloat16")
-    for module in _linear_layers(network).values():
-        if not module.weight.requires_grad:
-            module.to(torch.bfloat16)
+    store_frozen(network.model, torch.bfloat16)
 
 
 def merge_adapter(

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from rollout_svc.engines.adapters import Adapter
 from rollout_svc.engines.base import (
@@ -95,6 +96,8 @@ class SlotModel:
         if head is None:
             raise EngineSettingsError(f'{self.info.architecture} has no output layer of its own; use engine = "vllm"')
         head.register_forward_pre_hook(self._pick)
+        if type(head) is torch.nn.Linear and head.weight.dtype in (torch.bfloat16, torch.float16):
+            head.forward = partial(_float32_logits, head)
 
     def known_of(self, base: BaseModel) -> BaseModel:
         """Return what the model has of the tensors in its files; see `BaseModel.known_to` for the error."""
@@ -233,6 +236,14 @@ def slot_attention(
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
     output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(batch, 1, heads, -1), None
+
+
+def _float32_logits(head: torch.nn.Linear, states: Tensor) -> Tensor:
+    """Compute an output layer without rounding its products, as the trainer does."""
+    if states.is_cuda and head.bias is None:
+        return torch.mm(states.flatten(0, -2), head.weight.t(), out_dtype=torch.float32).unflatten(0, states.shape[:-1])
+    bias = None if head.bias is None else head.bias.float()
+    return linear(states.float(), head.weight.float(), bias)
 
 
 def _device(name: str) -> str:

@@ -390,6 +390,8 @@ def engine_arguments(
     if on_cpu:
         arguments |= cpu_defaults(model)
     arguments |= given
+    if not quantized(model, given):
+        arguments["hf_overrides"] = float32_logits(given.get("hf_overrides"))
     if lora is not None:
         arguments |= lora_arguments(lora, on_cpu=on_cpu)
     return arguments | {
@@ -415,13 +417,31 @@ def cpu_defaults(model: str) -> dict[str, Any]:
     }
 
 
+def float32_logits(given: object) -> object:
+    """Return overrides of the model's configuration with which the output layer does not round logits, as the trainer's does not.
+
+    The user's own `head_dtype` stays, and so does a function in place of a dictionary.
+    """
+    if given is None or isinstance(given, Mapping):
+        return {"head_dtype": "float32"} | dict(given or {})
+    return given
+
+
+def quantized(model: str, given: Mapping[str, Any]) -> bool:
+    """Return whether weights are quantized; vLLM then refuses another precision for an output layer that is quantized too."""
+    return bool(given.get("quantization") or _saved_config(model).get("quantization_config"))
+
+
 def model_dtype(model: str) -> str:
     """Return the dtype of the saved model, or "auto" for a hub id. vLLM's "auto" would turn float32 into bfloat16."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return "auto"
-    config = json.loads(path.read_text())
+    config = _saved_config(model)
     return str(config.get("dtype") or config.get("torch_dtype") or "auto")
+
+
+def _saved_config(model: str) -> Mapping[str, Any]:
+    path = Path(model) / "config.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
 
 
 def has_tokenizer(model: str) -> bool:

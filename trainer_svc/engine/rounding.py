@@ -1,0 +1,102 @@
+"""Store and compute the weights of a model in the precisions that `trainer_svc.precision` names.
+
+Autocast rounds the matrices of linear layers. `compute_as_served` rounds the other weights where they are read, so that it holds on
+one rank and on many, whatever FSDP gathered. Hidden states are added up in float32: measured against vLLM in bfloat16, that is
+nearer to it than bfloat16 sums are (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from trainer_svc.precision import Kind, Precision, computed, stored
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""PyTorch's types by the names in the settings."""
+
+_NAMES: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
+
+_VALUE_HEADS = frozenset({"score", "value_head"})
+"""Names of modules that predict returns."""
+
+
+def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Store the weights that are not trained as `stored` says, in place.
+
+    Args:
+        model: Whole, before it is laid out over processes. Weights may still be on the "meta" device.
+        dtype: Of its matrices. bfloat16 changes no result of a bfloat16 forward pass, which rounds them to it anyway.
+    """
+    for _, _, kind, weight in _weights(model):
+        if not weight.requires_grad:
+            weight.data = weight.data.to(DTYPES[stored(kind, _NAMES[dtype])])
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Kind, nn.Parameter]]:
+    """Yield each weight with its module, its name there and its kind. A tied one comes once for each module that has it."""
+    for path, module in model.named_modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if path.split(".")[-1] in _VALUE_HEADS:
+                yield module, name, "value head", weight
+            else:
+                yield module, name, "matrix" if weight.ndim > 1 else "vector", weight
+
+
+def compute_as_served(model: PreTrainedModel, dtype: torch.dtype, *, whole_logits: bool) -> None:
+    """Let the forward pass round each weight as `computed` says, in place. The caller runs it under autocast.
+
+    Args:
+        model: As it was laid out over processes.
+        dtype: Precision of the forward pass; float32 changes nothing.
+        whole_logits: Whether the model's own forward pass makes the logits, which it then does in float32.
+    """
+    if dtype == torch.float32:
+        return
+    head = model.get_output_embeddings() if whole_logits else None
+    rounded: dict[nn.Module, list[str]] = {}
+    for module, name, kind, _ in _weights(model):
+        if DTYPES[computed(kind, _NAMES[dtype])] == dtype and not isinstance(module, nn.Linear | nn.Embedding):
+            rounded.setdefault(module, []).append(name)
+    if model.config.get_text_config()._experts_implementation == "eager":  # noqa: SLF001 - it reads all experts once for each of them
+        rounded = {module: names for module, names in rounded.items() if not _stacked(module)}
+    for module, names in rounded.items():
+        read = {name: _rounded(name, dtype) for name in names}
+        module.__class__ = type(f"Rounded{type(module).__name__}", (type(module),), read)
+    embedding = model.get_input_embeddings()
+    if embedding is not None:  # rounding what is looked up is rounding the table
+        embedding.register_forward_hook(lambda _, __, output: output.to(dtype).float())
+    if head is not None and type(head) is nn.Linear:
+        head.__class__ = _Float32Head
+        head.rounding = dtype
+
+
+def _rounded(name: str, dtype: torch.dtype) -> property:
+    """Return what stands for a weight in its module: the rounded weight, or FSDP's own slice while it is not gathered."""
+
+    def read(module: nn.Module) -> torch.Tensor:
+        weight = module._parameters[name]  # noqa: SLF001 - where torch keeps it
+        return weight if isinstance(weight, DTensor) else weight.to(dtype)
+
+    return property(read)
+
+
+def _stacked(module: nn.Module) -> bool:
+    return any(weight.ndim > 2 for weight in module.parameters(recurse=False))
+
+
+class _Float32Head(nn.Linear):  # type: ignore[misc]  # torch is not typed here
+    """An output layer whose products of rounded factors are not rounded."""
+
+    rounding: torch.dtype
+
+    def forward(self, states: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor
+        """Compute the logits of hidden states."""
+        with torch.autocast(states.device.type, enabled=False):
+            return linear(states.to(self.rounding).float(), self.weight.to(self.rounding).float(), self.bias)
