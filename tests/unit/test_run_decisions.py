@@ -156,7 +156,7 @@ async def test_a_bfloat16_checkpoint_is_sampled_in_float32_beside_a_trainer_on_a
         (0.0012, 0, "float32", "float32", "quantises neither weights nor the KV cache"),
         (0.0012, 0, "", "float32", "the precision of the engine's weights is not known"),
         (0.0012, 0, "bfloat16", "bfloat16", None),
-        (0.02, 0, "float16", "bfloat16", "set rollout.dtype to bfloat16 or auto"),
+        (0.006, 0, "float16", "bfloat16", "set rollout.dtype to bfloat16 or auto"),
         (0.5, 1, "bfloat16", "float32", None),
         (1e-7, 0, "bfloat16", "float32", None),
     ],
