@@ -363,10 +363,33 @@ def test_prime_rl(tmp_path):
     assert found["orchestrator.environment"] == "verifiers"
     assert found["orchestrator.environment_args"] == {"id": "my-org/words", "args": {"rounds": 3}}
     assert (found["trainer.objective.preset"], found["orchestrator.advantage"]) == ("dppo", "centered")
+    assert found["trainer.objective.kl_tau"] == 1e-3, "their default, which is not ours"
     assert (found["trainer.lora.rank"], found["trainer.lora.alpha"]) == (32, 32.0)
     assert found["orchestrator.filter.drop_degenerate"] is True
     assert found["rollout.engine_args.gpu_memory_utilization"] == 0.8
     assert "sluice eval" in why(done, "orchestrator.eval.interval")
+
+
+@pytest.mark.parametrize(("adv_tau", "weight"), [("1.0", 0.02), ("4", 0.005)])
+def test_the_term_beside_the_loss_of_prime_rl_keeps_its_weight_beside_the_advantages(tmp_path, adv_tau, weight):
+    done = converted("prime-rl", tmp_path, None, "trainer.loss.kl_tau=0.02", f"trainer.loss.adv_tau={adv_tau}")
+    assert ours(done)["trainer.objective.kl_tau"] == pytest.approx(weight)
+    assert_each_setting_is_in_one_place(done)
+    assert ("divided by it" in " ".join(each.why for each in done.missing)) == (adv_tau != "1.0")
+
+
+def test_what_the_term_beside_the_loss_of_prime_rl_cannot_do_here_is_named(tmp_path):
+    pruned = "orchestrator.train.filter_zero_advantages"
+    kept = converted("prime-rl", tmp_path, None, f"{pruned}=false")
+    assert "kl_tau" in why(kept, pruned)
+    assert pruned in {each.name for each in kept.missing}
+    off = converted("prime-rl", tmp_path, None, f"{pruned}=false", "trainer.loss.kl_tau=0")
+    assert pruned in {each.name for each in off.same}
+    distilled = converted("prime-rl", tmp_path, None, "orchestrator.algo.type=opd")
+    assert "trainer.objective.kl_tau" not in ours(distilled)
+    assert any("0.001 (log t/b)^2" in each.what for each in distilled.todo)
+    switched_off = converted("prime-rl", tmp_path, None, "trainer.loss.adv_tau=0")
+    assert "switches the advantages off" in why(switched_off, "trainer.loss.adv_tau")
 
 
 def test_prime_rl_by_the_names_that_its_files_had_before(tmp_path):

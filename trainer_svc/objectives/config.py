@@ -91,6 +91,11 @@ class ObjectiveConfig(Section):
     threshold: float | None = Field(
         None, gt=0, description="ipo_mask: largest change of a token's probability; default 0.1."
     )
+    kl_tau: float | None = Field(
+        None,
+        ge=0,
+        description="dppo, ipo_mask, icepop: weight of (log t - log b)^2, which pulls towards the policy that sampled the token, per nat squared; default 0. PRIME-RL has 0.001.",
+    )
     tau: float | None = Field(
         None, gt=0, description="m2po: largest mean of (log b - log o)^2 over the batch, in nats squared; default 0.04."
     )
@@ -165,7 +170,7 @@ class ResolvedObjective:
     Attributes:
         name: The preset's name, or the import path of the user's own loss.
         parameters: Keyword arguments of the surrogate.
-        other_parameters: Parameters that the selection of tokens or the critic reads.
+        other_parameters: Parameters that the term `kl_tau`, the selection of tokens or the critic reads.
         advantage: The advantage estimator; "" if none is read.
         estimator_parameters: Parameters of that estimator, if the trainer runs it.
         correction: Name of f(rho), and `bounds` its bounds.
@@ -269,6 +274,11 @@ class ResolvedObjective:
     def loss_kl_coef(self) -> float:
         """Weight of the KL term in the loss; 0 if there is none or it is part of the reward."""
         return self.kl_coef if self.kl_where == "loss" else 0.0
+
+    @property
+    def kl_tau(self) -> float:
+        """Weight of the term (log t - log b)^2; 0 if there is none."""
+        return self.other_parameters.get("kl_tau") or 0.0
 
     @property
     def runs_estimator(self) -> bool:

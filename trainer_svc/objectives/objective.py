@@ -1,6 +1,6 @@
 """One objective: the loss of a micro-batch, its divisor, which tokens are trained, its metrics, and the warnings that they call for.
 
-    loss of a token = surrogate(t, o, b, A) x f(rho) x masks + kl_coef x KL(t, ref) - entropy_coef x entropy
+    loss of a token = surrogate(t, o, b, A) x f(rho) x masks + kl_tau (log t/b)^2 + kl_coef x KL(t, ref) - entropy_coef x entropy
 
 f(rho) and the masks multiply the surrogate only. Divisors count every loss token, masked or not.
 """
@@ -32,6 +32,7 @@ from trainer_svc.objectives.presets import (
     kl_loss,
     log_difference,
     off_policy_sequence_mask,
+    pull_to_behaviour,
     token_factors,
     veto,
 )
@@ -89,6 +90,8 @@ class Objective:
         for weights, counts in self._token_weights(terms):
             loss = loss * weights
             sums |= counts
+        if settings.kl_tau > 0:
+            loss = loss + settings.kl_tau * pull_to_behaviour(terms)
         if settings.loss_kl_coef > 0:
             if terms.reference is None:
                 raise ValueError(

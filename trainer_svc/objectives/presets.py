@@ -157,6 +157,15 @@ def _masked(terms: TokenTerms, below: MaskPerToken, above: MaskPerToken) -> Toke
     return loss, {"masked_low": below.sum(), "masked_high": above.sum()}
 
 
+def pull_to_behaviour(terms: TokenTerms) -> PerToken:
+    """Return (log t - log b)^2 where A is not 0, else 0: it pulls towards the policy that sampled (Kimi K2.5, arXiv 2602.02276).
+
+    Tokens that a mask drops have it, too. It is not clamped, since a clamp has no gradient at far tokens. Without an advantage a
+    token has no pull, as in PRIME-RL, so that a row of such tokens still needs no forward pass.
+    """
+    return (terms.current - terms.behaviour).square().where(terms.advantages != 0, 0.0)
+
+
 def soft_gate(terms: TokenTerms, *, tau_pos: float, tau_neg: float) -> TokenLosses:
     """-f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)), with tau_pos where A > 0, else tau_neg (SAPO, arXiv 2511.20347)."""
     ratio = log_difference(terms.current, terms.proximal).exp()
@@ -416,7 +425,8 @@ class Preset:
             `none` if there is no ratio.
         aggregation: How token losses become one number.
         parameters: Keyword arguments of the surrogate, with their defaults; None: off.
-        other_parameters: Parameters that something else reads: the selection of tokens (m2po) or the critic (ppo).
+        other_parameters: Parameters that something else reads: the term beside the surrogate (dppo, ipo_mask, icepop), the
+            selection of tokens (m2po) or the critic (ppo).
         proximal: Default source of the proximal policy.
         correction: Default correction of the decoupled form; None: the user must name one.
         kl_coef: Weight of the KL term.
@@ -451,6 +461,9 @@ class Preset:
 
 _CLIP: Parameters = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
 
+_PULL: Parameters = {"kl_tau": 0.0}
+"""Off: a preset is named after its mask, and the papers of these masks have no such term. PRIME-RL adds it with 1e-3."""
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         # arXiv 2505.24034
@@ -484,11 +497,21 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             clipped_ratio, "reinforce_pp", parameters=_CLIP, kl_coef=0.001, kl_kind="k1", kl_where="reward"
         ),
         # arXiv 2602.04879
-        "dppo": Preset(divergence_masked, "centered", anchor="behaviour", parameters={"low": 0.2, "high": 0.2}),
+        "dppo": Preset(
+            divergence_masked,
+            "centered",
+            anchor="behaviour",
+            parameters={"low": 0.2, "high": 0.2},
+            other_parameters=_PULL,
+        ),
         # dppo with a bound that ignores the sign of A
-        "ipo_mask": Preset(distance_masked, "centered", anchor="behaviour", parameters={"threshold": 0.1}),
+        "ipo_mask": Preset(
+            distance_masked, "centered", anchor="behaviour", parameters={"threshold": 0.1}, other_parameters=_PULL
+        ),
         # arXiv 2510.18855
-        "icepop": Preset(ratio_masked, "centered", anchor="behaviour", parameters={"low": 0.5, "high": 5.0}),
+        "icepop": Preset(
+            ratio_masked, "centered", anchor="behaviour", parameters={"low": 0.5, "high": 5.0}, other_parameters=_PULL
+        ),
         # arXiv 2511.20347
         "sapo": Preset(soft_gate, "grpo", parameters={"tau_pos": 1.0, "tau_neg": 1.05}),
         # arXiv 2510.01161. Tokens are dropped by (log b - log o)^2, which is 0 everywhere in the bypass form.

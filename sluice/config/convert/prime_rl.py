@@ -238,6 +238,11 @@ def _objective(given: Given) -> Iterator[Outcome]:
         else:
             yield Set("trainer.teacher.model", "FILL-IN", (teacher,))
             yield Todo("trainer.teacher.model", "the teacher: a directory or a hub id")
+        yield Todo(
+            "trainer.objective.preset",
+            "PRIME-RL's opd adds 0.001 (log t/b)^2, weighs tokens by t/b, and drops those whose probability fell by more than 0.2;"
+            " distill does none of these",
+        )
         return
     advantage = {"grpo": "centered", "max_rl": "maxrl"}.get(kind)
     if advantage is None:
@@ -265,18 +270,29 @@ def _objective(given: Given) -> Iterator[Outcome]:
         yield Set("trainer.objective.preset", "dppo", (f"{loss}.type",) if which == "default" else ())
         yield Set("trainer.objective.low", given.number(f"{loss}.dppo_mask_low"), (f"{loss}.dppo_mask_low",))
         yield Set("trainer.objective.high", given.number(f"{loss}.dppo_mask_high"), (f"{loss}.dppo_mask_high",))
-    if given.number(f"{loss}.kl_tau"):
+    yield from _pull(given)
+
+
+def _pull(given: Given) -> Iterator[Outcome]:
+    """Convert the term kl_tau (log t/b)^2, and the factor of the advantages that it stands beside."""
+    term, factor, pruned = "trainer.loss.kl_tau", "trainer.loss.adv_tau", "orchestrator.train.filter_zero_advantages"
+    weight, scale = given.number(term), given.number(factor, 1.0)
+    if scale == 1.0:
+        yield Set("trainer.objective.kl_tau", weight, (term,), "weight of (log t/b)^2")
+        if given.has(factor):
+            yield Set("trainer.objective.aggregation", "token", (factor,))
+    elif scale > 0:
+        yield Set("trainer.objective.kl_tau", weight / scale, (term,), "weight of (log t/b)^2: kl_tau / adv_tau")
         yield Drop(
-            f"{loss}.kl_tau",
-            "there is no term (log t/b)^2: trainer.objective.kl_coef pulls towards a reference policy instead",
+            factor,
+            "it multiplies all advantages. kl_tau is divided by it instead: the loss differs by this factor alone, which AdamW and"
+            " Muon divide out; check trainer.grad_clip",
         )
-    if given.has(f"{loss}.adv_tau"):
-        if given.number(f"{loss}.adv_tau") == 1.0:
-            yield Set("trainer.objective.aggregation", "token", (f"{loss}.adv_tau",))
-        else:
-            yield Drop(
-                f"{loss}.adv_tau", "it multiplies all advantages: with AdamW that changes little; scale the reward"
-            )
+    else:
+        yield Set("trainer.objective.kl_tau", weight, (term,), "weight of (log t/b)^2")
+        yield Drop(factor, "0 switches the advantages off there; here they train")
+    if weight and given.has(pruned) and not given.flag(pruned):
+        yield Drop(pruned, "kl_tau then holds for tokens of advantage 0, too; here it leaves them out")
 
 
 def _environment(given: Given) -> Iterator[Outcome]:
@@ -573,7 +589,10 @@ ROWS = (
         (TOKENS, "orchestrator.sampling.max_tokens"),
     ),
     to(TEMPERATURE, "orchestrator.sampling.temperature", Given.number),
-    same(("orchestrator.train.filter_zero_advantages",), "tokens of advantage 0 cost no forward pass"),
+    same(
+        ("orchestrator.train.filter_zero_advantages",),
+        "tokens of advantage 0 cost no forward pass, but count in the divisor; kl_tau leaves them out",
+    ),
     missing(
         ("orchestrator.train.sampling.**", "orchestrator.sampling.**"),
         "orchestrator.sampling has temperature, max_tokens, stop and ignore_eos; training samples from the whole distribution",
@@ -613,12 +632,8 @@ ROWS = (
         ("trainer.loss.type", "trainer.objective.preset", "default: dppo, ipo: ipo_mask"),
         (("trainer.loss.dppo_mask_low", "trainer.loss.dppo_mask_high"), "trainer.objective.low, .high"),
         ("trainer.loss.ipo_threshold", "trainer.objective.threshold"),
-        (
-            "trainer.loss.kl_tau",
-            "",
-            "there is no term (log t/b)^2; trainer.objective.kl_coef pulls towards a reference policy",
-        ),
-        ("trainer.loss.adv_tau", "", "it multiplies all advantages: scale the reward"),
+        ("trainer.loss.kl_tau", "trainer.objective.kl_tau", "the term (log t/b)^2; divided by adv_tau"),
+        ("trainer.loss.adv_tau", "", "it multiplies all advantages: kl_tau is divided by it"),
         unread="it does not apply to this loss",
     ),
     missing(

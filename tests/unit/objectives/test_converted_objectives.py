@@ -87,11 +87,14 @@ def cispo(low: float, high: float, old: Sequence[Sequence[float]] = OLD) -> list
     ]
 
 
-def probabilities_kept(keep: Callable[[float, float], bool]) -> list[list[float]]:
-    """PRIME-RL: -q A of the tokens whose change of probability is kept."""
+def probabilities_kept(
+    keep: Callable[[float, float], bool], *, kl_tau: float = 1e-3, adv_tau: float = 1.0
+) -> list[list[float]]:
+    """PRIME-RL: -adv_tau q A of the tokens whose change of probability is kept, and kl_tau (log q)^2 of all."""
     return [
         [
-            -math.exp(n - b) * advantage if keep(math.exp(n) - math.exp(b), advantage) else 0.0
+            (-adv_tau * math.exp(n - b) * advantage if keep(math.exp(n) - math.exp(b), advantage) else 0.0)
+            + kl_tau * (n - b) ** 2
             for n, b in zip(now, sampled, strict=True)
         ]
         for now, sampled, advantage in zip(NOW, SAMPLED, ADVANTAGES, strict=True)
@@ -161,6 +164,21 @@ CASES: list[tuple[str, Mapping[str, object], float]] = [
         by_token(probabilities_kept(lambda moved, advantage: moved <= 0.2 if advantage > 0 else moved >= -0.1)),
     ),
     ("prime-rl", {"trainer.loss.type": "ipo"}, by_token(probabilities_kept(lambda moved, _: abs(moved) <= 0.1))),
+    (
+        "prime-rl",
+        {"trainer.loss.type": "ipo", "trainer.loss.kl_tau": 0.5},
+        by_token(probabilities_kept(lambda moved, _: abs(moved) <= 0.1, kl_tau=0.5)),
+    ),
+    (
+        "prime-rl",
+        {"trainer.loss.type": "ipo", "trainer.loss.kl_tau": 0},
+        by_token(probabilities_kept(lambda moved, _: abs(moved) <= 0.1, kl_tau=0.0)),
+    ),
+    (
+        "prime-rl",
+        {"trainer.loss.type": "ipo", "trainer.loss.kl_tau": 0.5, "trainer.loss.adv_tau": 4.0},
+        by_token(probabilities_kept(lambda moved, _: abs(moved) <= 0.1, kl_tau=0.5, adv_tau=4.0)) / 4.0,
+    ),
     ("areal", {"actor.eps_clip": 0.4}, by_token(tokens(ppo(0.4, 0.4), SAMPLED))),
     ("areal", {"actor.recompute_logprob": True, "actor.c_clip": 1.3}, by_token(tokens(ppo(0.2, 0.2, 1.3)))),
     ("areal", {"actor.use_decoupled_loss": True}, by_token(tokens(ppo(0.2, 0.2)))),

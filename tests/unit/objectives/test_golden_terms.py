@@ -10,6 +10,9 @@ import pytest
 from by_hand import BATCH, FORMULAS, as_case, taken
 from golden import expect, result_of
 
+from sluice.config import ConfigError
+from trainer_svc.objectives.presets import PRESETS
+
 
 @pytest.mark.parametrize("preset", FORMULAS)
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "constant"])
@@ -85,6 +88,52 @@ def test_masks_and_corrections_concern_the_surrogate_and_not_the_kl_term():
 
     params = {"kl_coef": 0.1, "correction": {"kind": "token_mask", "low": 1e8, "high": 1e9}}
     expect("dapo", formula, params, proximal=True)
+
+
+MASKED = [name for name, preset in PRESETS.items() if "kl_tau" in preset.other_parameters]
+
+
+def test_the_presets_that_drop_tokens_may_pull_towards_the_policy_that_sampled_and_do_not_by_default():
+    assert MASKED == ["dppo", "ipo_mask", "icepop"]
+    assert {PRESETS[name].other_parameters["kl_tau"] for name in MASKED} == {0.0}
+
+
+def pulled(preset, strength, drops=lambda token, row: False):
+    """The surrogate, where nothing drops the token, and the pull on every token that has an advantage."""
+
+    def formula(token, row):
+        value, slope = (0.0, 0.0) if drops(token, row) else FORMULAS[preset](token, row)
+        gap = token.t - token.b if token.a else 0.0
+        return value + strength * gap**2, slope + 2 * strength * gap
+
+    return formula
+
+
+@pytest.mark.parametrize("preset", MASKED)
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt"])
+def test_golden_pull_towards_the_policy_that_sampled(preset, aggregation):
+    """kl_tau (log t/b)^2 on every token with an advantage, also on those that the preset's mask drops."""
+    params = {"kl_tau": 0.3, "aggregation": aggregation}
+    moved = [[replace(token, t=-0.1 if token.a > 0 else -4.0) for token in row] for row in BATCH]
+    metrics = expect(preset, pulled(preset, 0.3), params, aggregation=aggregation, batch=moved)["metrics"]
+    assert 0 < metrics["mask_fraction_low"] + metrics["mask_fraction_high"] < 1
+    silent = [[replace(token, a=0.0) if place % 2 else token for place, token in enumerate(row)] for row in BATCH]
+    expect(preset, pulled(preset, 0.3), params, aggregation=aggregation, batch=silent)
+
+
+def test_the_pull_is_not_dropped_with_a_sequence_and_keeps_its_gradient_however_far_the_policy_is():
+    far = [[replace(token, t=token.b - 30.0, a=-1.0) for token in row] for row in BATCH]
+    params = {"kl_tau": 0.3, "correction": {"off_policy_sequence_mask": 0.5}}
+    result = expect("ipo_mask", pulled("ipo_mask", 0.3, drops=lambda token, row: True), params, batch=far)
+    assert result["metrics"]["off_policy_mask_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("preset", MASKED)
+def test_a_negative_pull_and_one_of_another_preset_are_refused(preset):
+    with pytest.raises(ConfigError, match="kl_tau"):
+        result_of(as_case(preset, {"kl_tau": -0.1}))
+    with pytest.raises(ConfigError, match="grpo has no kl_tau"):
+        result_of(as_case("grpo", {"kl_tau": 0.1}))
 
 
 def test_golden_entropy_bonus():

@@ -58,8 +58,11 @@ def test_a_clipped_token_keeps_a_gradient_in_aipo_and_cispo_and_none_in_ppos_cli
 def test_tokens_without_an_advantage_have_neither_loss_nor_gradient(preset):
     """Which is why the trainer does not forward them."""
     silent = [[replace(token, a=0.0) for token in row] for row in BATCH]
+    params = with_aggregation(preset, "token")
+    if "kl_tau" in PRESETS[preset].other_parameters:
+        params["kl_tau"] = 0.5
     for proximal in (False, True):
-        result = result_of(as_case(preset, with_aggregation(preset, "token"), proximal=proximal, batch=silent))
+        result = result_of(as_case(preset, params, proximal=proximal, batch=silent))
         assert result["loss"] == 0.0
         assert not any(any(row) for row in result["grad"])
 
@@ -132,6 +135,8 @@ def test_gradients_do_not_depend_on_micro_batches_or_order(preset, aggregation):
         extra = (
             {"correction": {"off_policy_sequence_mask": 0.1}} if name == "bypass" and preset in RATIO_PRESETS else {}
         )
+        if "kl_tau" in PRESETS[preset].other_parameters:
+            extra["kl_tau"] = 0.05
         config = ObjectiveConfig(
             preset=preset,
             kl_coef=0.05,
