@@ -512,8 +512,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "icepop": Preset(
             ratio_masked, "centered", anchor="behaviour", parameters={"low": 0.5, "high": 5.0}, other_parameters=_PULL
         ),
-        # arXiv 2511.20347
-        "sapo": Preset(soft_gate, "grpo", parameters={"tau_pos": 1.0, "tau_neg": 1.05}),
+        # arXiv 2511.20347: a mean over the tokens of each response, then over responses
+        "sapo": Preset(soft_gate, "grpo", aggregation="sequence", parameters={"tau_pos": 1.0, "tau_neg": 1.05}),
         # arXiv 2510.01161. Tokens are dropped by (log b - log o)^2, which is 0 everywhere in the bypass form.
         "m2po": Preset(
             clipped_ratio,

@@ -10,7 +10,7 @@ from golden import expect, result_of
 
 from trainer_svc.objectives.presets import PRESETS
 
-AGGREGATIONS = {"grpo": "sequence", "gspo": "sequence", "dr_grpo": "constant"}
+AGGREGATIONS = {"grpo": "sequence", "gspo": "sequence", "sapo": "sequence", "dr_grpo": "constant"}
 """Of the presets whose default is not the mean over tokens."""
 
 
@@ -119,7 +119,7 @@ OTHER_PARAMETERS = {
 @pytest.mark.parametrize("preset", OTHER_PARAMETERS)
 def test_golden_with_other_parameters(preset):
     params, formula = OTHER_PARAMETERS[preset]
-    expect(preset, formula, params)
+    expect(preset, formula, params, aggregation=AGGREGATIONS.get(preset, "token"))
 
 
 @pytest.mark.parametrize(
