@@ -366,7 +366,8 @@ def keep_small_moments(
     """Drop the tokens with the largest (log b - log o)^2 until the mean of the rest is below tau (M2PO, arXiv 2510.01161).
 
     The mean is over the global batch and exact: every rank sees the values of all. Tokens with exactly the first dropped value
-    are dropped too, so that neither order nor ranks decide between equals.
+    are dropped too, so that neither order nor ranks decide between equals. The tokens with the smallest value are always kept,
+    also where it is tau or more: a step without a token would train nothing.
 
     Args:
         behaviour: log b of the loss tokens of each of this rank's sequences.
@@ -384,8 +385,8 @@ def keep_small_moments(
     kept = int((means < tau).sum())
     if kept == len(ordered):
         return [torch.ones_like(each, dtype=torch.bool) for each in moments]
-    first_dropped = ordered[kept]
-    return [each < first_dropped for each in moments]
+    smallest, first_dropped = ordered[0], ordered[kept]
+    return [(each < first_dropped) | (each == smallest) for each in moments]
 
 
 # Metrics and warnings.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
-from by_hand import BATCH, FORMULAS, Token, as_case, clip_form, taken
+from by_hand import BATCH, FORMULAS, Row, Token, as_case, clip_form, taken
 from golden import expect, result_of
 
 from trainer_svc.objectives.presets import PRESETS
@@ -45,24 +46,47 @@ def test_golden_decoupled_gspo_brings_its_correction():
     expect("gspo", formula, aggregation="sequence", proximal=True)
 
 
-def kept_by_m2po(tau: float) -> set[int]:
-    """Identities of the tokens left when the largest (log b - log o)^2 are dropped until the mean is below tau."""
-    rest = sorted((token for row in BATCH for token in taken(row)), key=lambda token: (token.b - token.o) ** 2)
-    while rest and sum((token.b - token.o) ** 2 for token in rest) / len(rest) >= tau:
+def kept_by_m2po(tau: float, batch: list[Row]) -> set[int]:
+    """Identities of the tokens left when the largest (log b - log o)^2 are dropped until the mean is below tau, or one is left."""
+    rest = sorted((token for row in batch for token in taken(row)), key=lambda token: (token.b - token.o) ** 2)
+    while len(rest) > 1 and sum((token.b - token.o) ** 2 for token in rest) / len(rest) >= tau:
         rest.pop()
     return {id(token) for token in rest}
 
 
-@pytest.mark.parametrize("tau", [0.04, 0.2, 1e-9, 9.0])
-def test_golden_decoupled_m2po_drops_what_moved_most_and_keeps_the_denominator(tau):
-    kept = kept_by_m2po(tau)
-
+def expect_m2po(tau: float, batch: list[Row], kept: set[int]) -> None:
     def formula(token, row):
         return clip_form(token.r, token.a, 0.2, 0.2) if id(token) in kept else (0.0, 0.0)
 
-    result = expect("m2po", formula, {"tau": tau}, proximal=True)
-    tokens = sum(len(taken(row)) for row in BATCH)
+    result = expect("m2po", formula, {"tau": tau}, proximal=True, batch=batch)
+    tokens = sum(len(taken(row)) for row in batch)
     assert result["metrics"]["deselect_fraction"] == pytest.approx(1 - len(kept) / tokens)
+
+
+@pytest.mark.parametrize("tau", [0.04, 0.2, 1e-9, 9.0])
+def test_golden_decoupled_m2po_drops_what_moved_most_and_keeps_the_denominator(tau):
+    expect_m2po(tau, BATCH, kept_by_m2po(tau, BATCH))
+
+
+MOVED: list[Row] = [[replace(token, o=token.o + 0.5) for token in row] for row in BATCH]
+"""No token is where the policy that sampled had it; the smallest (log b - log o)^2 is about 0.005."""
+
+
+@pytest.mark.parametrize("tau", [1e-9, 1e-3])
+def test_golden_decoupled_m2po_keeps_the_token_that_moved_least_where_all_moved_too_far(tau):
+    kept = kept_by_m2po(tau, MOVED)
+    assert len(kept) == 1
+    expect_m2po(tau, MOVED, kept)
+
+
+def test_golden_decoupled_m2po_keeps_all_tokens_that_moved_least_alike():
+    """Neither their order nor the ranks that have them decide between them."""
+    alike = [
+        [replace(token, o=token.b + (0.25 if place < 2 else 1.0)) for place, token in enumerate(row)] for row in BATCH
+    ]
+    least = {id(token) for row in alike for token in taken(row)[:2] if abs(token.o - token.b) < 0.5}
+    assert 1 < len(least) < sum(map(len, map(taken, alike)))
+    expect_m2po(1e-3, alike, least)
 
 
 @pytest.mark.parametrize("preset", [name for name, p in PRESETS.items() if "dual_clip" in p.parameters])
