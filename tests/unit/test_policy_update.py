@@ -10,6 +10,7 @@ import torch
 from tiny_policy import ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM
 
+from sluice.cli.init_model import ModelShape, init_model
 from sluice.versions import Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
@@ -197,6 +198,101 @@ def test_recomputed_is_bypass_where_the_policy_itself_sampled(model_dir):
     decoupled, decoupled_loss = step({"proximal": "recompute", "correction": {"kind": "token_tis"}})
     assert float((decoupled - bypass).norm() / bypass.norm()) < 1e-5
     assert decoupled_loss == pytest.approx(loss, rel=1e-4, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with sums so long that bfloat16 results depend on the number of rows of a product."""
+    path = tmp_path_factory.mktemp("wide") / "model"
+    init_model(
+        path, ModelShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=384, max_positions=512), seed=3
+    )
+    return path
+
+
+def first_ratios(update: PolicyUpdate, rows: list[Sequence]) -> torch.Tensor:
+    """Train on the rows; return |log t - log o| of the tokens of the first optimizer step."""
+    gaps: list[list[torch.Tensor]] = []
+    train_batch = update.engine.train_batch
+
+    def watched(part, loss_fn, weight_fn, **options):
+        gaps.append([])
+
+        def loss(outputs, batch):
+            gaps[-1].append((outputs.logprobs.detach() - batch.proximal_logprobs).abs())
+            return loss_fn(outputs, batch)
+
+        return train_batch(part, loss, weight_fn, **options)
+
+    update.engine.train_batch = watched  # type: ignore[method-assign]
+    update.apply(rows)
+    assert len(gaps[0]) > 1, "several micro-batches"
+    return torch.cat(gaps[0])
+
+
+RECOMPUTED = {
+    "gspo": ({}, {"minibatches": 2}),
+    "m2po": ({}, {}),
+    "ppo": ({"proximal": "recompute", "correction": {"kind": "token_tis"}}, {"minibatches": 2, "epochs": 2}),
+    "shared critic": (
+        {"proximal": "recompute", "correction": {"kind": "token_tis"}},
+        {"minibatches": 2, "critic": {"shared": True}},
+    ),
+    "KL in the reward": (
+        {"proximal": "recompute", "correction": {"kind": "token_tis"}, "kl_coef": 0.1},
+        {"minibatches": 2, "reference": {"model": "batch"}},
+    ),
+    "process": (
+        {"advantage": "process", "proximal": "recompute", "correction": {"kind": "token_tis"}},
+        {"minibatches": 2},
+    ),
+}
+PRESET_OF = {"shared critic": "ppo", "KL in the reward": "reinforce_pp", "process": "grpo"}
+
+
+def with_silent_rows(rows: list[Sequence]) -> list[Sequence]:
+    """The rows, every third one without an advantage and a reward, so that most objectives do not forward it."""
+    told = []
+    for place, each in enumerate(rewarded(rows)):
+        reward = 0.0 if place % 3 == 0 else each.reward
+        paid = torch.full((len(each),), reward)
+        silent = torch.zeros(len(each)) if place % 3 == 0 else each.advantages
+        told.append(replace(each, advantages=silent, reward=reward, token_rewards=paid))
+    return told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "case", [each if each == "gspo" else pytest.param(each, marks=pytest.mark.slow) for each in RECOMPUTED]
+)
+def test_the_ratio_to_the_recomputed_policy_is_exactly_one_in_the_first_step(wide_model, case, dtype):
+    """It is computed in the micro-batches of the step, so that both round alike."""
+    objective, options = RECOMPUTED[case]
+    config = settings(PRESET_OF.get(case, case), objective, dtype=dtype, token_budget=256, **options)
+    gaps = first_ratios(update_of(wide_model, config), with_silent_rows(ragged_batch(seed=11, groups=20)))
+    assert float(gaps.max()) == 0.0
+
+
+@pytest.mark.slow
+def test_the_ratio_is_exactly_one_where_only_some_rows_have_an_objective_that_reads_it(wide_model):
+    """Rows of other objectives lie in the same micro-batches of the step."""
+    narrow = {"narrow": {"preset": "gspo"}}
+    config = settings("aipo", dtype="bfloat16", token_budget=256, minibatches=2, objectives=narrow)
+    rows = with_silent_rows(ragged_batch(seed=11, groups=20))
+    rows = [replace(each, objective="narrow" if place % 2 else "") for place, each in enumerate(rows)]
+    gaps = first_ratios(update_of(wide_model, config), rows)
+    read = gaps[~gaps.isnan()]
+    assert 0 < len(read) < len(gaps)
+    assert float(read.max()) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_other_micro_batches_the_ratio_to_the_recomputed_policy_is_rounding(wide_model, dtype):
+    update = update_of(wide_model, settings("gspo", dtype=dtype, token_budget=256, minibatches=2))
+    rows = with_silent_rows(ragged_batch(seed=11, groups=20))
+    alone = [values for each in rows for values in update.engine.forward([each])]
+    elsewhere = [replace(each, proximal_logprobs=values) for each, values in zip(rows, alone, strict=True)]
+    assert float(first_ratios(update, elsewhere).max()) > 0.0
 
 
 def test_recomputed_stays_the_policy_that_the_update_began_with(model_dir):

@@ -256,6 +256,11 @@ class ResolvedObjective:
         return self.proximal == "recompute"
 
     @property
+    def reward_reads_proximal(self) -> bool:
+        """Whether the advantages need log o, because the KL in the reward is that of o."""
+        return self.needs_proximal and self.kl_coef > 0 and self.kl_where == "reward"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether reference log-probabilities are read, by the loss or by the reward."""
         return self.kl_coef > 0

@@ -47,7 +47,7 @@ from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values
 
 log = structlog.get_logger(__name__)
 
-LogprobColumn = Literal["proximal_logprobs", "reference_logprobs", "teacher_logprobs"]
+FrozenColumn = Literal["reference_logprobs", "teacher_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,31 +240,56 @@ class PolicyUpdate:
         return rows, dict(dropped)
 
     def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
-        """Add what the present weights compute (proximal log-probabilities, values), then advantages and selections."""
+        """Add what the present weights compute (values, proximal log-probabilities), advantages, and selections.
+
+        The proximal log-probabilities come after the advantages, which decide what the update forwards, unless the reward reads them.
+        """
         objective, ranks = self.objective.resolved, self.engine.ranks
         after = None
-        if readers := self._readers(lambda each: each.needs_proximal):
-            with _timed(seconds, "proximal"):
-                rows = among(rows, readers, partial(with_logprobs, column="proximal_logprobs", engine=self.engine))
         if self.critic is not None:
             with _timed(seconds, "values"):
                 rows, after = with_values(rows, self.critic.engine)
+        estimate = partial(with_advantages, objective=objective, bootstraps=after, ranks=ranks)
+        if objective.runs_estimator and not objective.reward_reads_proximal:
+            with _timed(seconds, "prepare"):
+                rows = estimate(rows)
+        if readers := self._readers(lambda each: each.needs_proximal):
+            with _timed(seconds, "proximal"):
+                rows = self._with_proximal(rows, readers)
         with _timed(seconds, "prepare"):
-            if objective.runs_estimator:
-                rows = with_advantages(rows, objective, bootstraps=after, ranks=ranks)
+            if objective.runs_estimator and objective.reward_reads_proximal:
+                rows = estimate(rows)
             for name in self._readers(lambda each: each.selects_tokens):
                 reader = self.objectives[name].resolved
                 rows = among(rows, [name], partial(with_selection, objective=reader, ranks=ranks))
             return with_common_columns(rows) if self.named else rows
+
+    def _with_proximal(self, rows: list[Sequence], readers: Rows[str]) -> list[Sequence]:
+        """Add log o to the rows of these objectives that lack it, computed in the micro-batches of the update's first epoch.
+
+        How a product rounds depends on the rows that are computed with it. In the same micro-batches t / o is exactly 1 in the first
+        optimizer step, so that bounds as narrow as gspo's do not clip rounding. Rows that the update does not forward have micro-batches
+        of their own.
+        """
+        contributes = None if self.objective.resolved.reward_reads_proximal else self._contributes
+        forwarded = [contributes is None or contributes(row) for row in rows]
+        wanting = [row.proximal_logprobs is None and row.objective in readers for row in rows]
+        parts = [[place for place in part if forwarded[place]] for part in self._minibatches(rows, epoch=0)]
+        parts.append([place for place in range(len(rows)) if wanting[place] and not forwarded[place]])
+        filled = list(rows)
+        for part in parts:
+            for place, logprobs in zip(part, self.engine.forward([rows[place] for place in part]), strict=True):
+                if wanting[place]:
+                    filled[place] = replace(rows[place], proximal_logprobs=logprobs)
+        return filled
 
     def _train(self, rows: list[Sequence]) -> Updated:
         """Train the policy for all epochs, then a critic with its own network.
 
         The whole batch belongs to the critic's warm-up, or none of it.
         """
-        own = None if self.critic is None or self.critic.shared else self.critic
-        alone = own if own is not None and own.warming_up else None
-        places = self._epochs(rows, (alone or self).engine.optimizer_steps)
+        own, alone = self._own_critic, self._learns_alone
+        places = [self._minibatches(rows, epoch) for epoch in range(self.passes.epochs)]
         epochs = [[[rows[place] for place in part] for part in parts] for parts in places]
         policy_steps = [] if alone else [[self._policy_step(part) for part in parts] for parts in epochs]
         critic_steps = [] if own is None else [own.step(part) for parts in epochs for part in parts]
@@ -284,14 +309,32 @@ class PolicyUpdate:
             skipped_steps=sum(step.skipped for step in (*chain(*policy_steps), *critic_steps)),
         )
 
-    def _epochs(self, rows: list[Sequence], before: int) -> list[list[list[int]]]:
-        """Return the places of the rows in each minibatch of each epoch.
+    @property
+    def _own_critic(self) -> Critic | None:
+        """The critic, if it has its own network."""
+        return None if self.critic is None or self.critic.shared else self.critic
+
+    @property
+    def _learns_alone(self) -> Critic | None:
+        """The critic, if this batch belongs to its warm-up."""
+        own = self._own_critic
+        return own if own is not None and own.warming_up else None
+
+    @property
+    def _contributes(self) -> Callable[[Sequence], bool] | None:
+        """Whether a policy step forwards a sequence; None: it forwards all."""
+        if self.critic is not None and self.critic.shared:
+            return None  # with a shared trunk every sequence trains the value head
+        return self.contributes
+
+    def _minibatches(self, rows: Rows[Sequence], epoch: int) -> list[list[int]]:
+        """Return the places of the rows in each minibatch of an epoch.
 
         The seed depends on the number of earlier steps, so that a resumed run cuts the same minibatches.
         """
-        seeds = [f"{self.passes.seed}/{before}/{epoch}" for epoch in range(self.passes.epochs)]
-        count, ranks = self.passes.minibatches, self.engine.ranks
-        return [split_by_group(rows, count, seed=seed, ranks=ranks) for seed in seeds]
+        before = (self._learns_alone or self).engine.optimizer_steps
+        seed = f"{self.passes.seed}/{before}/{epoch}"
+        return split_by_group(rows, self.passes.minibatches, seed=seed, ranks=self.engine.ranks)
 
     def _judged(self, rows: Rows[Sequence]) -> StepMetrics:
         """Measure the policy's loss and its distance from the sampler, by a forward pass alone."""
@@ -303,13 +346,13 @@ class PolicyUpdate:
         if self.named:
             entropy: Entropy = "train" if self._readers(lambda each: each.entropy_coef > 0) else "measure"
             loss, weight = mixed(self.objectives, part, self.engine.ranks)
-            return self.engine.train_batch(part, loss, weight, contributes=self.contributes, entropy=entropy)
+            return self.engine.train_batch(part, loss, weight, contributes=self._contributes, entropy=entropy)
         loss = objective.loss
-        contributes: Callable[[Sequence], bool] | None = objective.contributes
         if self.critic is not None and self.critic.shared:
-            # With a shared trunk every sequence trains the value head.
-            loss, contributes = self.critic.beside(objective, part, self.engine.ranks), None
-        return self.engine.train_batch(part, loss, objective.weight, contributes=contributes, entropy=objective.entropy)
+            loss = self.critic.beside(objective, part, self.engine.ranks)
+        return self.engine.train_batch(
+            part, loss, objective.weight, contributes=self._contributes, entropy=objective.entropy
+        )
 
 
 def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE) -> dict[str, TrainEngine]:
@@ -365,7 +408,7 @@ def _row_outcomes(rows: Rows[Sequence], parts: Iterable[Rows[int]], steps: Itera
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     start = perf_counter()
     yield
-    seconds[phase] = perf_counter() - start
+    seconds[phase] = seconds.get(phase, 0.0) + perf_counter() - start
 
 
 def _advantage_sums(sequences: Rows[Sequence]) -> dict[str, float]:
@@ -389,7 +432,7 @@ def _with_fractions(facts: Mapping[str, float]) -> dict[str, float]:
     return measured
 
 
-def with_logprobs(sequences: Rows[Sequence], column: LogprobColumn, engine: TrainEngine) -> list[Sequence]:
+def with_logprobs(sequences: Rows[Sequence], column: FrozenColumn, engine: TrainEngine) -> list[Sequence]:
     """Add a model's log-probabilities to this rank's rows that lack them.
 
     Every rank calls this, also one whose rows lack nothing: the model may be sharded over several.
