@@ -232,6 +232,17 @@ class TrainerConfig(ComputeConfig):
         """All objectives by the name that trajectories give; "" is that of trajectories which name none."""
         return {"": self.objective.resolved} | {name: each.resolved for name, each in self.objectives.items()}
 
+    @property
+    def dead_clips(self) -> tuple[str, ...]:
+        """Warnings of objectives whose bounds have no effect with these settings."""
+        steps = self.epochs * self.minibatches
+        found = {name: each.dead_clip(steps) for name, each in self.all_objectives.items()}
+        return tuple(
+            f"trainer.{f'objectives.{name}' if name else 'objective'}: {warning}"
+            for name, warning in found.items()
+            if warning
+        )
+
     @model_validator(mode="after")
     def _has_nothing_that_the_objective_does_not_read(self) -> Self:
         objective, others = self.objective.resolved, self.all_objectives.values()
@@ -284,7 +295,7 @@ class TrainerConfig(ComputeConfig):
                 raise ConfigError(
                     f"trainer.{where}.preset: there is no module {module!r}: install it, or add its directory to PYTHONPATH"
                 )
-        return self._check_memory(run)
+        return *self.dead_clips, *self._check_memory(run)
 
     def _check_memory(self, run: CommonConfig) -> tuple[str, ...]:
         """Refuse settings with which a training step does not fit in a device's memory; return a line with the estimate."""

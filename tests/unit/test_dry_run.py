@@ -144,6 +144,15 @@ def test_an_objective_whose_module_is_missing_is_refused_without_importing_it(mo
         run([*services, "--trainer.objective.preset", "mine:loss", "--dry-run"])
 
 
+@pytest.mark.parametrize(("epochs", "warned"), [("1", True), ("2", False)])
+def test_a_clip_that_the_settings_make_dead_is_said(model: Path, capsys, epochs: str, warned: bool) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(words(model, "--trainer.objective.preset", "gspo", "--trainer.epochs", epochs))
+    printed = capsys.readouterr().out
+    assert ("# trainer.objective: eps_low, eps_high of gspo have no effect" in printed) == warned
+    tomllib.loads(printed)
+
+
 def test_vllm_arguments_that_conflict_or_that_we_set_are_refused(model: Path) -> None:
     for flag, told in (
         ("--rollout.engine-args.tensor_parallel_size=4", "cannot share the 6 attention heads"),

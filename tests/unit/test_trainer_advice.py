@@ -47,3 +47,23 @@ def test_narrow_bounds_in_the_bypass_form_are_warned_of_once_when_tokens_are_sta
     assert "objective gspo in the bypass form clips" in warning
     assert "staleness 1 makes" in warning
     assert "set proximal to recompute" in warning
+
+
+def dead_clips(logs: list[dict[str, str]]) -> list[str]:
+    return [entry["event"] for entry in logs if "have no effect" in entry["event"]]
+
+
+def test_a_clip_that_its_settings_make_dead_is_warned_of_once_at_the_start(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        policy = learner(tiny_model(tmp_path), tmp_path, objective=ObjectiveConfig(preset="gspo"))
+        policy.restore(1, "")
+        train(policy, 1, 2)
+    (warning,) = dead_clips(logs)
+    assert warning.startswith("trainer.objective: eps_low, eps_high of gspo have no effect")
+    assert "set trainer.minibatches or trainer.epochs to 2 or more" in warning
+
+
+def test_a_second_optimizer_step_brings_the_clip_to_life(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        learner(tiny_model(tmp_path), tmp_path, objective=ObjectiveConfig(preset="gspo"), minibatches=2)
+    assert not dead_clips(logs)

@@ -33,6 +33,10 @@ _ESTIMATOR_PARAMETERS = frozenset(name for taken in BATCH_ESTIMATORS.values() fo
 _BOUNDS = frozenset(name for correction in CORRECTIONS.values() for name in correction.bounds)
 
 
+NARROW_BOUND = 5e-3
+"""A clip whose bounds are nearer to 1 than this clips bf16 rounding (8 bits of mantissa) alone."""
+
+
 class CorrectionConfig(Section):
     """The weight f(rho) of the decoupled form, with rho = proximal / behaviour probability, and masks of whole sequences."""
 
@@ -261,6 +265,12 @@ class ResolvedObjective:
         return self.needs_proximal and self.kl_coef > 0 and self.kl_where == "reward"
 
     @property
+    def has_narrow_bounds(self) -> bool:
+        """Whether the ratio is clipped to bounds as narrow as rounding."""
+        bounds = [self.parameters.get(name) for name in ("eps_low", "eps_high")]
+        return any(bound is not None and bound < NARROW_BOUND for bound in bounds)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether reference log-probabilities are read, by the loss or by the reward."""
         return self.kl_coef > 0
@@ -305,6 +315,25 @@ class ResolvedObjective:
     def vanishes_without_advantage(self) -> bool:
         """Whether tokens of advantage 0 have neither loss nor gradient, so that they need no forward pass."""
         return self.needs_behaviour and not self.is_own and self.loss_kl_coef == 0 and self.entropy_coef == 0
+
+    def dead_clip(self, steps: int) -> str | None:
+        """Return what to do if the bounds of the ratio t / o have no effect, because t is o whenever a loss is computed.
+
+        A loss of the user's own may read o for another reason, and is not judged.
+
+        Args:
+            steps: Optimizer steps that the trainer makes with each batch.
+        """
+        if self.is_own or not self.needs_proximal or steps > 1:
+            return None
+        bounds = ", ".join(name for name, value in self.parameters.items() if value is not None)
+        remedy = "set trainer.minibatches or trainer.epochs to 2 or more"
+        if not (self.selects_tokens or self.has_narrow_bounds):  # the first is refused, the second clips rounding
+            remedy += ", or proximal to bypass, without a correction, which clips the ratio to the policy that sampled"
+        return (
+            f"{bounds} of {self.name} have no effect: proximal = recompute compares with the policy before the batch, and the batch"
+            f" has one optimizer step, in which the ratio is 1; {remedy}"
+        )
 
     def _refuse_contradictions(self) -> None:
         if self.aggregation == "constant" and self.max_tokens is None:

@@ -459,9 +459,6 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
     return done
 
 
-NARROW_BOUND = 5e-3
-"""A clip whose bounds are nearer to 1 than this clips bf16 rounding (8 bits of mantissa) alone."""
-
 SAME_ESTIMATOR = {"centered": "dr_grpo"}
 """Two names of one estimator."""
 
@@ -508,9 +505,7 @@ def bypass_warning(
         bf16: Whether engine or trainer compute in bfloat16.
         staleness: The largest age of a trained token, in versions.
     """
-    bounds = [objective.parameters.get(name) for name in ("eps_low", "eps_high")]
-    narrow = any(bound is not None and bound < NARROW_BOUND for bound in bounds)
-    if objective.decoupled or not narrow or not (bf16 or staleness > 0):
+    if objective.decoupled or not objective.has_narrow_bounds or not (bf16 or staleness > 0):
         return None
     clipped = measured.get("clip_fraction_low", 0.0) + measured.get("clip_fraction_high", 0.0)
     cause = "bfloat16" if bf16 else f"staleness {staleness}"

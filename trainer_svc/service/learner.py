@@ -243,6 +243,8 @@ class Learner:
             set_chat_template(tokenizer, self._chat_template, arguments)
         self.tokenizer_digest = tokenizer_digest(tokenizer, arguments)
         if self.leads:
+            for warning in self.config.dead_clips:
+                log.warning(warning)
             self.checkpoints.sweep()
         self.checkpoints.read_lineage()
         manifest = self.checkpoints.newest()

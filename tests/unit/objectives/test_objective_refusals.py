@@ -102,6 +102,53 @@ def test_bypass_with_narrow_bounds_warns_with_the_measured_share():
     assert bypass_warning(ObjectiveConfig(preset="grpo").resolved, measured, bf16=True, staleness=3) is None
 
 
+RECOMPUTED = {"proximal": "recompute", "correction": {"kind": "token_tis"}}
+BYPASS, TWO_STEPS = "proximal to bypass", "to 2 or more"
+
+
+@pytest.mark.parametrize(
+    ("settings", "bounds", "remedies"),
+    [
+        ({"preset": "gspo"}, "eps_low, eps_high", {TWO_STEPS}),  # in the bypass form it would clip rounding
+        ({"preset": "m2po"}, "eps_low, eps_high", {TWO_STEPS}),  # its selection needs recompute
+        ({"preset": "gspo", "eps_low": 0.2, "eps_high": 0.2}, "eps_low, eps_high", {TWO_STEPS, BYPASS}),
+        ({"preset": "grpo", "dual_clip": 3.0, **RECOMPUTED}, "eps_low, eps_high, dual_clip", {TWO_STEPS, BYPASS}),
+        ({"preset": "sapo", **RECOMPUTED}, "tau_pos, tau_neg", {TWO_STEPS, BYPASS}),
+        ({"preset": "grpo", "correction": {"kind": "k3_mask"}}, "eps_low, eps_high", {TWO_STEPS, BYPASS}),
+    ],
+)
+def test_bounds_without_an_effect_are_warned_of_with_what_helps(settings, bounds, remedies):
+    warning = ObjectiveConfig(**settings).resolved.dead_clip(1)
+    assert warning is not None
+    assert warning.startswith(f"{bounds} of {settings['preset']} have no effect")
+    assert {each for each in (BYPASS, TWO_STEPS) if each in warning} == remedies
+    assert ObjectiveConfig(**settings).resolved.dead_clip(2) is None
+    if BYPASS in remedies:
+        changed = settings | {"proximal": "bypass"}
+        changed.pop("correction", None)
+        assert ObjectiveConfig(**changed).resolved.dead_clip(1) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "grpo"},  # t / b: stale tokens are clipped
+        {"preset": "dppo"},
+        {"preset": "grpo", "proximal": "loglinear", "correction": {"kind": "none"}},
+        {"preset": "my.module:loss", "proximal": "recompute"},
+    ],
+)
+def test_bounds_that_act_in_one_optimizer_step_are_not_warned_of(settings):
+    assert ObjectiveConfig(**settings).resolved.dead_clip(1) is None
+
+
+def test_each_objective_of_a_trainer_is_judged_with_its_optimizer_steps():
+    objectives = {"narrow": ObjectiveConfig(preset="gspo"), "soft": ObjectiveConfig(preset="aipo")}
+    (warning,) = TrainerConfig(objectives=objectives).dead_clips
+    assert warning.startswith("trainer.objectives.narrow: eps_low, eps_high of gspo")
+    assert not TrainerConfig(objectives=objectives, epochs=2).dead_clips
+
+
 def test_the_trainer_takes_samples_and_not_demonstrations():
     with pytest.raises(ValidationError, match="sluice sft"):
         TrainerConfig(objective=ObjectiveConfig(preset="sft"))
