@@ -259,7 +259,7 @@ their group, a whole batch only where nobody can say which. It is a fact of the 
 |---|---|---|
 | `REWARDS_UNFIT` | the estimator cannot take the rewards of a group: negative ones for `maxrl`, or such that advantages exceed float32 | another `orchestrator.advantage`, a smaller `orchestrator.max_reward`, or other rewards |
 | `BATCH_TOO_LARGE` | groups that do not fit into a batch together with the others: the largest go | a smaller `batch_size` or `group_size`, or sessions that fork less |
-| `TRAINER_REFUSES` | what the trainer's admission refuses: the text says which field and why | by that text |
+| `TRAINER_REFUSES` | what the trainer's admission refuses, such as a row that does not fit in its memory: the text says which field and why | by that text |
 
 Episodes that may not be trained from the start are dropped as before, each under its own reason; two of them are limits:
 `TOO_LONG`, and `REWARD_TOO_LARGE` of an environment, which counts towards the quarantine of its task.

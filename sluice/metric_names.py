@@ -174,6 +174,12 @@ METRICS = (
         "Skipped optimizer steps",
     ),
     Metric(
+        "trainer/token_budget_halved",
+        SPEED,
+        "",
+        "1 where the batch ran out of memory and was trained with half of `trainer.token_budget`; absent otherwise.",
+    ),
+    Metric(
         "trainer/kl", LEARNING, "nats", "Mean divergence of the policy from the reference model.", "KL to other models"
     ),
     Metric(

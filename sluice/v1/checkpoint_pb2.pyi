@@ -245,6 +245,42 @@ class BatchRecord(_message.Message):
 Global___BatchRecord: _TypeAlias = BatchRecord  # noqa: Y015
 
 @_typing.final
+class MemoryShortage(_message.Message):
+    """`trainer/out_of_memory.{rank}.binpb`: a batch that ran out of memory and is not applied yet. Each rank writes its own file, because
+    the process may end right after.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    AT_HALF_FIELD_NUMBER: _builtins.int
+    ROW_TOKENS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    """The batch."""
+    at_half: _builtins.bool
+    """Whether it ran out with half of the token budget, too; otherwise it has to be trained with half of it."""
+    row_tokens: _builtins.int
+    """Forwarded tokens of the row that was alone in the largest micro-batch and does not fit; 0 if no single row is at fault."""
+    problem: _builtins.str
+    """What happened and what to do, for people to read."""
+    def __init__(
+        self,
+        *,
+        batch_id: _builtins.str = ...,
+        at_half: _builtins.bool = ...,
+        row_tokens: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_half", b"at_half", "batch_id", b"batch_id", "problem", b"problem", "row_tokens", b"row_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryShortage: _TypeAlias = MemoryShortage  # noqa: Y015
+
+@_typing.final
 class EpochLineage(_message.Message):
     """Where the epochs of a run began: what decides which versions are retired."""
 

@@ -327,6 +327,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The checkpoint belongs to another model."""
     ERROR_REASON_WEIGHTSYNC_UNAVAILABLE: _ErrorReason.ValueType  # 107
     """The weight service cannot be reached."""
+    ERROR_REASON_OUT_OF_MEMORY: _ErrorReason.ValueType  # 145
+    """Memory ran out in a training step: a newer epoch trains the batch with half the token budget. Of SubmitBatch: it ran out with half
+    of it, too; the trajectories that are named do not fit, or with none named the batch.
+    """
     ERROR_REASON_NO_SUCH_RUN: _ErrorReason.ValueType  # 108
     """WeightSyncService and WeightDeliveryService.
 
@@ -753,6 +757,10 @@ ERROR_REASON_OTHER_MODEL: ErrorReason.ValueType  # 106
 """The checkpoint belongs to another model."""
 ERROR_REASON_WEIGHTSYNC_UNAVAILABLE: ErrorReason.ValueType  # 107
 """The weight service cannot be reached."""
+ERROR_REASON_OUT_OF_MEMORY: ErrorReason.ValueType  # 145
+"""Memory ran out in a training step: a newer epoch trains the batch with half the token budget. Of SubmitBatch: it ran out with half
+of it, too; the trajectories that are named do not fit, or with none named the batch.
+"""
 ERROR_REASON_NO_SUCH_RUN: ErrorReason.ValueType  # 108
 """WeightSyncService and WeightDeliveryService.
 

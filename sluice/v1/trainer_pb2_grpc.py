@@ -92,9 +92,9 @@ class TrainerServiceServicer:
         """Hands over one batch: a header, then its trajectories in parts. Answered when the batch is whole, valid and
         queued, before it is trained. Idempotent by batch_id: a repeat with the same trajectories answers as the first did,
         also for a batch that the restored checkpoint holds.
-        Errors: INVALID_ARGUMENT (malformed trajectory, by index), ALREADY_EXISTS (a batch of this id was accepted with
+        Errors: INVALID_ARGUMENT (malformed trajectory, or one that does not fit in memory, by index), ALREADY_EXISTS (a batch of this id was accepted with
         another sequence_no or with other trajectories), FAILED_PRECONDITION (wrong run, epoch or tokenizer digest;
-        sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo), DATA_LOSS (fewer
+        sequence_no is not the next one: the message names it; the batch does not fit in memory), RESOURCE_EXHAUSTED (queue full; RetryInfo), DATA_LOSS (fewer
         trajectories than announced).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

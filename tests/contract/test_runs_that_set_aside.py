@@ -153,6 +153,14 @@ async def test_what_no_data_can_cause_still_ends_the_run(scene) -> None:
         await scene.run(**odd(scene, odd=[]))
 
 
+async def test_a_batch_that_does_not_fit_in_memory_ends_the_run_with_the_remedy(scene) -> None:
+    scene.trainer.refusals = [SluiceError.failed_precondition("OUT_OF_MEMORY", "memory ran out: lower token_budget")]
+    with pytest.raises(FailedForGoodError, match="lower token_budget"):
+        await scene.run(**odd(scene, odd=[]))
+    report = await scene.run(**odd(scene, odd=[]))
+    assert (report["state"], report["steps"]) == ("succeeded", 4), "with other settings the run goes on"
+
+
 async def test_a_journal_of_an_earlier_release_that_holds_such_a_batch_is_healed(scene, monkeypatch) -> None:
     """There the batch was made and refused, and each start sent it again."""
     unchecked = lambda name, episodes, advantages: None  # noqa: E731

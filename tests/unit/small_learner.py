@@ -34,13 +34,15 @@ def batch(
     policy: Learner, number: int, rows: Iterable[Sequence], *, has_advantages: bool = True, **header: object
 ) -> Batch:
     """A batch of the policy's present epoch, as the trainer accepts it."""
-    values = {"target_version": Version(policy.version.epoch, number).to_proto(), "max_staleness": 9}
+    values = {
+        "batch_id": f"b{number}",
+        "target_version": Version(policy.version.epoch, number).to_proto(),
+        "max_staleness": 9,
+    }
     samples = [Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), has_advantages) for row in rows]
     return judge(
         samples,
-        trainer_pb2.BatchHeader(
-            batch_id=f"b{number}", sequence_no=number, on_stale=trainer_pb2.STALE_POLICY_DROP, **values | header
-        ),
+        trainer_pb2.BatchHeader(sequence_no=number, on_stale=trainer_pb2.STALE_POLICY_DROP, **values | header),
         policy.checkpoints.lineage,
         policy.update.objective.resolved,
         [each.sequence.trajectory_id.encode() for each in samples],

@@ -10,7 +10,9 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import TypeVar
 
+import structlog
 import torch
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -36,6 +38,15 @@ from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
 from trainer_svc.engine.network import OWN_MODULES, Head, Network, connected
 from trainer_svc.engine.optimizers import build_optimizers, clip, total_norm
+from trainer_svc.engine.out_of_memory import (
+    REMEDY,
+    HalfAppliedError,
+    MemoryShortError,
+    TokenBudget,
+    first_line,
+    free_memory,
+    is_out_of_memory,
+)
 from trainer_svc.engine.pipeline import LossOf, Pipeline
 from trainer_svc.engine.rounding import DTYPES
 from trainer_svc.parallel.mesh import SINGLE, Mesh
@@ -45,6 +56,10 @@ from trainer_svc.precision import Precision, frozen_precision
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of a checkpoint's tensors."""
+
+Result = TypeVar("Result")
+
+log = structlog.get_logger(__name__)
 
 
 class TrainEngine:
@@ -115,6 +130,8 @@ class TrainEngine:
         )
         self.optimizer_steps = 0
         """Optimizer steps applied; skipped ones do not count."""
+        self.budget = TokenBudget(config.token_budget)
+        """Halved where memory runs out. The caller restores it for the next batch."""
 
     def train_batch(
         self,
@@ -141,21 +158,26 @@ class TrainEngine:
 
         Raises:
             ValueError: if a token id is outside of the vocabulary.
+            MemoryShortError: if memory runs out, see `_within_memory`.
         """
-        record = StepRecord(sequences, self.ranks, self.meter)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.add_gradients(
-            record,
-            sequences,
-            loss_fn,
-            loss_weight_fn,
-            contributes=contributes,
-            entropy=entropy,
-            whole_groups=whole_groups,
-        )
-        with record.phase("optimizer"):
-            self.step(record)
-        return record.finish()
+
+        def attempt() -> StepRecord:
+            record = StepRecord(sequences, self.ranks, self.meter)
+            self.optimizer.zero_grad(set_to_none=True)
+            self.add_gradients(
+                record,
+                sequences,
+                loss_fn,
+                loss_weight_fn,
+                contributes=contributes,
+                entropy=entropy,
+                whole_groups=whole_groups,
+            )
+            with record.phase("optimizer"):
+                self.step(record)
+            return record
+
+        return self._within_memory(attempt).finish()
 
     def add_gradients(
         self,
@@ -191,13 +213,18 @@ class TrainEngine:
 
         Raises:
             ValueError: if a token id is outside of the vocabulary.
+            MemoryShortError: if memory runs out, see `_within_memory`.
         """
-        record = StepRecord(sequences, self.ranks)
-        with record.phase("pack"):
-            batches, weight = self._micro_batches(sequences, loss_weight_fn, whole_groups=whole_groups)
-        with record.phase("forward"):
-            self._evaluate(batches, partial(_recorded_loss, loss_fn, weight, record), entropy)
-        return record.finish()
+
+        def attempt() -> StepRecord:
+            record = StepRecord(sequences, self.ranks)
+            with record.phase("pack"):
+                batches, weight = self._micro_batches(sequences, loss_weight_fn, whole_groups=whole_groups)
+            with record.phase("forward"):
+                self._evaluate(batches, partial(_recorded_loss, loss_fn, weight, record), entropy)
+            return record
+
+        return self._within_memory(attempt).finish()
 
     def forward(self, sequences: Rows[Sequence], *, values: bool = False) -> list[torch.Tensor]:
         """Compute log-probabilities (after temperature) or values of the loss tokens under the current weights.
@@ -209,7 +236,11 @@ class TrainEngine:
 
         Raises:
             ValueError: if a token id is outside of the vocabulary.
+            MemoryShortError: if memory runs out, see `_within_memory`.
         """
+        return self._within_memory(lambda: self._forward(sequences, values=values))
+
+    def _forward(self, sequences: Rows[Sequence], *, values: bool) -> list[torch.Tensor]:
         batches, _ = self._micro_batches(sequences)
         columns: list[torch.Tensor] = []
 
@@ -248,6 +279,39 @@ class TrainEngine:
         self.optimizer.step(self.optimizer_steps)
         self.optimizer_steps += 1
 
+    def _within_memory(self, work: Callable[[], Result]) -> Result:
+        """Run a pass over rows. If memory runs out, run it once more, with half the token budget for the rest of the batch.
+
+        A pass of several ranks is not repeated, because the others wait in a collective of the pass that failed.
+
+        Raises:
+            MemoryShortError: if memory runs out again, with several ranks, or in the middle of an optimizer step.
+        """
+        try:
+            return work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            seen, half_applied = first_line(error), isinstance(error, HalfAppliedError)
+        # Outside of that block, because the exception holds the activations of the pass that failed.
+        free_memory()
+        budget = self.budget
+        if half_applied or budget.halved or self.mesh.everyone is not None:
+            half = ", half of token_budget" if budget.halved else ""
+            raise MemoryShortError(
+                f"memory ran out with micro-batches of up to {budget.tokens} tokens{half} ({seen}): {REMEDY}",
+                at_half=budget.halved,
+                row_tokens=0 if half_applied else budget.row_tokens,
+            )
+        budget.halved = True
+        log.warning(
+            "out of memory: the rest of the batch is trained with half the token budget",
+            token_budget=budget.tokens,
+            error=seen,
+            remedy=REMEDY,
+        )
+        return self._within_memory(work)
+
     def _micro_batches(
         self,
         sequences: Rows[Sequence],
@@ -267,10 +331,13 @@ class TrainEngine:
             _check_rows(sequences, self.network)
             chosen = sequences if contributes is None else [each for each in sequences if contributes(each)]
             fold = self.config.fold_prompts
-            batches = pack(chosen, self.config.token_budget, fold=fold, whole_groups=whole_groups)
+            batches = pack(chosen, self.budget.tokens, fold=fold, whole_groups=whole_groups)
             return batches, loss_weight_fn(sequences)
 
         batches, weight = agree(self.ranks, packed)
+        largest = max(batches, key=lambda each: each.packed_tokens, default=None)
+        alone = largest is not None and len(largest.sequences) == 1
+        self.budget.row_tokens = largest.packed_tokens if largest is not None and alone else 0
         totals = self.ranks.total({"weight": weight, "max_batches": len(batches)})
         batches += [empty_batch(self.mesh.dims.cp) for _ in range(int(totals["max_batches"]) - len(batches))]
         return batches, totals["weight"] or 1.0

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
+from trainer_svc.engine.out_of_memory import HalfAppliedError, first_line, is_out_of_memory
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.sharding import local_slice
 
@@ -143,13 +144,31 @@ class Optimizers:
             part.zero_grad(set_to_none=set_to_none)
 
     def step(self, index: int) -> None:
-        """Apply the gradients. The learning rates follow from `index`, the number of optimizer steps before this one."""
+        """Apply the gradients. The learning rates follow from `index`, the number of optimizer steps before this one.
+
+        Raises:
+            HalfAppliedError: if memory runs out after the first weights may have changed. If it runs out before, for the moments
+                of the first step, nothing has changed and the error is PyTorch's own.
+        """
         factor = schedule_factor(self.config, index)
+        self._add_missing_state()
+        try:
+            for part in self.parts:
+                peak = self.config.muon_lr or self.peak_lr if isinstance(part, torch.optim.Muon) else self.peak_lr
+                for group in part.param_groups:
+                    group["lr"] = peak * factor
+                part.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise HalfAppliedError(f"in the middle of an optimizer step: {first_line(error)}") from error
+
+    def _add_missing_state(self) -> None:
+        """Give parameters with a gradient the moments that they lack: zeros, which the first step otherwise allocates on its way."""
         for part in self.parts:
-            peak = self.config.muon_lr or self.peak_lr if isinstance(part, torch.optim.Muon) else self.peak_lr
-            for group in part.param_groups:
-                group["lr"] = peak * factor
-            part.step()
+            for parameter in (each for group in part.param_groups for each in group["params"]):
+                if parameter.grad is not None and not part.state.get(parameter):
+                    part.state[parameter] = {moment: _room(part, parameter, moment) for moment in _moments(part)}
 
     def tensors(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
         """Return the live tensors of the state, named ``<moment>.<parameter>``."""

@@ -291,7 +291,7 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
         for step, batch in shown.count(zip(range(first, steps), drawn)):  # noqa: B905  batches never end
             if (step % config.eval_every == 0 if config.eval_every else step == 0) and evaluate(step, rows):
                 break
-            rows = batch
+            rows, engine.budget.halved = batch, False  # the batch before may have run out of memory
             metrics = engine.train_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups)
             if metrics.skipped:  # because of the batch, or of weights that the step before made
                 checkpoints.require_fit(step, rows=rows)

@@ -43,11 +43,13 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.finite import describe_unfit, some_of
 from trainer_svc.engine.metrics import StepMetrics
+from trainer_svc.engine.out_of_memory import MemoryShortError, first_line, is_out_of_memory
 from trainer_svc.objectives.objective import bypass_warning, estimator_warning, mismatch_warning
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.admission import Known
 from trainer_svc.service.batches import Batch
+from trainer_svc.service.out_of_memory import MemoryShortages
 from trainer_svc.service.publication import Offer, PolicyPublisher
 from trainer_svc.service.rank_group import Command, RankGroup, RankLink
 from trainer_svc.update.policy import PolicyUpdate, Updated, load_frozen
@@ -189,6 +191,7 @@ class Learner:
             epochs=common.run_dir / "trainer" / "epochs.binpb",
         )
         self.record = BatchRecordFiles(record_directory(common.run_dir))
+        self.shortages = MemoryShortages(common.run_dir / "trainer", mesh.rank)
         self.version = BASE
         self.made_as = BASE
         """Version under which the weights were made: as `version`, or until an epoch's first batch the one that it began from."""
@@ -273,6 +276,7 @@ class Learner:
         log.info(
             "restored", version=str(self.version), origin=str(origin), checkpoint=self.last_batch_id or "base model"
         )
+        self.shortages.read()
         held = self.record.held_by(self.version, self.checkpoints.lineage, KEPT_REPORTS) if self.leads else []
         return Restored(self.version, origin, self.last_batch_id, tuple(held))
 
@@ -306,15 +310,16 @@ class Learner:
         """Train on a batch and record it. The version advances even if every step was skipped.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION if the steps made weights that are not finite. The batch does not count as applied,
-                and the weights are neither published nor written; an epoch has to begin from weights before it.
+            SluiceError: FAILED_PRECONDITION if the steps made weights that are not finite, or ran out of memory in the middle. The
+                batch does not count as applied, and the weights are neither published nor written; an epoch has to begin from
+                weights before it.
         """
         start = perf_counter()
         updated, trained = None, np.zeros((0, 2), np.int64)
         if batch.header.HasField("learning_rate"):
             self.engine.optimizer.changed_lr = batch.header.learning_rate
         if batch.sequences:
-            updated, trained = self._train_on_all_ranks(batch.sequences)
+            updated, trained = self._train_on_all_ranks(batch.header.batch_id, batch.sequences)
             self._refuse_unfit(updated.unfit, f"batch {batch.header.batch_id!r}")
             updated = replace(updated, metrics=self._with_precision(updated.metrics, batch.header.sampler_dtype))
             self._advise(updated.metrics, batch)
@@ -330,6 +335,7 @@ class Learner:
         record.end_time.GetCurrentTime()
         seconds = perf_counter() - start
         self.record.append(record)
+        self.shortages.applied(record.batch_id)
         self.version = self.made_as = batch.target
         self.last_batch_id = record.batch_id
         return Applied(record, metrics, 0 if updated is None else updated.skipped_steps, seconds)
@@ -340,26 +346,51 @@ class Learner:
                 "NON_FINITE", f"{what}: {describe_unfit(names, self.publish_dtype)}; no such version is published"
             )
 
-    def _train_on_all_ranks(self, sequences: Rows[Sequence]) -> tuple[Updated, NDArray[np.int64]]:
+    def _train_on_all_ranks(self, batch_id: str, sequences: Rows[Sequence]) -> tuple[Updated, NDArray[np.int64]]:
         """Train on a batch. Return what was done, and `Updated.rows` in the batch's order."""
+        halved = self.shortages.halves(batch_id)
         if self.ranks is None:
-            updated, rows = self.train(sequences)
+            try:
+                updated, rows = self.train(batch_id, sequences, halved=halved)
+            except MemoryShortError as error:
+                raise SluiceError.failed_precondition("OUT_OF_MEMORY", str(error)) from error
             return updated, rows.numpy()
-        changed_lr = self.engine.optimizer.changed_lr
-        with self.ranks.on_all_ranks("train", sequences, assign=self._balance, changed_lr=changed_lr) as assignment:
-            updated, rows = self.train(assignment.rows)
+        arguments: dict[str, Any] = {
+            "batch_id": batch_id,
+            "halved": halved,
+            "changed_lr": self.engine.optimizer.changed_lr,
+        }
+        with self.ranks.on_all_ranks("train", sequences, assign=self._balance, **arguments) as assignment:
+            updated, rows = self.train(batch_id, assignment.rows, halved=halved)
         return updated, rows.numpy()[np.argsort(list(chain(*assignment.places)))]
 
-    def train(self, rows: Rows[Sequence]) -> tuple[Updated, torch.Tensor]:
+    def train(self, batch_id: str, rows: Rows[Sequence], *, halved: bool) -> tuple[Updated, torch.Tensor]:
         """Train on this rank's rows of a batch; the other ranks train on theirs at the same time.
+
+        Args:
+            batch_id: The batch.
+            rows: This rank's rows.
+            halved: Whether half of the token budget holds.
 
         Returns:
             What was done, and `Updated.rows` of all data-parallel ranks, in their order.
+
+        Raises:
+            MemoryShortError: if this rank ran out of memory in the middle, which is noted for the next epoch.
         """
         self._is_base = False
-        updated = self.update.apply(rows)
-        updated = replace(updated, unfit=self.update.unfit_weights(self.publish_dtype))
-        return updated, self.engine.ranks.gather(updated.rows)
+        try:
+            updated = self.update.apply(rows, halved=halved)
+            updated = replace(updated, unfit=self.update.unfit_weights(self.publish_dtype))
+            return updated, self.engine.ranks.gather(updated.rows)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            short = (
+                error if isinstance(error, MemoryShortError) else MemoryShortError(first_line(error), at_half=halved)
+            )
+        self.shortages.note(batch_id, short)
+        raise short
 
     @property
     def computes_in(self) -> str:
@@ -612,7 +643,7 @@ class FollowingRank:
                 learner.restore_first_whole(command["epoch"], command["checkpoints"])
             case "train":
                 learner.engine.optimizer.changed_lr = command["changed_lr"]
-                learner.train(self._link.receive_rows())
+                learner.train(command["batch_id"], self._link.receive_rows(), halved=command["halved"])
             case "encode":
                 self._offer = learner.encode(self._publisher, command["deadline_s"])
             case "save":

@@ -25,6 +25,9 @@ PHASE_SECONDS = Histogram(
 )
 WAITED_SECONDS = Counter("sluice_trainer_waited_seconds", "Time in which the trainer had no batch.")
 SKIPPED_STEPS = Counter("sluice_trainer_skipped_steps", "Optimizer steps skipped: loss or gradient not finite.")
+HALVED_BATCHES = Counter(
+    "sluice_trainer_halved_batches", "Batches that ran out of memory and were trained with half the token budget."
+)
 TOKENS = Counter(
     "sluice_trainer_tokens",
     "Tokens of trained batches: all, prompts included; those in the loss; those forwarded, a shared prompt counted once.",
@@ -59,6 +62,7 @@ def observe_step(metrics: StepMetrics | None, between: Mapping[str, float]) -> N
     phases = dict(between)
     if metrics is not None:
         phases |= {name: seconds for name, seconds in metrics.seconds.items() if name != "total"}
+        HALVED_BATCHES.inc(metrics.measured.get("token_budget_halved", 0.0))
         for kind, tokens in (
             ("all", metrics.tokens),
             ("loss", metrics.loss_tokens),

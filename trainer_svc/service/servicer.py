@@ -119,6 +119,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                         lineage=learner.checkpoints.lineage,
                     )
                     batch = await asyncio.to_thread(judging)
+                    rows = [each.sequence for each in batch.decisions]
+                    await asyncio.to_thread(learner.shortages.check, ticket.batch_id, rows)
                     duplicate = self._trainer.admit(ticket, batch)
             return SubmitBatchResponse(batch_id=ticket.batch_id, queued_batches=admission.queued, duplicate=duplicate)
 

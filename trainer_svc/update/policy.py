@@ -178,7 +178,13 @@ class PolicyUpdate:
         own = () if critic is None or critic.shared else critic.engine.unfit_weights()
         return (*self.engine.unfit_weights(dtype), *(f"{name} of the critic" for name in own))
 
-    def apply(self, sequences: Rows[Sequence]) -> Updated:
+    @property
+    def networks(self) -> list[TrainEngine]:
+        """All networks, each once, also those that only compute."""
+        frozen = [each for each in (self.reference, self.teacher) if each is not None]
+        return [*self.engines.values(), *frozen]
+
+    def apply(self, sequences: Rows[Sequence], *, halved: bool = False) -> Updated:
         """Train on a batch.
 
         Tokens that cannot be trained leave the loss and its divisor, and are counted. Sequences whose advantages are all zero
@@ -186,12 +192,16 @@ class PolicyUpdate:
 
         Args:
             sequences: This rank's rows of the batch; with `proximal_share` if the objective has `proximal = loglinear`.
+            halved: Whether to begin with half the token budget, because the batch ran out of memory before.
 
         Raises:
             ValueError: if a token id is outside of the vocabulary, or a row lacks what the objective reads and no model
                 gives it; on every rank, if it is so on one.
+            MemoryShortError: if memory runs out and the pass cannot be repeated.
         """
         began = perf_counter()
+        for each in self.networks:
+            each.budget.halved = halved
         seconds: dict[str, float] = {}
         with _timed(seconds, "frozen"):
             rows = self._with_frozen(sequences)
@@ -203,6 +213,8 @@ class PolicyUpdate:
             judged = value_facts(rows, self.engine.ranks)
             measured |= {CRITIC + name: value for name, value in judged.items()}
         updated = self._train(rows)
+        if any(each.budget.halved for each in self.networks):
+            measured["token_budget_halved"] = 1.0
         metrics = replace(
             updated.metrics,
             measured={**updated.metrics.measured, **measured},
