@@ -14,10 +14,10 @@ import torch
 from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.batch.rows import Sequence, count_loss_tokens, pack
 from trainer_svc.compute_config import ComputeConfig
+from trainer_svc.engine.attention_choice import LARGEST_ERROR, choose_attention, kernel_error
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.loading import uses_varlen
 from trainer_svc.engine.logprob import fused_logprobs, logprobs_of_logits
-from trainer_svc.engine.network import Packing, packed_attention
+from trainer_svc.engine.network import HeadShape, Packing, packed_attention
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda")
@@ -68,10 +68,21 @@ def train(engine: TrainEngine, steps: int = 1) -> tuple[float, float]:
 
 
 @needs_bfloat16
+@pytest.mark.parametrize(
+    "shape",
+    [HeadShape(16, 16, 64, 64), HeadShape(32, 8, 128, 128), HeadShape(64, 8, 128, 128), HeadShape(16, 16, 192, 128)],
+    ids=str,
+)
+def test_both_kernels_are_right_with_heads_of_any_number_and_size(shape):
+    errors = [kernel_error(shape, CUDA, torch.bfloat16, varlen=varlen) for varlen in (True, False)]
+    assert max(errors) < 0.5 * LARGEST_ERROR, errors
+
+
+@needs_bfloat16
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("fold", [True, False])
 def test_varlen_attention_equals_the_blocks_in_values_and_gradients(window, fold):
-    assert uses_varlen("varlen", CUDA, torch.bfloat16, (8, 2, 64))
+    assert choose_attention("varlen", CUDA, torch.bfloat16, [HeadShape(8, 2, 64, 64)]).varlen
     generator = torch.Generator(CUDA).manual_seed(0)
     for batch in pack(rows(), 150, fold=fold):
         plan = batch.to(CUDA).attention

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_learner import learner
 from tiny_policy import ragged_batch, row, tiny_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
 
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.balance import TOKENS, Cost, balance
@@ -109,6 +109,15 @@ def test_the_cost_of_a_token_is_twice_the_weights_it_meets():
     assert cost.token == 2 * matrices
     assert cost.loss_token == 2 * model.lm_head.weight.numel()
     assert cost.pair == 2 * 2 * 32 * 2  # scores and their use, over all heads and layers
+
+
+def test_layers_whose_heads_differ_in_size_cost_what_they_have():
+    """transformers refuses to name a size that differs by layer."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma4TextConfig(**sizes, vocab_size=100, num_hidden_layers=6, head_dim=8, global_head_dim=16)
+    assert [config.per_layer_config[number].head_dim for number in range(6)] == [8, 8, 8, 8, 8, 16]
+    assert Cost.of(config).pair == pytest.approx(4 * 4 * (5 * 8 + 16))
+    assert Cost.of(config).token > 0
 
 
 def test_no_ranks_are_refused():

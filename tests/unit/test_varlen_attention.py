@@ -12,7 +12,7 @@ from trainer_svc.batch.rows import count_loss_tokens, empty_batch, pack
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine import network as module
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.loading import compile_layers, uses_varlen
+from trainer_svc.engine.loading import compile_layers
 from trainer_svc.engine.network import Packing, packed_attention
 from trainer_svc.parallel.context import _slice
 
@@ -21,6 +21,7 @@ def documented_kernel(  # noqa: PLR0917 - the kernel's own signature
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
 ):
     """What `varlen_attn` says that it computes: the mask is aligned with the last query and the last key."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     outputs = []
     for number in range(len(cu_seq_q) - 1):
         own = slice(cu_seq_q[number], cu_seq_q[number + 1])
@@ -39,14 +40,16 @@ def documented_kernel(  # noqa: PLR0917 - the kernel's own signature
     return torch.cat(outputs)
 
 
+@pytest.mark.parametrize("sizes", [(8, 8), (12, 8), (8, 12)])
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("window", [None, 6])
-def test_rows_and_bounds_say_what_the_blocks_say(monkeypatch, fold, window):
+def test_rows_and_bounds_say_what_the_blocks_say(monkeypatch, fold, window, sizes):
     monkeypatch.setattr(module, "varlen_attn", documented_kernel)
     generator = torch.Generator().manual_seed(0)
     for batch in pack(ragged_batch(seed=3), 200, fold=fold):
         tokens = batch.packed_tokens
-        shapes = ((1, 4, tokens, 8), (1, 2, tokens, 8), (1, 2, tokens, 8))
+        size, value_size = sizes
+        shapes = ((1, 4, tokens, size), (1, 2, tokens, size), (1, 2, tokens, value_size))
         rows = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         expected, found = (
             packed_attention(
@@ -54,6 +57,7 @@ def test_rows_and_bounds_say_what_the_blocks_say(monkeypatch, fold, window):
             )[0]
             for varlen in (False, True)
         )
+        assert found.shape == (1, tokens, 4, value_size)
         assert float((found - expected).abs().max()) < 1e-12
 
 
@@ -66,16 +70,6 @@ def test_each_packed_token_asks_once_and_a_sequence_that_adds_none_not_at_all():
     assert VarlenPlan.of([np.arange(3), np.arange(3, 5)], 5).keys is None
     assert VarlenPlan.of([np.arange(3, 5), np.arange(3)], 5) is None
     assert AttentionPlan.of([np.arange(3, 5), np.arange(3)], 5).varlen is None
-
-
-def test_the_kernel_is_refused_where_it_cannot_run_and_auto_does_without():
-    cpu, shape = torch.device("cpu"), (4, 2, 8)
-    assert not uses_varlen("auto", cpu, torch.bfloat16, shape)
-    assert not uses_varlen("sdpa", cpu, torch.bfloat16, shape)
-    with pytest.raises(ValueError, match=r"needs CUDA: set attention to auto or sdpa"):
-        uses_varlen("varlen", cpu, torch.bfloat16, shape)
-    with pytest.raises(ValueError, match=r"half precision and the forward pass is float32"):
-        uses_varlen("varlen", torch.device("cuda"), torch.float32, shape)
 
 
 def test_a_slice_looks_alike_to_compiled_layers_with_and_without_padding_behind_the_row():

@@ -117,7 +117,7 @@ class TrainEngine:
         network = distribute(network, mesh, config.parallel)
         if unread:
             agree(Ranks(mesh.everyone), partial(check_read, self.model_dir, network.model))
-        self.network = choose_kernels(network, config.attention, compiled=config.compile)
+        self.network = choose_kernels(network, config.attention, Ranks(mesh.everyone), compiled=config.compile)
         self.optimizer = build_optimizers(config, self.network.model, self.device)
         reshard = config.parallel.reshard
         self.pipeline = None if mesh.stages is None else Pipeline(self.network, mesh, reshard=reshard)

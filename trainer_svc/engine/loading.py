@@ -10,26 +10,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
+from trainer_svc.batch.attention_plan import AttentionPlan
 from trainer_svc.compute_config import ParallelConfig, check_heads
+from trainer_svc.engine.attention_choice import Attention, choose_attention, of_all_ranks
 from trainer_svc.engine.cpu_linear import onednn_is_faster, use_onednn
 from trainer_svc.engine.finite import IncompleteWeightsError, UnfitWeightsError, some_of, unfit_weights
-from trainer_svc.engine.network import PACKED_ATTENTION, Head, Network, Packing, varlen_attention
+from trainer_svc.engine.network import PACKED_ATTENTION, Head, HeadShape, Network, Packing
 from trainer_svc.engine.rounding import compute_as_served, store_frozen
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 from trainer_svc.parallel.context import Context
 from trainer_svc.parallel.mesh import Mesh
+from trainer_svc.parallel.ranks import Ranks
 from trainer_svc.parallel.sharding import Absent, Root, cut_stage, shard_weights, split_matrices
-
-Attention = Literal["auto", "sdpa", "varlen"]
 
 CPU = torch.device("cpu")
 
@@ -39,10 +38,19 @@ CHECK_LENGTHS = (7, 4)
 CHECK_TOLERANCE = 1e-3
 """Largest accepted difference of log-probabilities, in nats. float32 rounding stays below 1e-4; a missing feature is far above."""
 
-VARLEN_TOLERANCE = 0.05
-"""Largest accepted difference of varlen attention from stock attention, for values of size 1; bfloat16 has 8 bits."""
-
 log = structlog.get_logger(__name__)
+
+
+class Checked(NamedTuple):
+    """What `check_packing` has found.
+
+    Attributes:
+        own_head: Whether the logits are the output embedding times the last hidden state and nothing else.
+        head_shapes: The heads of the attention layers that have run.
+    """
+
+    own_head: bool
+    head_shapes: frozenset[HeadShape]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -89,9 +97,10 @@ def load_network(
         model, files = _load(path, head).to(device), None
         model.eval()
         check_read(path, model)
-        own_head = check_packing(model, device, language=head != "value")
+        checked = check_packing(model, device, language=head != "value")
     else:
-        model, files, own_head = unread
+        model, files, checked = unread
+    own_head = checked.own_head
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules():  # recomputing requires training mode; dropout stays off
@@ -103,11 +112,20 @@ def load_network(
     value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
     longest_row = fix_frequencies(model)
     return Network(
-        model, device, dtype, logit_cells, own_head, value_head[head], head, files=files, longest_row=longest_row
+        model,
+        device,
+        dtype,
+        logit_cells,
+        own_head,
+        value_head[head],
+        head,
+        files=files,
+        longest_row=longest_row,
+        head_shapes=checked.head_shapes,
     )
 
 
-def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedModel, WeightFiles, bool] | None:
+def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedModel, WeightFiles, Checked] | None:
     """Load a model on the "meta" device; return it, the files of its weights, and the result of `check_packing`.
 
     Return None, with PyTorch's generator as before, if the weights cannot stay in their files.
@@ -120,7 +138,7 @@ def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedMod
         if head == "value":
             read_weights(model.score, files, CPU, below="score")
         try:
-            own_head = _checked(model, files, head, rank, ranks)
+            checked = _checked(model, files, head, rank, ranks)
         except UnfitWeightsError:
             if names := files.unfit():
                 raise _unfit(path, names) from None
@@ -131,7 +149,7 @@ def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedMod
         torch.set_rng_state(drawn)
         log.warning("weights cannot stay in their files: every process reads the whole model", model=path)
         return None
-    return model, files, own_head
+    return model, files, checked
 
 
 def check_read(path: str, model: torch.nn.Module) -> None:
@@ -150,7 +168,7 @@ def _unfit(path: str, names: list[str]) -> UnfitWeightsError:
     )
 
 
-def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, ranks: int) -> bool:
+def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, ranks: int) -> Checked:
     """Check packing with this rank's share of the layers. If that fails, the result with all layers counts."""
     language = head != "value"
     layers = getattr(model.base_model, "layers", None)
@@ -158,11 +176,11 @@ def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, 
         original = model.config._attn_implementation  # noqa: SLF001 - the check sets the packed one
         try:
             with _only(layers, rank % len(layers), ranks), streaming(model, files):
-                return bool(check_packing(model, CPU, language=language))
+                return check_packing(model, CPU, language=language)
         except (ValueError, TypeError, IndexError, RuntimeError):
             model.set_attn_implementation(original)
     with streaming(model, files):
-        return bool(check_packing(model, CPU, language=language))
+        return check_packing(model, CPU, language=language)
 
 
 @contextmanager
@@ -204,19 +222,22 @@ def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: AN
     return model
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def check_packing(model: PreTrainedModel, device: torch.device, *, language: bool) -> bool:
+def check_packing(model: PreTrainedModel, device: torch.device, *, language: bool) -> Checked:
     """Compare packed outputs with the model's own on single sequences, and set its attention to `packed_attention`.
 
     The model computes in float32. Without a language head hidden states are compared.
-
-    Returns:
-        Whether the logits are the output embedding times the last hidden state and nothing else.
 
     Raises:
         ValueError: if they differ.
         UnfitWeightsError: if the model computes NaN.
     """
+    seen: set[HeadShape] = set()
+    with torch.no_grad():
+        own_head = _check_packing(model, device, seen, language=language)
+    return Checked(own_head, frozenset(seen))
+
+
+def _check_packing(model: PreTrainedModel, device: torch.device, seen: set[HeadShape], *, language: bool) -> bool:
     body = model if language else model.base_model
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -225,7 +246,7 @@ def check_packing(model: PreTrainedModel, device: torch.device, *, language: boo
     alone = _comparable(body(rows.to(device)))  # tokens after the end of the second row change nothing before it
     expected = torch.cat([row[1:length] for row, length in zip(alone, CHECK_LENGTHS, strict=True)])
     model.set_attn_implementation(PACKED_ATTENTION)
-    arguments, keep = _packed(rows, device)
+    arguments, keep = _packed(rows, device, seen)
     trunk: list[torch.Tensor] = []
     watching = model.base_model.register_forward_hook(lambda _, __, output: trunk.append(output.last_hidden_state[0]))
     try:
@@ -251,14 +272,14 @@ def check_packing(model: PreTrainedModel, device: torch.device, *, language: boo
     return bool((torch.log_softmax(logits.float(), -1) - packed).abs().max() <= CHECK_TOLERANCE)
 
 
-def _packed(rows: torch.Tensor, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
+def _packed(rows: torch.Tensor, device: torch.device, seen: set[HeadShape]) -> tuple[dict[str, Any], torch.Tensor]:
     """Pack the two rows with their beginning once. Return the model's arguments, and the packed place of each compared token."""
     first, second = CHECK_LENGTHS
     plan = AttentionPlan.of([np.arange(first), np.r_[0, 1, first : first + second - 2]], first + second - 2).to(device)
     ids = torch.cat([rows[0], rows[1, 2:second]]).to(device).unsqueeze(0)
     positions = torch.cat([torch.arange(first), torch.arange(2, second)]).to(device).unsqueeze(0)
     keep = torch.tensor([*range(1, first), 1, *range(first, first + second - 2)], device=device)
-    return {"input_ids": ids, "position_ids": positions, "packing": Packing(plan), "use_cache": False}, keep
+    return {"input_ids": ids, "position_ids": positions, "packing": Packing(plan, seen=seen), "use_cache": False}, keep
 
 
 def _comparable(output: Any) -> torch.Tensor:  # noqa: ANN401  transformers' output classes
@@ -354,18 +375,16 @@ def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = Non
     return replace(network, device=torch.device(mesh.device), context=context, root=root, files=None)
 
 
-def choose_kernels(network: Network, attention: Attention, *, compiled: bool) -> Network:
+def choose_kernels(network: Network, attention: Attention, ranks: Ranks, *, compiled: bool) -> Network:
     """Set which kernels a network's layers run on and how they round their weights, after it was laid out.
+
+    All processes that lay it out, `ranks`, call this.
 
     With `compiled` the decoder layers are compiled in place, when each first runs; their attention is left as it is.
 
     Raises:
         ValueError: if the device has no varlen kernel and `attention` is varlen, or the model names no decoder layers.
     """
-    config = network.model.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     compute_as_served(network.model, network.compute_dtype, whole_logits=network.language and not network.own_head)
     if compiled:
         compile_layers(network.model)
@@ -374,8 +393,11 @@ def choose_kernels(network: Network, attention: Attention, *, compiled: bool) ->
     onednn = alone and network.device.type == "cpu" and network.compute_dtype == torch.float32 and onednn_is_faster()
     if onednn:
         use_onednn(network.model, leave_out=(network.model.get_output_embeddings(), network.value_head))
-    varlen = uses_varlen(attention, network.device, network.compute_dtype, (heads, key_heads, head_dim))
-    return replace(network, varlen=varlen, few_lengths=onednn)
+    shapes = of_all_ranks(network.head_shapes, ranks)
+    choice = choose_attention(attention, network.device, network.compute_dtype, shapes)
+    if network.device.type != "cpu":  # a CPU leaves no choice
+        log.info(str(choice), model=type(network.model).__name__)
+    return replace(network, varlen=choice.varlen, few_lengths=onednn)
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
@@ -386,57 +408,3 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
         raise ValueError(f"{type(model).__name__} names no decoder layers to compile: set compile to false")
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
-
-
-def uses_varlen(setting: Attention, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
-    """Return whether attention uses the kernel for sequences of varying length; auto: wherever its results equal those of stock attention.
-
-    `shape` has the numbers of heads and key-value heads, and head_dim.
-
-    Raises:
-        ValueError: if the setting is varlen and the kernel cannot be used.
-    """
-    if setting == "sdpa":
-        return False
-    obstacle = _obstacle(device, dtype, shape)
-    if obstacle and setting == "varlen":
-        raise ValueError(f"attention is varlen, but {obstacle}: set attention to auto or sdpa")
-    return obstacle is None
-
-
-def _obstacle(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
-    if device.type != "cuda":
-        return "the kernel needs CUDA"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernel needs half precision and the forward pass is {str(dtype).removeprefix('torch.')}"
-    try:
-        gap = _varlen_gap(device, dtype, shape)
-    except RuntimeError as error:  # an old device, or a head size without a kernel
-        return f"the kernel does not run here ({error})"
-    return None if gap <= VARLEN_TOLERANCE else f"its results differ from stock attention's by {gap:.2g}"
-
-
-def _varlen_gap(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
-    """Return the largest difference from stock attention, of values and gradients, for two sequences with a shared beginning."""
-    heads, key_heads, head_dim = shape
-    segments = [np.arange(5), np.r_[0, 1, 5, 6, 7]]
-    plan = VarlenPlan.of(segments, 8)
-    if plan is None:
-        raise AssertionError("the two sequences lie in order")
-    plan = plan.to(device)
-    generator = torch.Generator(device).manual_seed(0)
-    rows = [
-        torch.randn(8, count, head_dim, generator=generator, device=device).to(dtype).requires_grad_()
-        for count in (heads, key_heads, key_heads)
-    ]
-    expected = []
-    for segment, own in zip(segments, (5, 3), strict=True):
-        query, key, value = (each[segment].transpose(0, 1).unsqueeze(0) for each in rows)
-        whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
-        expected.append(whole[0].transpose(0, 1)[-own:])
-    with torch.autocast(device.type, enabled=False):
-        found = varlen_attention(rows[0], rows[1], rows[2], plan)
-    pairs = [(found, torch.cat(expected))]
-    arriving = torch.randn(found.shape, generator=generator, device=device).to(dtype)
-    pairs += zip(*(torch.autograd.grad(each, rows, arriving) for each in pairs[0]), strict=True)
-    return max(float((ours.float() - stock.float()).abs().max()) for ours, stock in pairs)

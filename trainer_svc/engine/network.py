@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -47,6 +47,27 @@ WINDOW_QUERIES = 256
 """Queries of one call with a sliding window. Their mask has this many rows, and as many columns plus the window's length."""
 
 
+class HeadShape(NamedTuple):
+    """The heads of an attention layer.
+
+    Attributes:
+        queries: Number of query heads.
+        keys: Number of key-value heads.
+        size: Columns of a head of queries and keys.
+        value_size: Columns of a head of values.
+    """
+
+    queries: int
+    keys: int
+    size: int
+    value_size: int
+
+    def __str__(self) -> str:
+        """Return for example ``32 / 8 heads of 128``, or ``16 / 16 heads of 192 (values: 128)``."""
+        values = "" if self.size == self.value_size else f" (values: {self.value_size})"
+        return f"{self.queries} / {self.keys} heads of {self.size}{values}"
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """A causal transformer that computes its outputs at the loss tokens of packed micro-batches.
@@ -63,6 +84,7 @@ class Network:
         files: The files of weights that are still on the "meta" device; None once they are read.
         longest_row: Most tokens of a sequence (see `trainer_svc.engine.loading.fix_frequencies`); None means any number.
         few_lengths: Whether rows are padded to one of few numbers of tokens, for `trainer_svc.engine.cpu_linear`.
+        head_shapes: The heads of the attention layers that this process has run in the check of packing.
     """
 
     model: PreTrainedModel
@@ -78,6 +100,7 @@ class Network:
     files: WeightFiles | None = None
     longest_row: int | None = None
     few_lengths: bool = False
+    head_shapes: frozenset[HeadShape] = frozenset()
 
     @property
     def vocabulary(self) -> int:
@@ -204,11 +227,13 @@ class Packing:
     Attributes:
         context: The processes that share the row; None if this process has all of it.
         varlen: Whether to use the kernel for sequences of varying length.
+        seen: Where each attention layer adds its `HeadShape`; None: nowhere.
     """
 
     plan: AttentionPlan
     context: Context | None = None
     varlen: bool = False
+    seen: set[HeadShape] | None = None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # each batch has other blocks: layers are compiled around it
@@ -229,7 +254,8 @@ def packed_attention(
         module: The attention layer that calls.
         query: Shape [1, heads, packed, head_dim]; of shared rows this process's slice of the packed tokens.
         key: Shape [1, key-value heads, packed, head_dim].
-        value: As `key`.
+        value: Shape [1, key-value heads, packed, value_dim]. Kernels need one size for all heads, so columns of zeros are added
+            where it is not head_dim.
         attention_mask: Must be None: the plan says what attends to what.
         packing: How the row is packed.
         scaling: Factor on the scores; None means 1 / sqrt(head_dim).
@@ -237,7 +263,7 @@ def packed_attention(
             `dropout`, which must be 0; and what else the architecture passes.
 
     Returns:
-        The output of shape [1, packed, heads, head_dim], and None for the weights.
+        The output of shape [1, packed, heads, value_dim], and None for the weights.
 
     Raises:
         ValueError: if the architecture needs a feature that this function lacks, or no fused kernel accepts the tensors.
@@ -253,16 +279,23 @@ def packed_attention(
             " device: set attention_dropout to 0 in the model's config.json"
         )
     plan, context, window = packing.plan, packing.context, options.get("sliding_window")
-    slice_tokens = query.shape[2]
+    slice_tokens, head_dim, value_dim = query.shape[2], query.shape[3], value.shape[3]
+    if packing.seen is not None:
+        packing.seen.add(HeadShape(query.shape[1], key.shape[1], head_dim, value_dim))
+    scale = head_dim**-0.5 if scaling is None else scaling
+    if head_dim != value_dim:
+        width = max(head_dim, value_dim)
+        query, key, value = (pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
     if context is not None:
         query, key, value = context.gather_tokens((query, key, value), len(plan.sources))
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if packing.varlen and plan.varlen is not None:
-        whole = varlen_attention(*rows, plan.varlen, scaling=scaling, sliding_window=window)
+        whole = varlen_attention(*rows, plan.varlen, scale=scale, sliding_window=window)
     elif plan.prefixes is not None and _prefix_kernel_fits(*rows) and (window is None or window >= plan.longest):
-        whole = _PrefixAttention.apply(*rows, plan.prefixes, scaling)
+        whole = _PrefixAttention.apply(*rows, plan.prefixes, scale)
     else:
-        whole = _block_attention(*rows, plan, scaling=scaling, sliding_window=window)
+        whole = _block_attention(*rows, plan, scale=scale, sliding_window=window)
+    whole = whole[..., :value_dim]
     if context is not None:
         whole = context.scatter_tokens(whole, slice_tokens)
     elif len(whole) < slice_tokens:
@@ -279,22 +312,16 @@ def _block_attention(
     value: torch.Tensor,
     plan: AttentionPlan,
     *,
-    scaling: float | None,
+    scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
     """Attend in blocks of sequences of similar length with PyTorch's fused kernels; shapes [packed, heads, head_dim].
 
-    Elsewhere than on a CPU these kernels need as many key-value heads as query heads, so heads are repeated. They need one
-    head_dim for all three tensors, so columns of zeros are added.
+    Elsewhere than on a CPU these kernels need as many key-value heads as query heads, so heads are repeated.
     """
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    scale = head_dim**-0.5 if scaling is None else scaling
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.device.type != "cpu":
         key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    if head_dim != value_dim:
-        width = max(head_dim, value_dim)
-        query, key, value = (pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
     outputs = []
     for block in plan.blocks:
         index = block.flatten()
@@ -303,7 +330,7 @@ def _block_attention(
         )
         output = _causal_attention(q, k, v, scale=scale, window=sliding_window)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, plan.sources)[..., :value_dim]
+    return torch.cat(outputs).index_select(0, plan.sources)
 
 
 def _causal_attention(
@@ -374,22 +401,22 @@ class _PrefixAttention(torch.autograd.Function):  # type: ignore[misc]  # torch 
         key: torch.Tensor,
         value: torch.Tensor,
         plan: PrefixPlan,
-        scaling: float | None,
+        scale: float,
     ) -> torch.Tensor:
         outputs, sums = [], []
         for block in plan.blocks:
             q, k, v = (_rows(each, block) for each in (query, key, value))
-            output, lse = _flash(q, k, v, 0.0, is_causal=True, scale=scaling)
+            output, lse = _flash(q, k, v, 0.0, is_causal=True, scale=scale)
             outputs.append(output.transpose(1, 2).flatten(0, 1))
             sums.append(lse.transpose(1, 2).flatten(0, 1))
         output = torch.cat(outputs).index_select(0, plan.sources)
         lse = torch.cat(sums).index_select(0, plan.sources)
         for queries, keys in _stretches(plan):
             q, k, v = _heads(query[queries]), _heads(key[keys]), _heads(value[keys])
-            crossed, crossed_lse = _flash(q, k, v, 0.0, is_causal=False, scale=scaling)
+            crossed, crossed_lse = _flash(q, k, v, 0.0, is_causal=False, scale=scale)
             _join(output[queries], lse[queries], crossed[0].transpose(0, 1), crossed_lse[0].transpose(0, 1))
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.plan, ctx.scaling = plan, scaling
+        ctx.plan, ctx.scale = plan, scale
         return output
 
     @staticmethod
@@ -403,7 +430,7 @@ class _PrefixAttention(torch.autograd.Function):  # type: ignore[misc]  # torch 
             # A padded query has no weight on any key: its log-sum-exp is infinite, its gradient 0.
             sums = _rows(lse.unsqueeze(-1), block).squeeze(-1).masked_fill(padding, torch.inf)
             g = g.masked_fill(padding.unsqueeze(-1), 0.0)
-            found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=True, scale=ctx.scaling)
+            found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=True, scale=ctx.scale)
             parts.append(tuple(each.transpose(1, 2).flatten(0, 1) for each in found))
         unpacked = len(query) - len(output)
         grads = [
@@ -413,7 +440,7 @@ class _PrefixAttention(torch.autograd.Function):  # type: ignore[misc]  # torch 
         for queries, keys in _stretches(plan):
             q, o, g, sums = (_heads(each[queries]) for each in (query, output, grad, lse))
             k, v = _heads(key[keys]), _heads(value[keys])
-            found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=False, scale=ctx.scaling)
+            found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=False, scale=ctx.scale)
             for total, where, each in zip(grads, (queries, keys, keys), found, strict=True):
                 total[where] += each[0].transpose(0, 1)
         return (*grads, None, None)
@@ -448,8 +475,8 @@ def varlen_attention(
     value: PackedHeads,
     plan: VarlenPlan,
     *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
+    scale: float,
+    sliding_window: int | None,
 ) -> PackedHeads:
     """Attend with the flash kernel for sequences of varying length; shapes [rows, heads, head_dim], CUDA and half precision only.
 
@@ -472,7 +499,7 @@ def varlen_attention(
         plan.key_bounds,
         plan.longest_query,
         plan.longest_key,
-        scale=scaling,
+        scale=scale,
         window_size=(seen, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )

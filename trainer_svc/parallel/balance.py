@@ -17,8 +17,9 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import astuple, dataclass
+from statistics import fmean
+from typing import Any, Self
 
 import numpy as np
 
@@ -50,12 +51,15 @@ class Cost:
     loss_token: float = 0.0
 
     @classmethod
-    def of(cls, model: object) -> Self:
+    def of(cls, model: Any) -> Self:  # noqa: ANN401  any architecture's configuration
         """Return the cost for a decoder's configuration; `TOKENS` if the configuration lacks one of `SIZES`.
 
         Args:
-            model: A transformers configuration. Experts count as one MLP.
+            model: A transformers configuration. Experts count as one MLP. Of layers with different sizes the mean is taken.
         """
+        if getattr(model, "is_heterogeneous", False):  # such a configuration refuses to name the sizes that differ
+            costs = [cls.of(model.per_layer_config[number]) for number in range(model.num_hidden_layers)]
+            return cls(*(fmean(each) for each in zip(*map(astuple, costs), strict=True)))
         sizes = [getattr(model, name, None) for name in SIZES]
         if not all(isinstance(size, int) for size in sizes):
             return cls(1.0)
