@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tokens
-from trainer_svc.compute_config import ParallelDims
+from trainer_svc.compute_config import MESH_AXES, ParallelDims
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import distribute, load_network
@@ -91,6 +91,26 @@ def counted(*names: str) -> Iterator[dict[str, int]]:
     finally:
         for name, function in kept.items():
             setattr(dist, name, function)
+
+
+def connected() -> dict[str, list[list[int]]]:
+    """The groups that this rank has connected once a mesh is made, by the axis that has all ranks."""
+    count, reduce = dist.get_world_size(), dist.all_reduce
+    found: dict[str, list[list[int]]] = {}
+    for axis in MESH_AXES:
+        used = found[axis] = []
+
+        def noting(tensor: torch.Tensor, *, group: dist.ProcessGroup, used: list[list[int]] = used) -> None:
+            used.append(dist.get_process_group_ranks(group))
+            reduce(tensor, group=group)
+            assert tensor.tolist() == [len(used[-1])]
+
+        dist.all_reduce = noting
+        try:
+            make_mesh(ParallelDims(**{axis: count}), torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
+        finally:
+            dist.all_reduce = reduce
+    return found
 
 
 def exchanges(models: Path, mesh: Mesh) -> dict[str, dict[str, int]]:

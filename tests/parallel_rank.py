@@ -1,7 +1,7 @@
 """One rank of a trainer of several processes, as a program: trains in every layout and compares with one process.
 
 Arguments: directory of the models, file for the results of rank 0, layouts. A layout names its axes, and the cases if they
-are not all: ``dp_shard=2,tp=2/grpo qwen3,one sequence by aot_eager``; ``checks`` runs those of `parallel_checks.py`. Rank, count and meeting point come from the environment, as torchrun gives them.
+are not all: ``dp_shard=2,tp=2/grpo qwen3,one sequence by aot_eager``; ``checks`` and ``groups`` run what `parallel_checks.py` has. Rank, count and meeting point come from the environment, as torchrun gives them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_checks import checks, gathered
+from parallel_checks import checks, connected, gathered
 from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 
@@ -84,6 +84,7 @@ CASES = {
     ),
     "grpo tied": Case("tied", GRPO, ragged_batch(seed=6), {"token_budget": 150, "gradient_checkpointing": True}),
     "grpo smollm3": Case("smollm3", GRPO, ragged_batch(seed=11), {"token_budget": 150}),
+    "grpo latent": Case("latent", GRPO, ragged_batch(seed=12), {"token_budget": 150}),
     "values qwen3": Case("qwen3", values_and_tokens, ragged_batch(seed=7), {"token_budget": 300}, "both"),
     "critic llama": Case("llama", values_alone, ragged_batch(seed=9), {"token_budget": 300}, "value"),
     "adapter qwen3": Case("qwen3", GRPO, ragged_batch(seed=10), {"token_budget": 300, "lora": {"rank": 4}}),
@@ -255,6 +256,9 @@ def main() -> None:
         for layout in layouts:
             if layout == "checks":
                 found[layout] = checks(Path(models), Path(results).parent)
+                continue
+            if layout == "groups":
+                found[layout] = connected()
                 continue
             axes, _, cases = layout.partition("/")
             mesh = make_mesh(dims_of(axes), torch.device("cpu"), timedelta(seconds=TIMEOUT_S))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_programs import RankPrograms
-from transformers import AutoModelForCausalLM, LlamaConfig, SmolLM3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, SmolLM3Config, YoutuConfig
 
 from sluice.cli.init_model import ModelShape, init_model
 
@@ -28,9 +28,10 @@ TWO = {
     "dp_shard=2": ("grpo qwen3", "adapter qwen3", "one sequence"),
     "dp_replicate=2": ("gspo llama",),
     "tp=2": ("grpo tied", "grpo smollm3"),  # the second is an architecture known by transformers' plan alone
-    "cp=2": ("values qwen3",),
+    "cp=2": ("values qwen3", "grpo latent"),  # the latter's values have heads of another size than its keys
     "pp=2": ("critic llama", "gspo llama by eager"),
 }
+THREE = {"pp=3": ("grpo smollm3",)}
 FOUR = {"tp=2,cp=2": ("grpo qwen3",), "dp_replicate=2,dp_shard=2": ("one sequence",), "pp=2,dp_shard=2": ("grpo tied",)}
 """Each axis, alone and with another one, and each case on one of them."""
 
@@ -90,6 +91,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     AutoModelForCausalLM.from_config(smollm3).save_pretrained(root / "smollm3")
+    latent = YoutuConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    AutoModelForCausalLM.from_config(latent).save_pretrained(root / "latent")
     return root
 
 
@@ -110,6 +127,11 @@ def named(layouts: dict[str, tuple[str, ...]]) -> list[str]:
 @pytest.fixture(scope="module")
 def two(rank_programs: RankPrograms, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_ranks(rank_programs, 2, models, tmp_path_factory.mktemp("two") / "found.json", *named(TWO), "checks")
+
+
+@pytest.fixture(scope="module")
+def three(rank_programs: RankPrograms, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(rank_programs, 3, models, tmp_path_factory.mktemp("three") / "found.json", *named(THREE), "groups")
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +163,18 @@ def each_case(layouts: dict[str, tuple[str, ...]]) -> pytest.MarkDecorator:
 @each_case(TWO)
 def test_two_processes_train_what_one_trains(two: Found, layout: str, case: str) -> None:
     assert_exact(two[layout][case])
+
+
+@each_case(THREE)
+def test_three_stages_train_what_one_process_trains(three: Found, layout: str, case: str) -> None:
+    assert_exact(three[layout][case])
+
+
+def test_a_group_is_connected_before_two_of_its_processes_exchange_anything(three: Found) -> None:
+    """NCCL connects a group in its first operation; a transfer between two of three stages must not be that."""
+    everyone = [0, 1, 2]
+    once = {key: [everyone] for key in ("pp", "dp_replicate", "dp_shard", "tp")}
+    assert three["groups"] == once | {"cp": [everyone, everyone]}, "weights are sharded over `cp` too"
 
 
 @each_case(FOUR)

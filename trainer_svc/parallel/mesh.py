@@ -126,15 +126,18 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
         store = _fresh_store(timeout)
         place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": world_size}
         backend = "cuda:nccl,cpu:gloo" if own.type == "cuda" else "gloo"
+        # Without `device_id`: with it every new group splits NCCL's group of all processes, also one of gloo, and of that its
+        # members make no part of the split, so that the other processes would wait for ever (pytorch/pytorch#145376).
         dist.init_process_group(backend, timeout=timeout, store=store, **place)
     return make_mesh(dims, own, timeout)
 
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> Mesh:
-    """Create the groups of a mesh after all processes have joined. Every process calls this with the same sizes.
+    """Create and connect the groups of a mesh after all processes have joined. Every process calls this with the same sizes.
 
     Raises:
         ValueError: if the axes do not make up the number of processes.
+        RuntimeError: if the processes of a group do not connect within `timeout`.
     """
     if dims.world_size != dist.get_world_size():
         raise ValueError(f"{dims} makes {dims.world_size} processes, but {dist.get_world_size()} have joined")
@@ -147,16 +150,31 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> M
     groups = [group(axes) for axes in (["pp"], ["dp_replicate"], ["dp_shard", "cp"], ["tp"])]
     shape = (dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp)
     layout = torch.arange(dims.world_size, dtype=torch.int).view(shape)
+    context = group(["cp"]) if dims.cp > 1 else None
+    for each in (*groups, *([] if context is None else [context])):
+        _connect(each, device)
     return Mesh(
         dims=dims,
         rank=dist.get_rank(),
         device=device,
         ranks=Ranks(group(["dp_replicate", "dp_shard"], "gloo")) if dims.data_parallel > 1 else ALONE,
         weights=DeviceMesh.from_group(groups, device.type, layout, mesh_dim_names=WEIGHT_AXES),
-        context=group(["cp"]) if dims.cp > 1 else None,
+        context=context,
         stages=groups[0] if dims.pp > 1 else None,
         everyone=group(MESH_AXES, "gloo"),
     )
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the processes of a group, and wait until they are.
+
+    NCCL connects a group in its first operation, in which all its processes have to take part. Where that is a transfer between
+    two stages of a pipeline of three or more, they might wait for each other for ever.
+    """
+    if dist.get_world_size(group) > 1:
+        arrived = torch.ones(1, device=device)
+        dist.all_reduce(arrived, group=group)
+        arrived.item()  # waits for the device
 
 
 def _partition(dims: ParallelDims, axes: set[str]) -> list[list[int]]:
