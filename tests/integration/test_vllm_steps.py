@@ -14,6 +14,7 @@ from small_models import CONTEXT, save_model, staged
 
 from rollout_svc.engines.base import GenerationRequest, Pace, PauseMode, Sampling, Stage
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
+from rollout_svc.engines.vllm.processes import TESTED_PARTS, parts_of
 from sluice.versions import Version
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -43,6 +44,10 @@ def ask(tokens: int, prompt: int = 4, n: int = 1) -> GenerationRequest:
     return GenerationRequest(
         "request", [5 + i % 100 for i in range(prompt)], Sampling(max_tokens=tokens, ignore_eos=True), n=n
     )
+
+
+async def test_on_a_cpu_the_engine_has_the_parts_that_are_named_as_tested(engine):
+    assert parts_of(engine._processes.config) == TESTED_PARTS or not engine._processes.on_cpu
 
 
 async def test_each_part_of_a_long_prompt_is_a_step(engine):

@@ -10,6 +10,8 @@ import torch
 
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.vllm.processes import (
+    Parts,
+    compared_with_tests,
     engine_arguments,
     prepare_environment,
     require_tested_version,
@@ -76,6 +78,23 @@ def test_an_untested_release_is_refused():
     require_tested_version("0.32.0+cpu")
     with pytest.raises(EngineError, match="was not tested"):
         require_tested_version("0.33.0")
+
+
+def test_an_engine_on_a_gpu_says_which_of_its_parts_no_test_covers():
+    def line(*parts: bool) -> str:
+        return compared_with_tests("0.32.0", Parts(*parts))
+
+    assert line(True, True) == (
+        "vLLM 0.32.0 has Model Runner V2 with asynchronous scheduling; Sluice's tests cover Model Runner V1 with synchronous"
+        " scheduling, on a CPU: to compare, set VLLM_USE_V2_MODEL_RUNNER=0 and rollout.engine_args.async_scheduling = false"
+    )
+    assert "has Model Runner V2 with synchronous scheduling;" in line(True, False)
+    assert line(True, False).endswith("to compare, set VLLM_USE_V2_MODEL_RUNNER=0")
+    assert line(False, True).endswith("to compare, set rollout.engine_args.async_scheduling = false")
+    assert line(False, False) == (
+        "vLLM 0.32.0 has Model Runner V1 with synchronous scheduling, as in Sluice's tests, which run on a CPU: its kernels"
+        " here are not covered by them"
+    )
 
 
 def test_several_workers_need_their_own_processes():

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
@@ -38,6 +38,26 @@ if TYPE_CHECKING:
 
 TESTED_VERSIONS = ("0.32.0",)
 """vLLM releases whose internals (see `requests`) and weight-transfer interface were tested."""
+
+
+class Parts(NamedTuple):
+    """Which of vLLM's two model runners, and of its two kinds of schedulers, an engine has.
+
+    Attributes:
+        runner_v2: Model Runner V2, which vLLM 0.32 takes wherever Triton is installed; otherwise V1.
+        asynchronous: The scheduler plans a step before it has the tokens of the last one; vLLM's default but on a CPU.
+    """
+
+    runner_v2: bool
+    asynchronous: bool
+
+    def __str__(self) -> str:
+        """Return for example ``Model Runner V2 with asynchronous scheduling``."""
+        return f"Model Runner V{1 + self.runner_v2} with {'a' if self.asynchronous else ''}synchronous scheduling"
+
+
+TESTED_PARTS = Parts(runner_v2=False, asynchronous=False)
+"""What this project's tests run, on a CPU without Triton."""
 
 CPU_KV_CACHE_BYTES = 256 << 20
 """Default size of the KV cache on a CPU: 65,000 tokens of a 2.4 M model. vLLM's own default is a fraction of all memory."""
@@ -177,6 +197,8 @@ def _launch(
     arguments = engine_arguments(model, given, on_cpu=on_cpu, arguments_class=AsyncEngineArgs, lora=lora)
     config = AsyncEngineArgs(**arguments).create_engine_config()
     hold_tokens(config)
+    if not on_cpu:
+        log.info(compared_with_tests(vllm.__version__, parts_of(config)), model=model)
     # vLLM's CPU platform sets "spawn" in the line above; on a GPU a fork would inherit a broken CUDA context.
     forks = fork and on_cpu and fork_is_sound()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if forks else "spawn"
@@ -370,6 +392,23 @@ def require_tested_version(version: str) -> None:
             f"vLLM {version} was not tested with this engine, which reads version spans from its internals; "
             f'install {" or ".join(TESTED_VERSIONS)}, or use engine = "transformers"'
         )
+
+
+def parts_of(config: VllmConfig) -> Parts:
+    """Return the parts of an engine with this configuration."""
+    return Parts(bool(config.use_v2_model_runner), bool(config.scheduler_config.async_scheduling))
+
+
+def compared_with_tests(version: str, parts: Parts) -> str:
+    """Return the line that says which parts a vLLM on an accelerator has, and which ones were tested."""
+    remedies = []
+    if parts.runner_v2 != TESTED_PARTS.runner_v2:
+        remedies.append(f"VLLM_USE_V2_MODEL_RUNNER={int(TESTED_PARTS.runner_v2)}")
+    if parts.asynchronous != TESTED_PARTS.asynchronous:
+        remedies.append(f"rollout.engine_args.async_scheduling = {str(TESTED_PARTS.asynchronous).lower()}")
+    if not remedies:
+        return f"vLLM {version} has {parts}, as in Sluice's tests, which run on a CPU: its kernels here are not covered by them"
+    return f"vLLM {version} has {parts}; Sluice's tests cover {TESTED_PARTS}, on a CPU: to compare, set {' and '.join(remedies)}"
 
 
 def engine_arguments(
