@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from sluice.models import config_on_disk
+from sluice.models import EXPERTS, config_on_disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Decoder:
         sizes = [config.get(name) for name in names]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             return None
-        if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")):
+        if any(config.get(name) for name in (*EXPERTS, "kv_lora_rank")):
             return None
         layers, hidden, inner, heads, vocabulary = (int(size) for size in sizes if size is not None)
         return cls(

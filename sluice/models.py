@@ -36,6 +36,10 @@ INDEX = "model.safetensors.index.json"
 """Lists the files of weights that are split."""
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names by which configurations give the number of experts of a layer."""
+
+
 def check_model(model: str, setting: str = "model") -> None:
     """Refuse a name that is neither a directory with a model nor has the form of a hub id. The hub is not asked.
 
@@ -152,6 +156,7 @@ class ModelSizes:
         key_heads: Key-value heads of a layer.
         inner: Columns of the MLP.
         positions: Longest sequence that it was made for, in tokens.
+        experts: Experts of a layer that each token chooses from; None in a dense model.
     """
 
     model_type: str
@@ -160,6 +165,7 @@ class ModelSizes:
     key_heads: int | None
     inner: int | None
     positions: int | None
+    experts: int | None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -176,6 +182,8 @@ class ModelSizes:
             key_heads=size("num_key_value_heads"),
             inner=size("intermediate_size"),
             positions=size("max_position_embeddings"),
+            # A dense Doge gives a number too.
+            experts=None if config.get("is_moe") is False else next(filter(None, map(size, EXPERTS)), None),
         )
 
 

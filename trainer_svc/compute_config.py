@@ -373,16 +373,19 @@ class ParallelDims:
         )
 
 
-def check_sizes(model: str, setting: str, parallel: ParallelConfig) -> None:
-    """Refuse a model on disk that the axes cannot split. Unknown sizes and hub ids are not checked.
+def check_sizes(model: str, setting: str, parallel: ParallelConfig, lora: LoraConfig | None = None) -> None:
+    """Refuse a model on disk that cannot be trained in these processes, or with an adapter if `lora` asks for one.
+
+    Unknown sizes and hub ids are not checked.
 
     Raises:
-        ConfigError: with the sizes that work.
+        ConfigError: with the settings that work.
     """
     sizes = sizes_on_disk(model, setting)
     if sizes is None:
         return
     try:
+        check_experts(sizes, processes_of(parallel), parallel.tp, lora or LoraConfig())
         if parallel.tp > 1 and sizes.model_type:
             check_tensor(sizes, parallel.tp)
         if parallel.cp > 1 and sizes.heads is not None:
@@ -391,6 +394,41 @@ def check_sizes(model: str, setting: str, parallel: ParallelConfig) -> None:
             stage_layers(sizes.layers, parallel.pp)
     except ValueError as error:
         raise ConfigError(f"{setting} {model}: {error}") from error
+
+
+def processes_of(parallel: ParallelConfig) -> int:
+    """Return the number of processes: `dp_shard = -1` counts as 1, unless a launcher has said how many there are."""
+    axes = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
+    return axes * parallel.dp_shard if parallel.dp_shard > 0 else max(axes, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def check_experts(sizes: ModelSizes, processes: int, tp: int, lora: LoraConfig) -> None:
+    """Refuse what does not work for a model of experts. transformers stacks the experts of a layer in one tensor.
+
+    Raises:
+        ValueError: with the reason and the settings that work, if the model has experts and there is such a setting.
+    """
+    if not sizes.experts:
+        return
+    obstacle = None
+    if tp > 1:
+        obstacle = f"tensor parallelism (tp {tp}) splits linear layers, not stacked experts"
+    elif processes > 1:
+        obstacle = (
+            f"each of these {processes} processes would read the whole model into the host's memory, 4 bytes per parameter, and"
+            " gather the experts of all layers on its device to publish them"
+        )
+    if obstacle:
+        raise ValueError(
+            f"a model of {sizes.experts} experts trains in one process only: {obstacle}; set every axis of trainer.parallel to 1, or"
+            " choose a dense model"
+        )
+    if lora.rank and not lora.target_modules:
+        raise ValueError(
+            f"an adapter (lora.rank {lora.rank}) gets factors beside linear layers, and the {sizes.experts} experts of a layer are none, so"
+            " they would stay as they are: name the layers to adapt (such as lora.target_modules = q_proj,k_proj,v_proj,o_proj), set"
+            " lora.rank to 0, or choose a dense model"
+        )
 
 
 def check_tensor(sizes: ModelSizes, tp: int) -> None:

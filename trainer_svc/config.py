@@ -16,7 +16,7 @@ from sluice.config.decide import smallest_memory, visible_devices
 from sluice.config.footprint import GIB, Footprint
 from sluice.decoder import Decoder, decoder_of
 from sluice.models import check_files, check_model, importable
-from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_decay, check_sizes, on_device
+from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_decay, check_sizes, on_device, processes_of
 from trainer_svc.memory import BFLOAT16, FLOAT32, estimate
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
 from trainer_svc.objectives.presets import PRESETS
@@ -283,7 +283,7 @@ class TrainerConfig(ComputeConfig):
         models = {"model": run.model, **self.models_beside()}
         for setting, model in models.items():
             check_model(model, setting)
-            check_sizes(model, setting, self.parallel)
+        self.check_trainable(run)
         for setting, model in models.items():
             check_files(model, setting, tokenizer=setting == "model")
         check_chat_template(run.model, run.chat_template, run.chat_template_kwargs)
@@ -296,6 +296,12 @@ class TrainerConfig(ComputeConfig):
                     f"trainer.{where}.preset: there is no module {module!r}: install it, or add its directory to PYTHONPATH"
                 )
         return *self.dead_clips, *self._check_memory(run)
+
+    def check_trainable(self, run: CommonConfig) -> None:
+        """Refuse models that cannot be split as `parallel` says, or not be adapted; see `Section.check_trainable`."""
+        adapted = ("model", "trainer.critic.model")
+        for setting, model in {"model": run.model, **self.models_beside()}.items():
+            check_sizes(model, setting, self.parallel, self.lora if setting in adapted else None)
 
     def _check_memory(self, run: CommonConfig) -> tuple[str, ...]:
         """Refuse settings with which a training step does not fit in a device's memory; return a line with the estimate."""
@@ -329,9 +335,7 @@ class TrainerConfig(ComputeConfig):
         critic = None
         if self.objective.resolved.needs_critic and not self.critic.shared:
             critic = decoder_of(run.model if self.critic.model == BASE else self.critic.model)
-        axes = self.parallel
-        fixed = axes.dp_replicate * axes.tp * axes.cp * axes.pp
-        processes = fixed * axes.dp_shard if axes.dp_shard > 0 else max(fixed, int(os.environ.get("WORLD_SIZE", "1")))
+        processes = processes_of(self.parallel)
         try:
             held = estimate(sizes, self, device=device, processes=processes, frozen=frozen, critic=critic)
         except ValueError as error:

@@ -208,6 +208,15 @@ class Section(BaseModel):
         """
         return None
 
+    def check_trainable(self, run: CommonConfig) -> None:
+        """Refuse models on disk that the service cannot train with its settings, whatever machine it runs on.
+
+        Services that train override it. It reads each model's config.json alone. `check_start` calls it, and a plan does, too.
+
+        Raises:
+            ConfigError: with the reason and the remedy.
+        """
+
     def processes(self) -> int:
         """Return how many processes of one child compute."""
         return 1

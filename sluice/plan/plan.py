@@ -375,8 +375,8 @@ def make_plan(
         most_restarts: Restarts of one instance within ten minutes.
 
     Raises:
-        ConfigError: if the run does not fit on the machines, or the settings contradict each other; with the numbers, and what to
-            change.
+        ConfigError: if the run does not fit on the machines, the settings contradict each other, or the model cannot be trained with
+            them; with the numbers, and what to change.
     """
     trains = "trainer" if purpose is Purpose.RUN else "tuner"
     counts = {"weightsync": 1, trains: 1, "rollout": replicas_of(replicas, run)}
@@ -411,6 +411,7 @@ def make_plan(
             part = replace(
                 part, processes=processes[each.name], devices=len(spots[each.name][0].devices), threads=threads
             )
+            run.section(each.service).check_trainable(run)
             footprint = run.section(each.service).footprint(run, cuda=bool(part.devices))
             if footprint is not None:
                 held[part.name] = footprint

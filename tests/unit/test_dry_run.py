@@ -134,6 +134,30 @@ def test_what_a_service_would_refuse_is_refused(model: Path, flags: tuple[str, .
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--trainer.parallel.dp-shard", "2"), "each of these 2 processes would read the whole model"),
+        (("--allocation-mode", "d1+d2"), "each of these 2 processes would read the whole model"),
+        (("--trainer.parallel.tp", "3"), "tensor parallelism (tp 3) splits linear layers, not stacked experts"),
+        ((*LORA, *SERVED, "16"), "lora.target_modules = q_proj,k_proj,v_proj,o_proj"),
+    ],
+)
+def test_what_does_not_work_for_a_model_of_experts_is_refused(model: Path, flags: tuple[str, ...], told: str) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA | {"num_local_experts": 8}))
+    with pytest.raises(ConfigError) as refused:
+        run(words(model, *flags))
+    assert told in str(refused.value)
+    assert f"model {model}" in str(refused.value)
+
+
+@pytest.mark.parametrize("flags", [(), (*LORA, *SERVED, "16", "--trainer.lora.target-modules", "q_proj,v_proj")])
+def test_what_works_for_a_model_of_experts_is_not_refused(model: Path, flags: tuple[str, ...]) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA | {"num_local_experts": 8}))
+    with pytest.raises(SystemExit, match="0"):
+        run(words(model, *flags))
+
+
 def test_an_objective_whose_module_is_missing_is_refused_without_importing_it(model: Path, monkeypatch) -> None:
     (model / "mine.py").write_text("raise SystemExit('imported')\nclass Env: ...\n")
     monkeypatch.chdir(model)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_preferences import vowels_preferred
 from test_sft import chat, write_rows
 from tiny_policy import TINY, load_state, policy_step, ragged_batch, row, tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen3MoeConfig
 
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import ConfigError
@@ -310,3 +310,28 @@ def test_a_reward_models_head_is_trained_and_written_with_its_adapter(model_dir,
         for text in ("aeiou", "bcdfg")
     )
     assert good > bad
+
+
+def test_an_adapter_of_named_layers_leaves_the_experts_and_merges_exactly(tmp_path):
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(
+            **sizes,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        )
+    )
+    base.save_pretrained(tmp_path / "base")
+    trainer = trained(tmp_path / "base", lora={"target_modules": ("q_proj", "o_proj"), "merge": True})
+    trainer.export_hf(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert furthest(trainer, merged) < 1e-5
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    assert {name.rsplit(".", 2)[1] for name in before if not torch.equal(before[name], after[name])} == {
+        "q_proj",
+        "o_proj",
+    }

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from sluice.config import ConfigError, RunConfig, load_run
 from sluice.config import allocated as set_sizes
-from sluice.plan import Machine, Machines, Place, Plan, make_plan
+from sluice.plan import Machine, Machines, Place, Plan, Purpose, make_plan
 from sluice.plan.compose import document
 from sluice.plan.text import as_json, print_tables
 
@@ -50,6 +51,27 @@ def runs(draw: st.DrawFn) -> tuple[RunConfig, Machines, dict[str, int]]:
     machines = Machines(tuple(draw(st.lists(each, min_size=1, max_size=4))))
     extra = draw(st.fixed_dictionaries({}, optional={"gateway": st.integers(1, 3), "relay": st.integers(1, 3)}))
     return allocated(text, *draw(st.sampled_from([(), AGENTS]))), machines, extra
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+@pytest.mark.parametrize(
+    ("sizes", "flags", "told"),
+    [
+        ({"num_experts": 128}, ("--allocation-mode=vllm:d4+fsdp:d4",), "trains in one process only"),
+        ({"num_experts": 128}, ("--trainer.lora.rank=8", "--tuner.lora.rank=8"), "128 experts of a layer are none"),
+        ({}, ("--trainer.parallel.cp=3", "--tuner.parallel.cp=3"), "does not divide the 32 attention heads"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_for_machines_that_are_not_here(
+    tmp_path: Path, purpose: Purpose, sizes: dict[str, int], flags: tuple[str, ...], told: str
+) -> None:
+    if purpose is Purpose.TRAINING_API and "allocation" in flags[0]:
+        flags = ("--tuner.parallel.dp-shard=4",)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 32} | sizes))
+    run = load_run(("--model", str(tmp_path), *flags))
+    with pytest.raises(ConfigError, match=told):
+        make_plan(run, FOUR_NODES, purpose=purpose)
+    make_plan(load_run(("--model", str(tmp_path), "--tuner.lora.target-modules=q_proj")), FOUR_NODES, purpose=purpose)
 
 
 @given(runs())

@@ -225,6 +225,11 @@ def test_settings_come_in_layers(tmp_path, monkeypatch):
         load_offline(SftConfig, ["--data", "x.jsonl"], "sft")
     with pytest.raises(ConfigError, match="there is no directory /not/there"):
         load_offline(SftConfig, ["--data", "x.jsonl", "--model", "/not/there"], "sft")
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts" / "config.json").write_text('{"num_experts": 8}')
+    for flags in (["--parallel.dp-shard", "2"], ["--lora.rank", "4"]):
+        with pytest.raises(ConfigError, match=r"model experts: .* 8 experts"):
+            load_offline(SftConfig, ["--data", "x.jsonl", "--model", "experts", *flags], "sft")
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from typing import TypeVar
 import structlog
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from sluice.chat_template import save_tokenizer
 from sluice.host_files import whole_directory
+from sluice.models import ModelSizes
 from trainer_svc.batch.rows import (
     LossFn,
     LossWeight,
@@ -30,7 +32,7 @@ from trainer_svc.batch.rows import (
     tokens_to_forward,
 )
 from trainer_svc.batch.shapes import Scalar
-from trainer_svc.compute_config import ComputeConfig, on_device
+from trainer_svc.compute_config import ComputeConfig, check_experts, on_device
 from trainer_svc.engine.finite import UnfitWeightsError, describe_unfit, unfit_weights
 from trainer_svc.engine.loading import check_read, choose_kernels, distribute, freeze, load_network, resolve_device
 from trainer_svc.engine.logprob import Entropy
@@ -99,6 +101,8 @@ class TrainEngine:
         self.chat_template = chat_template
         self.device = mesh.device or resolve_device(config.device)
         self.config = config = on_device(config, self.device.type)
+        sizes = ModelSizes.of(AutoConfig.from_pretrained(self.model_dir).get_text_config().to_dict())
+        check_experts(sizes, mesh.dims.world_size, mesh.dims.tp, config.lora)  # of hub ids, nobody has done so before
         load = partial(
             load_network,
             self.model_dir,

@@ -91,7 +91,7 @@ def _check(config: OfflineConfig) -> None:
     """
     for setting, model in _models(config).items():
         check_model(model, setting)
-        check_sizes(model, setting, config.parallel)
+        check_sizes(model, setting, config.parallel, config.lora if setting == "model" else None)
         check_files(model, setting)
     check_chat_template(config.model, config.chat_template, config.chat_template_kwargs)
     config.check_compiler()

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.models import check_model
-from trainer_svc.compute_config import ComputeConfig, LoraConfig
+from trainer_svc.compute_config import ComputeConfig, LoraConfig, check_sizes
 
 
 class LimitsConfig(Section):
@@ -78,7 +78,12 @@ class TunerConfig(ComputeConfig):
         if not run.model:
             raise ConfigError("model is not set: name the base model, a Hugging Face directory or hub id")
         check_model(run.model)
+        self.check_trainable(run)
         check_chat_template(run.model, run.chat_template, run.chat_template_kwargs)
+
+    def check_trainable(self, run: CommonConfig) -> None:
+        """Refuse a base model that cannot be adapted; see `Section.check_trainable`."""
+        check_sizes(run.model, "model", self.parallel, self.lora)
 
 
 CONFIG = TunerConfig
