@@ -15,16 +15,13 @@ from pydantic import Field, field_validator
 from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
-from sluice.config.footprint import GIB, Footprint
+from sluice.config.footprint import GIB, USABLE, Footprint
 from sluice.decoder import decoder_of
 from sluice.engines import ENGINES, EngineName
 from sluice.models import check_model, sizes_on_disk
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments of vLLM whose product is the number of processes of an engine."""
-
-VLLM_SHARE = 0.92
-"""Share of a device's memory that vLLM uses unless `gpu_memory_utilization` says another."""
 
 _BYTES = {"float32": 4, "float": 4}
 """Bytes of a weight by precision; 2 in all others."""
@@ -259,7 +256,7 @@ class RolloutConfig(Section):
             host=2 * weights,  # the served version and the next one, in shared memory
             remedy="divide it over more devices (`t` of an allocation, rollout.engine_args.tensor_parallel_size), lower"
             " rollout.max_model_len, or use a smaller model",
-            share=arguments.get("gpu_memory_utilization", VLLM_SHARE) if cuda and self.engine == "vllm" else 1.0,
+            share=arguments.get("gpu_memory_utilization", USABLE) if cuda and self.engine == "vllm" else 1.0,
         )
 
     def check_start(self, run: CommonConfig) -> None:

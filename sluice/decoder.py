@@ -1,4 +1,4 @@
-"""The sizes of a dense decoder with gated MLPs, such as Llama and Qwen3, which its memory is estimated from."""
+"""The sizes of a decoder with gated MLPs, such as Llama, Qwen3 and Qwen3-MoE, which its memory is estimated from."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from typing import Any, Self
 
 from sluice.models import EXPERTS, config_on_disk
 
+OTHER_LAYERS = (
+    "n_routed_experts",
+    "moe_num_experts",
+    "kv_lora_rank",
+    "shared_expert_intermediate_size",
+    "mlp_only_layers",
+    "layer_group_size",
+)
+"""Settings of architectures whose layers are not as `Decoder` counts them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The sizes of a dense decoder.
+    """The sizes of a decoder.
 
     Attributes:
+        inner: Columns of the MLP; of one expert if there are experts.
         tied: Whether the output layer shares the embedding's weight.
         whole_logits: Whether the model scales or caps its logits; then all logits of a micro-batch are in memory at once.
+        experts: Experts of each layer; 0 without any.
+        chosen: Experts that compute a token.
     """
 
     layers: int
@@ -27,17 +40,24 @@ class Decoder:
     vocabulary: int
     tied: bool = False
     whole_logits: bool = False
+    experts: int = 0
+    chosen: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self | None:
-        """Return the sizes in a Hugging Face configuration; None if it does not describe a dense decoder of this kind."""
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        sizes = [config.get(name) for name in names]
+        """Return the sizes in a Hugging Face configuration; None if it does not describe a decoder of this kind.
+
+        Of models with experts these are the ones where every layer has the same number of them and nothing beside them.
+        """
+        experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
+        inner_name = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+        names = ["num_hidden_layers", "hidden_size", inner_name, "num_attention_heads", "vocab_size"]
+        sizes = [config.get(name) for name in [*names, *(["num_experts_per_tok"] if experts else [])]]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             return None
-        if any(config.get(name) for name in (*EXPERTS, "kv_lora_rank")):
+        if any(config.get(name) for name in OTHER_LAYERS) or config.get("decoder_sparse_step", 1) != 1:
             return None
-        layers, hidden, inner, heads, vocabulary = (int(size) for size in sizes if size is not None)
+        layers, hidden, inner, heads, vocabulary, *chosen = (int(size) for size in sizes if size is not None)
         return cls(
             layers=layers,
             hidden=hidden,
@@ -47,6 +67,8 @@ class Decoder:
             head_dim=int(config.get("head_dim") or hidden // heads),
             vocabulary=vocabulary,
             tied=bool(config.get("tie_word_embeddings")),
+            experts=int(experts),
+            chosen=chosen[0] if chosen else 0,
             whole_logits=any(config.get(name) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")),
         )
 
@@ -62,8 +84,9 @@ class Decoder:
 
     @property
     def layer(self) -> int:
-        """Parameters of a decoder layer."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner + 2)
+        """Parameters of a decoder layer, with all of its experts."""
+        router = self.experts  # one row of hidden size for each
+        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner * max(1, self.experts) + router + 2)
 
     @property
     def embedding(self) -> int:
@@ -76,9 +99,10 @@ class Decoder:
         return self.layers * self.layer + self.embedding * (1 if self.tied else 2)
 
     def factors(self, rank: int) -> int:
-        """Return the number of parameters of the LoRA factors of a decoder layer, beside all its linear layers."""
+        """Return the number of parameters of the LoRA factors of a decoder layer, beside all its linear layers; experts get none."""
         widths = [(self.hidden, self.queries), (self.queries, self.hidden), *[(self.hidden, self.keys)] * 2]
-        return rank * sum(one + other for one, other in [*widths, *[(self.hidden, self.inner)] * 3])
+        mlp = [] if self.experts else [(self.hidden, self.inner)] * 3
+        return rank * sum(one + other for one, other in [*widths, *mlp])
 
 
 def decoder_of(model: str) -> Decoder | None:

@@ -130,9 +130,9 @@ class ParallelConfig(Section):
         True,
         description="Free gathered weights after each layer and gather them again for its backward pass. false: keep them for the whole step, which is faster and needs memory for the whole model.",
     )
-    accumulate: Literal["whole", "sharded"] = Field(
-        "whole",
-        description="How gradients accumulate over a step's micro-batches. whole: each process accumulates whole gradients (4 bytes per parameter of its stage and tp slice), which are summed over processes once per step. sharded: they are summed after each micro-batch, and each process keeps its slice only.",
+    accumulate: Literal["auto", "whole", "sharded"] = Field(
+        "auto",
+        description="How gradients accumulate over a step's micro-batches. whole: each process accumulates whole gradients (4 bytes per parameter of its stage and tp slice), which are summed over processes once per step. sharded: they are summed after each micro-batch, and each process keeps its slice only. auto: whole where the memory of the devices is estimated to be enough, otherwise sharded.",
     )
     timeout_s: float = Field(
         600.0,
@@ -225,9 +225,9 @@ class ComputeConfig(OptimizerConfig):
         "auto",
         description="Precision of the forward pass; weights and optimizer stay float32. auto: in RL `rollout.dtype` if it is set; otherwise bfloat16 on CUDA and float32 on a CPU.",
     )
-    optimizer_offload: bool = Field(
-        False,
-        description="Keep AdamW's moments in host memory and step there. Saves 8 bytes per parameter on the GPU, and makes the step slower. No effect on a CPU.",
+    optimizer_offload: bool | Literal["auto"] = Field(
+        "auto",
+        description="Keep AdamW's moments in host memory and step there. Saves 8 bytes per parameter on the GPU, and makes the step slower. No effect on a CPU. auto: true only where a step is estimated not to fit otherwise.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device that computes. auto: CUDA if there is a CUDA device, otherwise the CPU."
@@ -268,7 +268,7 @@ class ComputeConfig(OptimizerConfig):
             raise ValueError(
                 "attention is varlen, but the kernel needs CUDA and half precision: set attention to auto or sdpa"
             )
-        if self.optimizer_offload and self.optimizer == "muon":
+        if self.optimizer_offload is True and self.optimizer == "muon":
             raise ValueError(
                 "optimizer_offload steps on the CPU, which is too slow for Muon's matrix products: set optimizer to adamw, or optimizer_offload to false"
             )

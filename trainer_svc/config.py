@@ -13,11 +13,11 @@ from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
 from sluice.config.decide import smallest_memory, visible_devices
-from sluice.config.footprint import GIB, Footprint
+from sluice.config.footprint import GIB, USABLE, Footprint
 from sluice.decoder import Decoder, decoder_of
-from sluice.models import check_files, check_model, importable
+from sluice.models import check_files, check_model, importable, sizes_on_disk
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_decay, check_sizes, on_device, processes_of
-from trainer_svc.memory import BFLOAT16, FLOAT32, estimate
+from trainer_svc.memory import BFLOAT16, FLOAT32, Decisions, Memory, estimate, fit, host_bytes
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
 from trainer_svc.objectives.presets import PRESETS
 from trainer_svc.precision import Precision, frozen_precision
@@ -187,7 +187,7 @@ class TrainerConfig(ComputeConfig):
                 "advantage gae needs the values of a critic: set critic.model to base or a directory, set critic.shared to true,"
                 " or choose an objective whose advantages need no critic"
             )
-        offloaded = self.optimizer_offload and self.critic.optimizer == "muon" and not self.critic.shared
+        offloaded = self.optimizer_offload is True and self.critic.optimizer == "muon" and not self.critic.shared
         if objective.needs_critic and offloaded:
             raise ValueError(
                 "optimizer_offload also applies to the critic and does not support Muon: set critic.optimizer to adamw, or"
@@ -304,16 +304,44 @@ class TrainerConfig(ComputeConfig):
             check_sizes(model, setting, self.parallel, self.lora if setting in adapted else None)
 
     def _check_memory(self, run: CommonConfig) -> tuple[str, ...]:
-        """Refuse settings with which a training step does not fit in a device's memory; return a line with the estimate."""
+        """Refuse settings with which a training step does not fit in a device's memory; return lines with the estimate."""
         on_cuda = self.device != "cpu" and bool(visible_devices(os.environ))
+        memory = smallest_memory() if on_cuda else None
         held = self.footprint(run, cuda=on_cuda)
         if held is None:
             return ()
-        held.check(smallest_memory() if on_cuda else None)
-        return (f"memory of one trainer device, estimated: {held.device / GIB:.1f} GiB ({held.parts})",)
+        held.check(memory)
+        lines = [f"memory of one trainer device, estimated: {held.device / GIB:.1f} GiB ({held.parts})"]
+        found, capacity = sizes_on_disk(run.model), self._capacity(memory)
+        if capacity is not None and found is not None and found.positions and not _longest_row(run):
+            needed = self._step(run, cuda=on_cuda, longest=found.positions)
+            if needed is not None and needed.total > capacity:
+                lines.append(
+                    f"a row as long as the model allows ({found.positions} tokens) would need {needed.total / GIB:.1f} GiB on each"
+                    " device: set rollout.max_model_len to the longest that the run needs"
+                )
+        return tuple(lines)
 
-    def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
-        """Estimate the memory of a training step; None for a hub id, or for a model that is not a dense decoder.
+    def _capacity(self, memory: int | None) -> float | None:
+        """Return the bytes of a device that training may use; `memory` are all of its bytes, None if nobody knows."""
+        if self.device_memory_gb is not None:
+            return self.device_memory_gb * 1e9
+        return None if memory is None else memory * USABLE
+
+    def _on(self, *, cuda: bool) -> str:
+        """Return the kind of the trainer's device."""
+        return self.device if self.device != "auto" else "cuda" if cuda else "cpu"
+
+    def _step(
+        self, run: CommonConfig, *, cuda: bool, compute: ComputeConfig | None = None, longest: int | None = None
+    ) -> Memory | None:
+        """Estimate a training step; None for a hub id, or for a model without an estimate.
+
+        Args:
+            run: The settings of the run.
+            cuda: As for `footprint`.
+            compute: Settings in place of these.
+            longest: Tokens of the longest row; None: as the settings bound it.
 
         Raises:
             ConfigError: if the axes of `parallel` contradict the number of processes.
@@ -321,7 +349,7 @@ class TrainerConfig(ComputeConfig):
         sizes = decoder_of(run.model)
         if sizes is None:
             return None
-        device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
+        device = self._on(cuda=cuda)
         dtype = on_device(self, device).dtype
         frozen: list[tuple[Decoder, int]] = []
         for table in (self.reference, self.teacher):
@@ -335,21 +363,67 @@ class TrainerConfig(ComputeConfig):
         critic = None
         if self.objective.resolved.needs_critic and not self.critic.shared:
             critic = decoder_of(run.model if self.critic.model == BASE else self.critic.model)
-        processes = processes_of(self.parallel)
         try:
-            held = estimate(sizes, self, device=device, processes=processes, frozen=frozen, critic=critic)
+            return estimate(
+                sizes,
+                compute or self,
+                device=device,
+                processes=processes_of(self.parallel),
+                longest=_longest_row(run) if longest is None else longest,
+                frozen=frozen,
+                critic=critic,
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def fitted(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> Decisions:
+        """Decide `parallel.accumulate` and `optimizer_offload` by the memory of a device; see `Section.fitted`.
+
+        Raises:
+            ConfigError: if the axes of `parallel` contradict the number of processes.
+        """
+        if decoder_of(run.model) is None:
+            return {}
+        axes = self.parallel
+        shards = processes_of(self.parallel) // (axes.dp_replicate * axes.tp * axes.pp)
+
+        def needed(compute: ComputeConfig) -> Memory:
+            held = self._step(run, cuda=cuda, compute=compute)
+            if held is None:
+                raise AssertionError("the model's sizes are known")
+            return held
+
+        return fit(self, needed, self._capacity(memory), device=self._on(cuda=cuda), shards=shards)
+
+    def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
+        """Estimate the memory of a training step; None for a hub id, or for a model without an estimate.
+
+        Raises:
+            ConfigError: if the axes of `parallel` contradict the number of processes.
+        """
+        sizes, held = decoder_of(run.model), self._step(run, cuda=cuda)
+        if sizes is None or held is None:
+            return None
+        published = FLOAT32 if self.publish_dtype == "float32" else BFLOAT16
+        exact = self.device_memory_gb is not None or self._on(cuda=cuda) == "cpu"
         return Footprint(
             what="a training step",
             device=held.total,
             parts=str(held),
-            # A whole model is read before it is divided, and gathered when it is published.
-            host=FLOAT32 * sizes.parameters * (3 if self.optimizer_offload else 1),
-            remedy="lower token_budget, set gradient_checkpointing or optimizer_offload, train an adapter (lora.rank), or shard the model over"
-            " more devices (parallel.dp_shard)",
+            host=0,
+            host_of_process=host_bytes(sizes, self, processes=processes_of(self.parallel), published=published),
+            remedy="lower token_budget or rollout.max_model_len, set gradient_checkpointing or optimizer_offload, train an adapter (lora.rank),"
+            " or shard the model over more devices (parallel.dp_shard)",
+            share=1.0 if exact else USABLE,
             capacity=None if self.device_memory_gb is None else self.device_memory_gb * 1e9,
         )
+
+
+def _longest_row(run: CommonConfig) -> int:
+    """Return the most tokens of a row, where the settings of the replicas bound it below the model's own limit; otherwise 0."""
+    rollout = getattr(run, "rollout", None)
+    given = getattr(rollout, "engine_args", {}).get("max_model_len") or getattr(rollout, "max_model_len", None)
+    return given if isinstance(given, int) else 0
 
 
 CONFIG = TrainerConfig

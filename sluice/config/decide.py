@@ -284,12 +284,13 @@ def _playing(run: _Run) -> tuple[_Run, tuple[str, ...]]:
     return run.model_copy(update={"agents": type(agents).model_validate(data)}), (note,)
 
 
-def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:
-    """Replace every `auto` that concerns both the trainer and the engine. Explicit settings stay as they are.
+def decided(run: _Run, *, cuda: bool, memory: int | None = None) -> tuple[_Run, tuple[str, ...]]:
+    """Replace every `auto` that concerns both the trainer and the engine, or depends on memory. Explicit settings stay as they are.
 
     Args:
         run: The settings, with the dimensions of the allocation.
         cuda: Whether there is a CUDA device; services on other hosts are assumed to have the same kind.
+        memory: Bytes of the smallest such device; None if nobody knows.
 
     Returns:
         The settings, and one line per decision: the setting, its value and the reason.
@@ -304,7 +305,10 @@ def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:
         "trainer": _replaced(trainer, "trainer", precision["trainer"] | merge, notes),
         "rollout": _replaced(rollout, "rollout", precision["rollout"], notes),
     }
-    return run.model_copy(update=updates), tuple(notes)
+    run = run.model_copy(update=updates)
+    trainer = updates["trainer"]  # its precision counts in its memory
+    fitting = _replaced(trainer, "trainer", trainer.fitted(run, cuda=cuda, memory=memory), notes)
+    return run.model_copy(update={"trainer": fitting}), tuple(notes)
 
 
 def _precision(trainer: Any, rollout: Any, *, cuda: bool) -> Mapping[str, dict[str, tuple[object, str]]]:  # noqa: ANN401 - tables of packages that this one does not import

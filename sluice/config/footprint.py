@@ -8,6 +8,10 @@ from sluice.errors import ConfigError
 
 GIB = 1 << 30
 
+USABLE = 0.92
+"""Share of a device's memory that estimates may fill. The rest is CUDA's own, fragmentation, and buffers of communication. It is also what
+vLLM takes of a device for itself unless a setting says another share."""
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -18,6 +22,7 @@ class Footprint:
         device: Bytes on each device; of main memory for each process if it computes on the CPU.
         parts: What they are for, in words.
         host: Further bytes of main memory for one instance on one machine.
+        host_of_process: Further bytes of main memory for each process that computes.
         remedy: What to do if they are too many.
         share: Share of a device's memory that it may use.
         capacity: Bytes of a device, where the settings say how many it has.
@@ -30,6 +35,7 @@ class Footprint:
     remedy: str
     share: float = 1.0
     capacity: float | None = None
+    host_of_process: int = 0
 
     def check(self, capacity: float | None) -> None:
         """Refuse a device that is too small.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pydantic import BaseModel, Field, SecretStr, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from sluice.config.decide import allocated, decided, played, repeatable, visible_devices
+from sluice.config.decide import allocated, decided, played, repeatable, smallest_memory, visible_devices
 from sluice.config.schema import (
     CommonConfig,
     FieldType,
@@ -311,7 +311,8 @@ def load_run(
         if service is not None:
             config = config.model_copy(update={"security": config.security.of_service(service)})
         config, plays = played(allocated(config))
-        config, decisions = decided(repeatable(config), cuda=bool(visible_devices(os.environ)))
+        cuda = bool(visible_devices(os.environ))
+        config, decisions = decided(repeatable(config), cuda=cuda, memory=smallest_memory() if cuda else None)
         decisions, notes = (*plays, *decisions), check(config) or ()
         return config, [*(f"decided: {decision}" for decision in decisions), *notes]
 

@@ -230,6 +230,19 @@ class Section(BaseModel):
         """
         return None
 
+    def fitted(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> Mapping[str, tuple[object, str]]:
+        """Decide the settings that are `auto` and depend on the memory of the devices.
+
+        Args:
+            run: The settings of the run.
+            cuda: As for `footprint`.
+            memory: Bytes of the smallest device; None if nobody knows.
+
+        Returns:
+            Values and reasons by the dotted names of the settings. What is not `auto` stays as it is.
+        """
+        return {}
+
     def models_beside(self) -> dict[str, str]:
         """Return the models that the service loads besides the run's model, by the settings that name them."""
         return {}

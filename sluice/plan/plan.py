@@ -527,7 +527,7 @@ def _check_memory(
 def _main_memory(part: Part, held: Footprint) -> int:
     """Return the GiB of main memory of an instance on one machine, as its settings tell, with a margin."""
     on_cpu = 0 if part.devices else held.device * part.processes
-    return math.ceil((held.host + on_cpu) * MEMORY_MARGIN / GIB)
+    return math.ceil((held.host + held.host_of_process * part.processes + on_cpu) * MEMORY_MARGIN / GIB)
 
 
 def _with_memory(part: Part, held: Footprint) -> Part:

@@ -19,6 +19,8 @@ from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from sluice.chat_template import save_tokenizer
+from sluice.config.footprint import USABLE
+from sluice.decoder import Decoder
 from sluice.host_files import whole_directory
 from sluice.models import ModelSizes
 from trainer_svc.batch.rows import (
@@ -51,6 +53,7 @@ from trainer_svc.engine.out_of_memory import (
 )
 from trainer_svc.engine.pipeline import LossOf, Pipeline
 from trainer_svc.engine.rounding import DTYPES
+from trainer_svc.memory import Decisions, estimate, fit
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import Ranks, agree
 from trainer_svc.parallel.sharding import cpu_copy, sum_partial_gradients
@@ -117,6 +120,8 @@ class TrainEngine:
         if frozen is not None:
             freeze(network, DTYPES[frozen_precision(frozen, config.dtype, self.device.type)])
         network, self.adapter = attach_adapter(network, config.lora)
+        if frozen is None:
+            self.config = config = _fitted(config, network, mesh, self.device)
         unread = network.files is not None
         network = distribute(network, mesh, config.parallel)
         if unread:
@@ -544,6 +549,25 @@ class TrainEngine:
             return trained
         stored = model.state_dict().keys()
         return trained | {name: buffer for name, buffer in model.named_buffers() if name in stored}
+
+
+def _fitted(config: ComputeConfig, network: Network, mesh: Mesh, device: torch.device) -> ComputeConfig:
+    """Decide `accumulate` and `optimizer_offload` where they are still `auto`, by the memory of the devices. All ranks get the same."""
+    sizes = Decoder.of(network.model.config.get_text_config().to_dict())
+    capacity, dims = None, mesh.dims
+    if device.type == "cuda":
+        given = config.device_memory_gb
+        capacity = given * 1e9 if given else torch.cuda.get_device_properties(device).total_memory * USABLE
+    decided: Decisions = {}
+    if sizes is not None:
+        needed = partial(estimate, sizes, device=device.type, processes=dims.world_size)
+        decided = fit(config, needed, capacity, device=device.type, shards=dims.dp_shard * dims.cp)
+    sums = decided.get("parallel.accumulate", (config.parallel.accumulate, ""))[0]
+    offload = decided.get("optimizer_offload", (config.optimizer_offload, ""))[0]
+    # Devices may differ: what one rank needs, all do, since they sum gradients together.
+    found = Ranks(mesh.everyone).total({"sharded": sums == "sharded", "offload": offload is True})
+    parallel = config.parallel.model_copy(update={"accumulate": "sharded" if found["sharded"] else "whole"})
+    return config.model_copy(update={"parallel": parallel, "optimizer_offload": bool(found["offload"])})
 
 
 def _recorded_loss(loss_fn: LossFn, weight: float, record: StepRecord, outputs: Outputs, batch: MicroBatch) -> Scalar:

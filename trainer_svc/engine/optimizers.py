@@ -267,9 +267,9 @@ def _adamw(
         decay = config.weight_decay if each.ndim >= 2 else 0.0
         groups.setdefault((mesh, each.ndim >= 2), {"params": [], "weight_decay": decay})["params"].append(each)
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if config.optimizer_offload and device.type == "cpu":
+    if config.optimizer_offload is True and device.type == "cpu":
         log.warning("optimizer_offload changes nothing: the model is in the host's memory already")
-    elif config.optimizer_offload:
+    elif config.optimizer_offload is True:
         return OffloadedAdamW(list(groups.values()), **options)
     return torch.optim.AdamW(list(groups.values()), **options, fused=True)
 

@@ -59,7 +59,7 @@ class TunerConfig(ComputeConfig):
             raise ValueError("lora.dropout draws random numbers that trainings would share: set it to 0")
         if self.optimizer != "adamw":
             raise ValueError(f"optimizer is {self.optimizer}, but adapters are trained by adamw: remove the setting")
-        if self.optimizer_offload:
+        if self.optimizer_offload is True:
             raise ValueError("optimizer_offload is for whole models: set it to false")
         if self.schedule != "constant" or self.warmup_steps:
             raise ValueError("each OptimStep names its learning rate: remove schedule and warmup_steps")
