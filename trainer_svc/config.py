@@ -395,6 +395,13 @@ class TrainerConfig(ComputeConfig):
 
         return fit(self, needed, self._capacity(memory), device=self._on(cuda=cuda), shards=shards)
 
+    def _savings(self, *, cuda: bool) -> str:
+        """Return which settings that save memory are not in force, for people."""
+        used = on_device(self, self._on(cuda=cuda))
+        free = {"gradient_checkpointing": used.gradient_checkpointing, "optimizer_offload": used.optimizer_offload}
+        names = [name for name, value in free.items() if value is not True]
+        return f"set {' or '.join(names)}, " if names else ""
+
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
         """Estimate the memory of a training step; None for a hub id, or for a model without an estimate.
 
@@ -412,8 +419,8 @@ class TrainerConfig(ComputeConfig):
             parts=str(held),
             host=0,
             host_of_process=host_bytes(sizes, self, processes=processes_of(self.parallel), published=published),
-            remedy="lower token_budget or rollout.max_model_len, set gradient_checkpointing or optimizer_offload, train an adapter (lora.rank),"
-            " or shard the model over more devices (parallel.dp_shard)",
+            remedy=f"lower token_budget or rollout.max_model_len, {self._savings(cuda=cuda)}train an adapter (lora.rank), or shard the model over"
+            " more devices (parallel.dp_shard)",
             share=1.0 if exact else USABLE,
             capacity=None if self.device_memory_gb is None else self.device_memory_gb * 1e9,
         )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from sluice.cli.plan_options import add_plan_options, plan_with
+from sluice.cli.plan_options import add_plan_options, arranging, plan_with
 from sluice.config import ConfigError, Options, RunConfig, load_run
 from sluice.config.decide import assume_devices, visible_devices
 from sluice.plan import Machines, Plan, Purpose
@@ -36,14 +36,18 @@ def run(argv: list[str]) -> int:
     else:
         here = this_machine(visible_devices(os.environ)).each[0]
         machines = Machines((replace(here, cores=options.cores or here.cores),))
-    config = load_run(settings)
+    flags: list[str] = []
+    if options.purpose is Purpose.RUN:
+        config = load_run(settings, arrange=arranging(options, machines, flags))
+    else:
+        config = load_run(settings)
     if options.purpose is Purpose.TRAINING_API and options.engine not in ("table", "json"):
         raise ConfigError(
             f"--as {options.engine} starts runs: `sluice training-api` starts the training API on one machine, and the commands of"
             " --as table start its services elsewhere"
         )
     plan = plan_with(options, config, machines, options.purpose)
-    RENDERERS[options.engine](plan, config, settings, options)
+    RENDERERS[options.engine](plan, config, [*settings, *flags], options)
     return 0
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sluice.config import RunConfig, seconds, whole_number
 from sluice.plan import Machines, Plan, Purpose, make_plan
+from sluice.plan.devices import arrange
 from sluice.supervise.restart_policy import MOST_RESTARTS, START_S
 
 
@@ -68,6 +69,23 @@ def plan_with(
         start_s=options.start_deadline,
         most_restarts=options.max_restarts,
     )
+
+
+def arranging(
+    options: argparse.Namespace, machines: Machines, flags: list[str] | None = None
+) -> Callable[[RunConfig], tuple[RunConfig, Sequence[str]]]:
+    """Return what `load_run` calls to decide how the run uses the devices of the machines.
+
+    Decisions are added to `flags` as flags, for services that read the settings again.
+    """
+
+    def arranged(run: RunConfig) -> tuple[RunConfig, Sequence[str]]:
+        found = arrange(run, machines, replicas=options.replicas)
+        if flags is not None:
+            flags.extend(found.flags)
+        return found.run, found.notes
+
+    return arranged
 
 
 def plan_flags(options: argparse.Namespace) -> list[str]:

@@ -22,7 +22,7 @@ from rich.console import Console
 from sluice import host_files
 from sluice.checkpoint_files import complete_checkpoints
 from sluice.cli.live_view import RunView, finding_style
-from sluice.cli.plan_options import add_plan_options, plan_with
+from sluice.cli.plan_options import add_plan_options, arranging, plan_with
 from sluice.config import (
     ConfigError,
     Options,
@@ -82,7 +82,11 @@ def run(argv: list[str]) -> int:
         print(parser.format_help())
     options, settings = parser.parse_known_args(argv)
     resume = options.resume or bool(options.resume_from)
-    config = load_run(settings, check=lambda config: _check(config, _plan(config, options), resume=resume))
+    config = load_run(
+        settings,
+        arrange=arranging(options, this_machine(visible_devices(os.environ))),
+        check=lambda config: _check(config, _plan(config, options), resume=resume),
+    )
     for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
         check_hub(model, setting)  # once, before every service tries to load it
     if options.resume_from:
@@ -95,7 +99,7 @@ def run(argv: list[str]) -> int:
                 view.say(done, style="green")
                 return 0
             view.say(describe_resume(directory))
-        for line in unused_ports(_plan(config, options), config):
+        for line in _unused(_plan(config, options), config):
             view.say(line, style="yellow")
         view.say(f"estimate: {estimate(config)}")
         began = time.monotonic()
@@ -115,9 +119,14 @@ def _check(config: RunConfig, plan: Plan, *, resume: bool) -> list[str]:
     Raises:
         ConfigError: if it would be refused.
     """
-    notes = [*check_run(config, plan), *unused_ports(plan, config), f"estimate: {estimate(config)}"]
+    notes = [*check_run(config, plan), *_unused(plan, config), f"estimate: {estimate(config)}"]
     check_begins(config, resume=resume)
     return notes
+
+
+def _unused(plan: Plan, config: RunConfig) -> list[str]:
+    """Return one line for each port of the settings that is not used, and one for devices that are idle."""
+    return [*unused_ports(plan, config), *filter(None, [plan.idle])]
 
 
 def run_on_free_ports(

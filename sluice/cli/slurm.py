@@ -23,7 +23,7 @@ from rich.console import Console
 
 from sluice.certificates import issue_once
 from sluice.cli.live_view import RunView
-from sluice.cli.plan_options import add_plan_options, plan_flags, plan_with
+from sluice.cli.plan_options import add_plan_options, arranging, plan_flags, plan_with
 from sluice.cli.rl import (
     EXIT_CODES,
     check_run,
@@ -246,7 +246,11 @@ def _settings(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     """
     machines = _machines(options)
     assume_devices(max(machines.devices), machines.device_bytes)
-    config = load_run(list(words), check=lambda config: check_run(config, _plan(config, options, machines)))
+    config = load_run(
+        list(words),
+        arrange=arranging(options, machines),
+        check=lambda config: check_run(config, _plan(config, options, machines)),
+    )
     return config.model_copy(update={"output_dir": config.output_dir.absolute()})
 
 

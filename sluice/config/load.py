@@ -292,6 +292,7 @@ def load_run(
     argv: Sequence[str],
     service: str | None = None,
     *,
+    arrange: Callable[[RunConfig], tuple[RunConfig, Sequence[str]]] = lambda run: (run, ()),
     check: Callable[[RunConfig], Iterable[str] | None] = lambda _: None,
 ) -> RunConfig:
     """Resolve the settings of a run: flags > files (later wins) > environment > defaults.
@@ -299,6 +300,8 @@ def load_run(
     Args:
         argv: The command line after the program's and the command's name.
         service: The one service that this process runs; flags that are not common keys mean its table.
+        arrange: Decides for the command that starts a run how it uses the devices of its machines, before anything else is decided.
+            Returns the settings and lines about it.
         check: Raises a `ConfigError` for settings that do not fit each other or this machine. Called before a dry run
             prints them. It may return lines that the dry run prints.
 
@@ -310,10 +313,11 @@ def load_run(
     def complete(config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
         if service is not None:
             config = config.model_copy(update={"security": config.security.of_service(service)})
+        config, uses = arrange(config)
         config, plays = played(allocated(config))
         cuda = bool(visible_devices(os.environ))
         config, decisions = decided(repeatable(config), cuda=cuda, memory=smallest_memory() if cuda else None)
-        decisions, notes = (*plays, *decisions), check(config) or ()
+        decisions, notes = (*uses, *plays, *decisions), check(config) or ()
         return config, [*(f"decided: {decision}" for decision in decisions), *notes]
 
     commands = tuple(command_prefix(name) for name in command_names())

@@ -161,6 +161,13 @@ def shared_cores(given: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in _SHARED_CORES.items() if name not in given}
 
 
+def _before(plan: Plan, part: Part) -> tuple[str, ...]:
+    """Return the children that must serve before a part starts: those that load first what they need of the GPUs that both use."""
+    if not plan.shares_devices or not part.devices:
+        return ()
+    return tuple(name for each in part.waits_for if each in COMPUTES for name in plan.part(each).instances)
+
+
 def child_specs(
     plan: Plan, run: RunConfig, settings: Path, log_dir: Path, *, devices: Sequence[str] = (), own_threads: bool = False
 ) -> list[ChildSpec]:
@@ -195,6 +202,7 @@ def child_specs(
                 environment=environment,
                 ends_run=part.ends_run,
                 may_leave=LEFT[part.service] if leaves else "",
+                after=_before(plan, part),
                 address=address,
                 start_s=part.start_s,
                 drain_s=part.drain_s,

@@ -236,6 +236,18 @@ class Plan:
         """Seconds that the whole run takes to drain, at most. A gateway alone may take longer, but it ends soon after the orchestrator."""
         return max(part.drain_s for part in self.parts if part.name != "gateway")
 
+    @property
+    def idle(self) -> str:
+        """A line about GPUs that no part uses, with the remedy; empty if there are none."""
+        used = len({(each.node, device) for each in self.places for device in each.devices})
+        there = sum(self.machines.devices)
+        if not used or used == there:
+            return ""
+        return (
+            f"{there - used} of {there} GPUs stay idle: raise the numbers of replicas or ranks (--replicas, trainer.parallel, allocation_mode),"
+            " or leave them all out, which divides the GPUs between both"
+        )
+
     def has(self, part: str) -> bool:
         """Return whether there is a part of this name."""
         return part in self._parts
@@ -399,11 +411,14 @@ def make_plan(
     parts: list[Part] = []
     held: dict[str, Footprint] = {}
     for each in present:
+        # vLLM takes a share of a GPU's memory when it starts, and fails if that is not free: the trainer has loaded its model before.
+        first = each.name == "rollout" and trains == "trainer" and shares_devices and bool(spots["rollout"][0].devices)
+        waits_for = (*each.waits_for, *(["trainer"] if first else []))
         part = replace(
             each,
             count=counts[each.name],
             ports=_ports(run, each.service),
-            waits_for=tuple(name for name in each.waits_for if name in names),
+            waits_for=tuple(name for name in waits_for if name in names),
             start_s=start_s,
             drain_s=_server(run, each.service).drain_s,
         )

@@ -47,6 +47,8 @@ def print_tables(plan: Plan, settings: Sequence[str], console: Console) -> None:
     )
     if plan.shares_devices:
         console.print("rollout and trainer share the GPUs", style="yellow")
+    if plan.idle:
+        console.print(plan.idle, style="yellow", highlight=False)
     console.print(_parts(plan), _places(plan), highlight=False)
     for name, words in commands(plan, settings).items():
         console.print(f"{name:>12}  {shlex.join(words)}", highlight=False, soft_wrap=True, markup=False)

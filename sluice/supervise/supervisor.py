@@ -77,6 +77,7 @@ class ChildSpec:
         fork_server: Program that forks the child at each start, see `sluice.cli.fork_server`; empty: each start executes `argv`.
         ends_run: Whether the run succeeds when this child ends with exit code 0.
         address: Where it serves, for people.
+        after: Children that must have served once before this one is started first.
         start_s: Seconds until it must serve.
         may_leave: Why the others go on without this child when it ends with exit code 0, as a drained replica does, for people.
             Empty: its end is a failure.
@@ -93,6 +94,7 @@ class ChildSpec:
     ends_run: bool = False
     may_leave: str = ""
     address: str = ""
+    after: tuple[str, ...] = ()
     start_s: float = START_S
     drain_s: float = 5.0
     log_limit: LogLimit = LogLimit()
@@ -172,6 +174,7 @@ class Supervisor:
         self._specs, self._listener, self._max_restarts = specs, listener, max_restarts
         self._stop_margin_s, self._orphan_grace_s, self._clock = stop_margin_s, orphan_grace_s, clock
         self._children: dict[str, Child] = {}
+        self._served = {spec.name: asyncio.Event() for spec in specs}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
         """Keep all children until the end of one decides the outcome, or until `stop` is set; then end all of them.
@@ -214,6 +217,8 @@ class Supervisor:
         was_ready, fruitless = False, 0
         environment = {**os.environ, **spec.environment}
         async with ForkServer(spec.fork_server, environment, watchdog, spec.start_s, self._clock) as forks:
+            for other in spec.after:
+                await self._served[other].wait()  # a child that does not serve in time ends the run
             while True:
                 self._listener.on_state(spec.name, ChildState.STARTING, "")
                 child = await Child.start(
@@ -263,6 +268,7 @@ class Supervisor:
         finally:
             ready.cancel()
             discard_outcome(ready)
+        self._served[spec.name].set()
         self._listener.on_state(spec.name, ChildState.SERVING, "")
         return True
 

@@ -63,6 +63,15 @@ async def test_the_end_of_the_deciding_child_ends_all_others(tmp_path: Path) -> 
     assert not psutil.pid_exists(pid_of(tmp_path, "other"))
 
 
+async def test_a_child_that_follows_another_starts_when_that_one_serves(tmp_path: Path) -> None:
+    witness = Witness()
+    first = spec(tmp_path, "first", SERVE)
+    follower = spec(tmp_path, "follower", READY, after=("first",), ends_run=True)
+    assert (await run([follower, first], witness)).ending is Ending.SUCCEEDED
+    seen = [(name, state) for name, state, _ in witness.states]
+    assert seen.index(("first", ChildState.SERVING)) < seen.index(("follower", ChildState.STARTING))
+
+
 async def test_a_killed_child_is_restarted_and_the_run_continues(tmp_path: Path) -> None:
     witness = Witness()
     stop = asyncio.Event()

@@ -1,0 +1,232 @@
+"""How replicas and trainer use the GPUs of a run where the settings leave it open. Pure.
+
+Several GPUs are divided between both sides: the result is an allocation, as `allocation_mode` would name it. A GPU that both sides use is
+divided by memory: the trainer gets what a step is estimated to need, and the engine the rest, which it takes when it starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sluice.config import ConfigError, RunConfig, allocated, allocation_of
+from sluice.config.allocation import Allocation, Dimensions, Side
+from sluice.config.decide import decided
+from sluice.config.footprint import GIB, USABLE, Footprint
+from sluice.engines import ENGINES
+from sluice.plan.machines import GB, Machines
+from sluice.plan.placement import DoesNotFitError, Sizes, on_devices
+
+SHARE = "gpu_memory_utilization"
+"""vLLM's name of the share of a device's memory that an engine takes."""
+
+MOST_TRIED = 64
+"""Devices up to which any number of them may go to the trainer; beyond, it gets whole machines."""
+
+ROUNDING = 1e-3
+"""Share of a device's memory to which an engine's share is rounded down."""
+
+CACHE_BYTES = GIB
+"""Bytes of keys and values of the transformers engine unless `rollout.kv_cache_bytes` says another number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """The settings of a run with what was decided about its devices.
+
+    Attributes:
+        notes: One line per decision: the setting, its value and the reason.
+        flags: The same decisions as flags, for services that read the settings again elsewhere.
+    """
+
+    run: RunConfig
+    notes: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None) -> Arranged:
+    """Divide the GPUs of the machines between replicas and trainer, or the memory of those that both use.
+
+    What the settings say stays as it is. Nothing is decided for machines without GPUs.
+
+    Args:
+        run: The settings as they were read.
+        machines: Where the run starts.
+        replicas: The value of `--replicas`; None: as many as the settings say.
+
+    Raises:
+        ConfigError: if no division fits; with the numbers and what to change.
+    """
+    if not any(machines.devices) or not all(_on_device(run, name) for name in ("trainer", "rollout")):
+        return Arranged(run)
+    allocation, count = allocation_of(run), sum(machines.devices)
+    if allocation is not None:
+        return _shared(run, machines, 1) if allocation.shared else Arranged(run)
+    if count == 1:
+        return _shared(run, machines, replicas or len(run.peers.rollout) or 1)
+    return Arranged(run) if run.deterministic else _divided(run, machines, replicas)
+
+
+def _on_device(run: RunConfig, name: str) -> bool:
+    """Return whether a service computes on a GPU where there is one; False if its package is not installed."""
+    table: Any = getattr(run, name, None)
+    if name == "rollout" and table is not None and not ENGINES[table.engine].reads_device:
+        return True
+    return getattr(table, "device", "cpu") != "cpu"
+
+
+def _divided(run: RunConfig, machines: Machines, replicas: int | None) -> Arranged:
+    """Choose an allocation that uses every GPU: half for each side where a step of training fits, else more for the trainer."""
+    count, refused = sum(machines.devices), ""
+    slower: Allocation | None = None
+    for allocation in _allocations(run, machines, replicas):
+        try:
+            held, offloads = _needs(run, machines, allocation)
+        except ConfigError as error:
+            refused = refused or f"{allocation}: {error}"
+            continue
+        if not offloads:
+            return _with_allocation(run, allocation, count, held)
+        slower = slower or allocation
+    if slower is not None:
+        return _with_allocation(run, slower, count, _needs(run, machines, slower)[0])
+    if refused:
+        raise ConfigError(
+            f"{count} GPUs cannot be divided between replicas and trainer so that both fit. With allocation_mode = {refused}"
+        )
+    return Arranged(run)  # the settings fix all sizes, and leave devices over: the plan says so
+
+
+def _with_allocation(run: RunConfig, allocation: Allocation, count: int, held: dict[str, Footprint]) -> Arranged:
+    needs = "".join(f"; {each.what} needs {each.device / GIB:.1f} GiB on each" for each in held.values())
+    note = f"allocation_mode = {allocation} (auto: {count} GPUs, and no setting divides them{needs})"
+    return Arranged(
+        run.model_copy(update={"allocation_mode": str(allocation)}), (note,), ("--allocation-mode", str(allocation))
+    )
+
+
+def _allocations(run: RunConfig, machines: Machines, replicas: int | None) -> Iterator[Allocation]:
+    """Yield the allocations that use every GPU and agree with what the settings fix, the best first."""
+    rollout, parallel = _table(run, "rollout"), _table(run, "trainer").parallel
+    arguments, engine = rollout.engine_args, ENGINES[rollout.engine]
+    if any(arguments.get(name, 1) != 1 for name in ("pipeline_parallel_size", "data_parallel_size")):
+        return
+    named = replicas or (len(run.peers.rollout) if "rollout" in run.peers.model_fields_set else None)
+    count, node = sum(machines.devices), max(machines.devices)
+    fixed = parallel.tp * parallel.cp * parallel.pp
+    ranks = fixed * parallel.dp_replicate * parallel.dp_shard if parallel.dp_shard > 0 else None
+    given = arguments.get("tensor_parallel_size")
+    tensors = (
+        [given] if given else [1 << power for power in range(node.bit_length())] if engine.several_devices else [1]
+    )
+    step = math.lcm(fixed * parallel.dp_replicate, 1 if count <= MOST_TRIED else node)
+    for tensor in tensors:
+        trained = (
+            [ranks] if ranks else sorted(range(step, count, step), key=lambda each: (abs(2 * each - count), -each))
+        )
+        for each in trained:
+            groups, over = divmod(count - each, tensor)
+            if over or groups < 1 or named not in (None, groups):
+                continue
+            sizes = Sizes(groups, tensor, each, parallel.tp)
+            try:
+                on_devices(sizes, machines.devices)
+            except DoesNotFitError:
+                continue
+            yield Allocation(
+                Side(Dimensions(data=groups, tensor=tensor), rollout.engine),
+                Side(Dimensions(each // fixed, parallel.tp, parallel.cp, parallel.pp), "fsdp"),
+            )
+
+
+def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[dict[str, Footprint], bool]:
+    """Return what each side needs with an allocation, and whether the trainer has to keep moments on the host for it.
+
+    Raises:
+        ConfigError: if a side does not fit on a device, or the settings contradict the allocation.
+    """
+    memory = machines.device_bytes
+    tried, _ = decided(allocated(run.model_copy(update={"allocation_mode": str(allocation)})), cuda=True, memory=memory)
+    held = {}
+    for name in ("trainer", "rollout"):
+        footprint = tried.section(name).footprint(tried, cuda=True)
+        if footprint is not None:
+            footprint.check(memory)
+            held[name] = footprint
+    before = _table(run, "trainer").optimizer_offload
+    return held, _table(tried, "trainer").optimizer_offload is True and before == "auto"
+
+
+def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
+    """Divide the memory of each GPU between the trainer and the engines of so many replicas on it.
+
+    Raises:
+        ConfigError: if a step of training and an engine with its weights and one sample do not fit together.
+    """
+    rollout, trainer = _table(run, "rollout"), _table(run, "trainer")
+    memory, vllm = machines.device_bytes, rollout.engine == "vllm"
+    share = rollout.engine_args.get(SHARE) if vllm else None
+    sized, _ = decided(allocated(run), cuda=True)
+    engine = sized.section("rollout").footprint(sized, cuda=True)
+    if memory is None or engine is None or sized.section("trainer").footprint(sized, cuda=True) is None:
+        if share is not None or not vllm:
+            return Arranged(run)
+        share = math.floor(USABLE / 2 / replicas / ROUNDING) * ROUNDING
+        reason = (
+            "the trainer uses the same GPU, and its memory or the sizes of the model are not known here: half for each"
+        )
+        return _with_share(run, share, reason)
+    least = replicas * (engine.device + (0 if vllm else rollout.kv_cache_bytes or CACHE_BYTES))
+    taken = replicas * share * memory if share is not None else least
+    room = USABLE * memory - taken - (0 if share is not None else memory * ROUNDING)
+    limit = min(room, (trainer.device_memory_gb or math.inf) * GB)
+    given = trainer.model_copy(update={"device_memory_gb": max(1.0, limit) / GB})
+    sized, _ = decided(allocated(run.model_copy(update={"trainer": given})), cuda=True, memory=memory)
+    step = sized.section("trainer").footprint(sized, cuda=True)
+    if step is None:
+        raise AssertionError("it was estimated before")
+    if step.device > limit or taken < least:
+        engines = "the engine" if replicas == 1 else f"{replicas} engines"
+        engine_needs = f"{least / GIB:.1f} GiB ({engine.parts})"
+        if share is not None:
+            engine_needs += f" and rollout.engine_args.{SHARE} = {share:g} gives it {taken / GIB:.1f} GiB"
+        raise ConfigError(
+            f"the trainer and {engines} share each GPU of {memory / GIB:.1f} GiB, of which {USABLE:.0%} may be used: a training step is estimated"
+            f" to need {step.device / GIB:.1f} GiB ({step.parts}), {engines} at least {engine_needs}: {step.remedy};"
+            f" or give each side GPUs of its own, as in allocation_mode = {rollout.engine}:d1+fsdp:d1"
+        )
+    if not vllm or share is not None:
+        return _with_limit(Arranged(run), room, trainer)
+    share = math.floor((USABLE - step.device / memory) / replicas / ROUNDING) * ROUNDING
+    reason = (
+        f"the trainer uses the same GPU and is estimated to need {step.device / GIB:.1f} of {memory / GIB:.1f} GiB; weights and one"
+        f" sample need {engine.device / GIB:.1f}"
+    )
+    return _with_limit(_with_share(run, share, reason), USABLE * memory - replicas * share * memory, trainer)
+
+
+def _with_share(run: RunConfig, share: float, reason: str) -> Arranged:
+    rollout = _table(run, "rollout")
+    arguments = {**rollout.engine_args, SHARE: share}
+    name = f"rollout.engine_args.{SHARE}"
+    return Arranged(
+        run.model_copy(update={"rollout": rollout.model_copy(update={"engine_args": arguments})}),
+        (f"{name} = {share:g} (auto: {reason})",),
+        (f"--rollout.engine-args.{SHARE}", f"{share:g}"),
+    )
+
+
+def _with_limit(done: Arranged, room: float, trainer: Any) -> Arranged:  # noqa: ANN401 - a table of a package that this one does not import
+    """Add the memory that is left for the trainer on each GPU, unless the settings say how much it may use."""
+    if trainer.device_memory_gb is not None:
+        return done
+    left = math.floor(room / GB * 1000) / 1000
+    run = done.run.model_copy(update={"trainer": trainer.model_copy(update={"device_memory_gb": left})})
+    note = f"trainer.device_memory_gb = {left:g} (auto: what the engine leaves of the GPU)"
+    return Arranged(run, (*done.notes, note), (*done.flags, "--trainer.device-memory-gb", f"{left:g}"))
+
+
+def _table(run: RunConfig, service: str) -> Any:  # noqa: ANN401 - as above
+    return run.section(service)

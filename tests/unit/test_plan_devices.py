@@ -1,0 +1,297 @@
+"""How replicas and trainer use the GPUs of a run that names no allocation: divided, or shared by memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.cli.plan import run as plan_command
+from sluice.config import ConfigError, RunConfig, decide, load_run
+from sluice.config.decide import assume_devices
+from sluice.plan import Machine, Machines, Plan, make_plan
+from sluice.plan.devices import Arranged, arrange
+from sluice.plan.local import child_specs
+from sluice.plan.machines import GB, machines_of
+
+ROOT = Path(__file__).parents[2]
+COMMON = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+}
+MODELS = {
+    "Qwen3-0.6B": COMMON
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": COMMON
+    | {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12_288},
+    "Qwen3-32B": COMMON
+    | {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "intermediate_size": 25_600},
+    "Qwen3-30B-A3B": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+}
+"""Sizes that the makers publish."""
+
+ONE, EIGHT = machines_of("1xH100-80"), machines_of("8xH100-80")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories with nothing but a configuration."""
+    root = tmp_path_factory.mktemp("models")
+    for name, sizes in MODELS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(sizes))
+    return {name: str(root / name) for name in MODELS}
+
+
+@pytest.fixture(autouse=True)
+def machines_stay_assumed_for_one_test_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield
+    decide._assumed.clear()
+
+
+def loaded(machines: Machines, *flags: str, replicas: int | None = None) -> tuple[RunConfig, Arranged]:
+    """The settings as a command that starts a run there has them, and what was decided about devices."""
+    assume_devices(max(machines.devices), machines.device_bytes)
+    found: list[Arranged] = []
+
+    def arranged(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+        found.append(arrange(run, machines, replicas=replicas))
+        return found[-1].run, found[-1].notes
+
+    return load_run(flags, arrange=arranged), found[-1]
+
+
+def markdown_table(models: dict[str, str]) -> str:
+    """The table of docs/plan.md."""
+    lines = [
+        "| model | GPUs | allocation | trainer, GB | a replica, GB | decided for the trainer |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, directory in models.items():
+        for text in ("1xH100-80", "8xH100-80", "4x8xH100-80", "8x8xH100-80"):
+            machines = machines_of(text)
+            count = sum(machines.devices)
+            try:
+                run, _ = loaded(machines, "--model", directory)
+            except ConfigError as error:
+                if "share each GPU" not in str(error):
+                    raise
+                lines.append(f"| {name} | {count} | refused: too large for one GPU | | | |")
+                continue
+            plan = make_plan(run, machines)
+            trainer = run.section("trainer")
+            share = run.section("rollout").engine_args.get("gpu_memory_utilization")
+            engine = f"{plan.part('rollout').device_gb:g}"
+            decisions = [] if trainer.parallel.accumulate == "auto" else [f"gradients {trainer.parallel.accumulate}"]
+            decisions += ["optimizer offloaded"] if trainer.optimizer_offload is True else []
+            cells = [
+                name,
+                str(count),
+                run.allocation_mode or "shared",
+                f"{plan.part('trainer').device_gb:g}",
+                engine if share is None else f"{engine}, and may use {share * 80:.1f}",
+                ", ".join(decisions) or "-",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_the_table_in_the_documentation_is_what_the_plan_decides(models: dict[str, str]) -> None:
+    assert markdown_table(models) in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_eight_gpus_all_have_work_and_the_plan_accepts_it(models: dict[str, str], name: str) -> None:
+    run, _ = loaded(EIGHT, "--model", models[name])
+    plan = make_plan(run, EIGHT)
+    assert plan.idle == ""
+    assert not plan.shares_devices
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=4).filter(lambda each: sum(each) > 1))
+def test_no_machine_with_several_gpus_keeps_one_idle_without_a_word(devices: list[int]) -> None:
+    machines = Machines(tuple(Machine(each, 8, device_gb=80) for each in devices))
+    run = arrange(_unset(), machines).run
+    assert run.allocation_mode is not None
+    assert make_plan(decide.allocated(run), machines).idle == ""
+
+
+_CACHED: list[RunConfig] = []
+
+
+def _unset() -> RunConfig:
+    _CACHED[:] = _CACHED or [load_run([])]
+    return _CACHED[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "replicas", "expected"),
+    [
+        ((), None, "vllm:d4+fsdp:d4"),
+        ((), 2, "vllm:d2+fsdp:d6"),
+        (("--trainer.parallel.dp-shard", "2"), None, "vllm:d6+fsdp:d2"),
+        (("--trainer.parallel.tp", "4"), None, "vllm:d4+fsdp:d1t4"),
+        (("--rollout.engine-args.tensor-parallel-size", "4"), None, "vllm:d1t4+fsdp:d4"),
+        (("--rollout.engine", "transformers"), None, "transformers:d4+fsdp:d4"),
+    ],
+)
+def test_numbers_that_are_set_stay_and_the_others_follow(
+    models: dict[str, str], flags: tuple[str, ...], replicas: int | None, expected: str
+) -> None:
+    run, done = loaded(EIGHT, "--model", models["Qwen3-0.6B"], *flags, replicas=replicas)
+    assert run.allocation_mode == expected
+    assert done.notes[0].startswith(f"allocation_mode = {expected} (auto: 8 GPUs")
+    assert make_plan(run, EIGHT, replicas=replicas).idle == ""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--trainer.parallel.dp-shard", "2", "--peers.rollout", "a:1,b:2"),
+        ("--allocation-mode", "d1+d1"),
+        ("--deterministic",),
+        ("--trainer.device", "cpu"),
+    ],
+)
+def test_gpus_that_the_settings_leave_over_are_named(models: dict[str, str], flags: tuple[str, ...]) -> None:
+    run, done = loaded(EIGHT, "--model", models["Qwen3-0.6B"], *flags)
+    assert done == Arranged(done.run)
+    assert "of 8 GPUs stay idle: raise the numbers" in make_plan(run, EIGHT).idle
+
+
+def test_a_model_that_fits_in_no_division_is_refused_with_an_allocation_and_its_numbers(models: dict[str, str]) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"2 GPUs cannot be divided .* With allocation_mode = vllm:d1\+fsdp:d1: a training step is estimated to need \d+",
+    ):
+        loaded(machines_of("2xH100-80"), "--model", models["Qwen3-32B"])
+
+
+def test_one_gpu_is_divided_by_memory_and_the_trainer_starts_first(models: dict[str, str], tmp_path: Path) -> None:
+    run, done = loaded(ONE, "--model", models["Qwen3-0.6B"])
+    share, limit = run.section("rollout").engine_args["gpu_memory_utilization"], run.section("trainer").device_memory_gb
+    plan = make_plan(run, ONE)
+    assert (plan.part("trainer").device_gb or 0) <= limit
+    assert share * 80 + limit == pytest.approx(0.92 * 80, abs=0.01)
+    assert [note.split(" = ")[0] for note in done.notes] == [
+        "rollout.engine_args.gpu_memory_utilization",
+        "trainer.device_memory_gb",
+    ]
+    assert plan.part("rollout").waits_for == ("weightsync", "trainer")
+    specs = {each.name: each for each in child_specs(plan, run, tmp_path / "run.toml", tmp_path, devices=["0"])}
+    assert specs["rollout"].after == ("trainer",)
+    assert specs["trainer"].after == ()
+
+
+def test_the_trainer_offloads_before_the_engine_goes_without_room(models: dict[str, str]) -> None:
+    machines = machines_of("1xH200-141")
+    run, _ = loaded(machines, "--model", models["Qwen3-8B"])
+    assert run.section("trainer").optimizer_offload is True
+    assert run.section("rollout").engine_args["gpu_memory_utilization"] > 0.2
+    make_plan(run, machines)
+
+
+def test_several_replicas_on_one_gpu_divide_the_engine_s_share(models: dict[str, str]) -> None:
+    shares = [
+        loaded(ONE, "--model", models["Qwen3-0.6B"], replicas=count)[0].section("rollout").engine_args
+        for count in (1, 2)
+    ]
+    one, two = (each["gpu_memory_utilization"] for each in shares)
+    assert two == pytest.approx(one / 2, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("Qwen3-8B", (), r"share each GPU of 74\.5 GiB.*needs? .*the engine at least 20\.9 GiB"),
+        ("Qwen3-0.6B", ("--rollout.engine-args.gpu_memory_utilization", "0.9"), r"= 0\.9 gives it 67\.1 GiB"),
+        ("Qwen3-0.6B", ("--rollout.engine-args.gpu_memory_utilization", "0.05"), r"= 0\.05 gives it 3\.7 GiB"),
+        ("Qwen3-0.6B", ("--trainer.device-memory-gb", "5"), r"a training step is estimated to need"),
+    ],
+)
+def test_what_does_not_fit_on_one_gpu_is_refused_with_numbers(
+    models: dict[str, str], name: str, flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(ONE, "--model", models[name], *flags)
+
+
+def test_a_share_that_is_set_stays_and_the_trainer_gets_the_rest(models: dict[str, str]) -> None:
+    run, _ = loaded(ONE, "--model", models["Qwen3-0.6B"], "--rollout.engine-args.gpu_memory_utilization", "0.5")
+    assert run.section("rollout").engine_args["gpu_memory_utilization"] == 0.5
+    assert run.section("trainer").device_memory_gb == pytest.approx(0.42 * 80)
+
+
+def test_the_transformers_engine_takes_what_it_needs_and_the_trainer_is_held_to_the_rest(
+    models: dict[str, str],
+) -> None:
+    run, _ = loaded(ONE, "--model", models["Qwen3-0.6B"], "--rollout.engine", "transformers")
+    assert "gpu_memory_utilization" not in run.section("rollout").engine_args
+    assert 60 < run.section("trainer").device_memory_gb < 72
+
+
+def test_a_model_on_the_hub_gets_half_of_the_gpu() -> None:
+    run, done = loaded(ONE, "--model", "Qwen/Qwen3-0.6B")
+    assert run.section("rollout").engine_args["gpu_memory_utilization"] == pytest.approx(0.46)
+    assert "not known here" in done.notes[0]
+
+
+def test_each_gpu_of_an_allocation_for_both_sides_is_divided(models: dict[str, str]) -> None:
+    run, _ = loaded(EIGHT, "--model", models["Qwen3-8B"], "--allocation-mode", "d8")
+    plan = make_plan(run, EIGHT)
+    assert plan.shares_devices
+    assert run.section("rollout").engine_args["gpu_memory_utilization"] * 80 > 22
+    assert (plan.part("trainer").device_gb or 0) <= run.section("trainer").device_memory_gb
+
+
+def test_machines_without_gpus_are_left_as_they_are() -> None:
+    run = _unset()
+    assert arrange(run, Machines.alike(cores=2)) == Arranged(run)
+
+
+def test_commands_of_a_plan_carry_what_was_decided(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    plan_command(["--machines", "8xH100-80", "--as", "json", "--model", models["Qwen3-0.6B"]])
+    command = partial(_command, json.loads(capsys.readouterr().out))
+    assert command("trainer")[-2:] == ["--allocation-mode", "vllm:d4+fsdp:d4"]
+    plan_command(["--machines", "1xH100-80", "--as", "json", "--model", models["Qwen3-0.6B"]])
+    flags = _command(json.loads(capsys.readouterr().out), "rollout")
+    words = flags[flags.index("rollout") + 1 :]
+    read = load_run(words, "rollout")  # where the replica runs, the flags say the same
+    assert 0.7 < read.section("rollout").engine_args["gpu_memory_utilization"] < 0.92
+    assert (read.section("trainer").device_memory_gb or 0) * GB > 10 * GB
+
+
+def _command(plan: dict, part: str) -> list[str]:
+    return next(each["command"] for each in plan["parts"] if each["name"] == part)
+
+
+def test_a_plan_s_own_word_about_idle_gpus_counts_each_once() -> None:
+    plan: Plan = make_plan(decide.allocated(_unset().model_copy(update={"allocation_mode": "d2"})), EIGHT)
+    assert plan.idle.startswith("6 of 8 GPUs stay idle")
