@@ -173,7 +173,7 @@ class LoraConfig(Section):
     )
     base_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision in which the frozen linear layers are stored. bfloat16 needs `dtype = bfloat16`; it halves their memory and changes no result, as they are computed in bfloat16 anyway. auto: bfloat16 on CUDA if `dtype` is bfloat16, otherwise float32.",
+        description="Precision in which frozen matrices are stored. bfloat16 needs `dtype = bfloat16`; it halves their memory and changes no result, as they are computed in bfloat16 anyway. auto: bfloat16 on CUDA if `dtype` is bfloat16, otherwise float32.",
     )
     merge: bool | Literal["auto"] = Field(
         "auto",

@@ -126,7 +126,7 @@ def estimate(
     half, lora = config.dtype == "bfloat16", config.lora.rank > 0
     trained = own.layers * model.factors(config.lora.rank) if lora else own.parameters
     base = BFLOAT16 if lora and config.lora.base_dtype == "bfloat16" else FLOAT32
-    weights = own.layers * own.layer * base + own.ends * FLOAT32 + (trained * FLOAT32 if lora else 0)
+    weights = own.parameters * base + (trained * FLOAT32 if lora else 0)
     # Whole gradients are freed as they are summed, so that slices and whole ones are never all there.
     gradients = trained * FLOAT32 // (1 if config.parallel.accumulate == "whole" else own.shards)
     activations, work = _activations(model, config, dims, own, half=half)
@@ -159,16 +159,16 @@ def _moments(config: ComputeConfig, own: _Share, trained: int, *, lora: bool) ->
 def copies_bytes(config: ComputeConfig, own: _Share, *, half: bool, lora: bool) -> int:
     """Return the bytes of weights in the precision of the forward pass.
 
-    A bfloat16 pass computes with a bfloat16 copy of every weight. On one device the copy of a layer lives from its forward to its
-    backward pass: at the peak all are there, or with `gradient_checkpointing` only that of the layer at work or of the output layer.
-    Sharded weights are gathered: two layers, of which one is fetched while the other computes, and embedding and output layer.
+    A bfloat16 pass computes with bfloat16 copies of its layers. On one device the copy of a layer lives from its forward to its backward
+    pass: at the peak all are there, or with `gradient_checkpointing` only that of the layer at work. Sharded weights are gathered: two
+    layers, of which one is fetched while the other computes, and embedding and output layer.
     """
     width = BFLOAT16 if half else FLOAT32
     if own.shards > 1:
         return ((2 if config.parallel.reshard else own.layers) * own.layer + own.ends) * width
     if not half or (lora and config.lora.base_dtype == "bfloat16"):
         return 0
-    return BFLOAT16 * (max(own.layer, own.output) if config.gradient_checkpointing else own.parameters)
+    return BFLOAT16 * own.layer * (1 if config.gradient_checkpointing else own.layers)
 
 
 def _activations(

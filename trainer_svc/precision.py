@@ -16,6 +16,9 @@ Kind = Literal["matrix", "vector", "value head"]
 """matrix: all weights with two or more axes, which are those of linear layers, embedding, output layer, router and experts, and an
 adapter's factors. vector: norms and biases. value head: what predicts returns, which no engine serves."""
 
+VALUE_HEADS = ("score", "value_head")
+"""Names of modules that predict returns, one in a model."""
+
 KINDS: tuple[Kind, ...] = ("matrix", "vector", "value head")
 
 

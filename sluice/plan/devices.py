@@ -145,10 +145,12 @@ def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[
     """Return what each side needs with an allocation, and whether the trainer has to keep moments on the host for it.
 
     Raises:
-        ConfigError: if a side does not fit on a device, or the settings contradict the allocation.
+        ConfigError: if a side does not fit on a device, the model is not trained in so many processes, or the settings contradict the
+            allocation.
     """
     memory = machines.device_bytes
     tried, _ = decided(allocated(run.model_copy(update={"allocation_mode": str(allocation)})), cuda=True, memory=memory)
+    tried.section("trainer").check_trainable(tried)
     held = {}
     for name in ("trainer", "rollout"):
         footprint = tried.section(name).footprint(tried, cuda=True)

@@ -197,7 +197,8 @@ class Network:
 
     def _precision(self) -> torch.autocast:
         mixed = self.compute_dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=mixed)
+        # Each layer reads its weights once. Autocast's cache would keep the copies of all layers to the end of the pass.
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=mixed, cache_enabled=False)
 
     def _forward(self, module: torch.nn.Module, batch: MicroBatch, **options: Any) -> Any:  # noqa: ANN401  transformers' output classes
         packing = Packing(batch.attention, self.context, varlen=self.varlen)

@@ -16,15 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from trainer_svc.precision import Kind, Precision, computed, stored
+from trainer_svc.precision import VALUE_HEADS, Kind, Precision, computed, stored
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """PyTorch's types by the names in the settings."""
 
 _NAMES: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
-
-_VALUE_HEADS = frozenset({"score", "value_head"})
-"""Names of modules that predict returns."""
 
 
 def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
@@ -43,7 +40,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Kind, nn.Parame
     """Yield each weight with its module, its name there and its kind. A tied one comes once for each module that has it."""
     for path, module in model.named_modules():
         for name, weight in list(module.named_parameters(recurse=False)):
-            if path.split(".")[-1] in _VALUE_HEADS:
+            if path.split(".")[-1] in VALUE_HEADS:
                 yield module, name, "value head", weight
             else:
                 yield module, name, "matrix" if weight.ndim > 1 else "vector", weight

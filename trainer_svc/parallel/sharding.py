@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from sluice.models import ModelSizes
 from trainer_svc.compute_config import COLUMNS, PARTIAL, check_tensor, stage_layers, tensor_plan
+from trainer_svc.precision import VALUE_HEADS
 
 
 def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -77,7 +78,7 @@ def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
         body.embed_tokens = None
     if stage < stages - 1:
         body.norm = nn.Identity()
-        for name in ("lm_head", "score", "value_head"):
+        for name in ("lm_head", *VALUE_HEADS):
             if isinstance(getattr(model, name, None), nn.Module):
                 setattr(model, name, None)
 
@@ -218,19 +219,21 @@ def shard_weights(root: Root, mesh: DeviceMesh, *, dtype: torch.dtype, reshard: 
     """Shard a model in place: its decoder layers one by one, and the rest (embedding, norm, heads) together.
 
     A layer's weights are gathered before it runs and freed after. Gradients are *summed* over the processes, not averaged.
-    Master weights and reductions are float32. Layers are gathered in the precision of the forward pass. The rest stays
-    float32, so that hidden states add up in float32 as they do in one process under autocast.
+    Master weights and reductions are float32. Weights are gathered in the precision of the forward pass, a value head in float32.
     Without `reshard` a layer's weights stay gathered after its forward pass. `mesh` has one axis to shard over, or one to
     replicate over and one to shard over; tensor parallelism has split the model before.
     """
-    layers = MixedPrecisionPolicy(
+    narrow = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     names = set(root.model._no_split_modules or ())  # noqa: SLF001 - transformers' own list of what FSDP wraps
     for module in list(root.modules()):
         if type(module).__name__ in names:
-            fully_shard(module, mesh=mesh, mp_policy=layers, reshard_after_forward=reshard)
-    fully_shard(root, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+            fully_shard(module, mesh=mesh, mp_policy=narrow, reshard_after_forward=reshard)
+    for name in VALUE_HEADS:
+        if isinstance(head := getattr(root.model, name, None), nn.Module):
+            fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    fully_shard(root, mesh=mesh, mp_policy=narrow)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
