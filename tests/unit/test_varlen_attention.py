@@ -61,6 +61,23 @@ def test_rows_and_bounds_say_what_the_blocks_say(monkeypatch, fold, window, size
         assert float((found - expected).abs().max()) < 1e-12
 
 
+def test_a_pytorch_whose_function_has_no_argument_for_grouped_heads_gets_none(monkeypatch):
+    """PyTorch 2.11 passes any number of key-value heads on to the kernel, which groups them."""
+
+    def older_kernel(*tensors, scale=None, window_size=(-1, -1)):
+        return documented_kernel(*tensors, scale=scale, window_size=window_size, enable_gqa=True)
+
+    monkeypatch.setattr(module, "varlen_attn", older_kernel)
+    monkeypatch.setattr(module, "NAMES_GROUPS", False)
+    [batch] = pack(ragged_batch(seed=3), 100_000)
+    rows = [torch.randn(1, heads, batch.packed_tokens, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    expected, found = (
+        packed_attention(torch.nn.Identity(), *rows, None, packing=Packing(batch.attention, varlen=varlen))[0]
+        for varlen in (False, True)
+    )
+    assert float((found - expected).abs().max()) < 1e-12
+
+
 def test_each_packed_token_asks_once_and_a_sequence_that_adds_none_not_at_all():
     plan = VarlenPlan.of([np.arange(5), np.r_[0, 1, 5, 6], np.r_[0, 1], np.arange(7, 9)], 9)
     assert plan.query_bounds.tolist() == [0, 5, 7, 9]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,6 +43,9 @@ PACKED_ATTENTION = "sluice_packed"
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 """PyTorch's kernels that never hold the scores of all pairs of tokens: all but the math one."""
+
+NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether PyTorch's varlen function must be told of fewer key-value heads; before PyTorch 2.13 it passed any number on."""
 
 WINDOW_QUERIES = 256
 """Queries of one call with a sliding window. Their mask has this many rows, and as many columns plus the window's length."""
@@ -502,6 +506,11 @@ def varlen_attention(
         plan.longest_key,
         scale=scale,
         window_size=(seen, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouping(query, key),
     )
     return output
+
+
+def _grouping(query: PackedHeads, key: PackedHeads) -> dict[str, bool]:
+    """Return the argument that tells PyTorch's function of grouped heads; none for releases that hand them to the kernel as they are."""
+    return {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GROUPS else {}
