@@ -35,7 +35,7 @@ endef
 # The pip that comes with older Pythons takes twice as long, most of it to read the lists of releases.
 PIP := 26.3
 
-.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-soak test-cluster test-docker test-examples ecosystem-latest client-table chaos adversary fuzz audit lint format references proto proto-check wheels npm-package clean
+.PHONY: help install install-dev install-bench install-ecosystem quickstart picture real test test-fast test-ecosystem test-soak test-cluster test-docker test-examples test-gpu gpu-wheels ecosystem-latest client-table chaos adversary fuzz audit lint format references proto proto-check wheels npm-package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -147,6 +147,22 @@ test-docker: install-dev ## run the tests that build images and start containers
 test-examples: install-dev install-ecosystem ## follow the README of each example, and check that the model has learned: half an hour
 	$(SUITE) examples tests/ecosystem/test_examples.py -- -n 2 --dist worksteal
 
+# Where a device is, PyTorch for it may be too, and no .venv: then any Python that has it.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+INTO ?= outputs/gpu.json
+
+test-gpu: ## measure a CUDA device, each part that is not in INTO yet (PART=2, PART="speed memory", INTO=outputs/h100.json)
+	$(GPU_PYTHON) -m benchmarks.gpu --into $(INTO) $(PART:%=--part %)
+
+# pip matches a platform exactly: those that wheels of the packages are built for.
+WHEEL_PLATFORMS := $(foreach version,_2_28 _2_27 _2_24 _2_17 2014 1,--platform manylinux$(version)_x86_64)
+GPU_PYTHON_VERSION ?= 3.12
+
+gpu-wheels: install-dev ## download into .gpu-wheels what `make test-gpu` needs on a machine that has PyTorch and transformers but no network
+	rm -rf .gpu-wheels
+	$(BIN)/pip download -q --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON_VERSION) $(WHEEL_PLATFORMS) \
+		-d .gpu-wheels -c requirements/cpu.lock -c requirements/dev.lock -r requirements/gpu.txt
+
 client-table: install-dev install-ecosystem ## play each client of agents through a gateway, and print the table of docs/gateway.md
 	$(BIN)/python tests/ecosystem/client_table.py
 
@@ -220,4 +236,4 @@ npm-package: install-dev ## build dist/sluice-proto-*.tgz, the contracts for Typ
 	npm pack --silent --pack-destination dist ./sdk/typescript
 
 clean: ## remove the environment and caches; outputs stay
-	rm -rf $(VENV) .venv-audit .venv-bench .venv-ecosystem-* .debian-ecosystem-* .node-ecosystem build dist sdk/python/*.egg-info sdk/typescript/gen sdk/typescript/node_modules ./*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .gpu-wheels .venv-audit .venv-bench .venv-ecosystem-* .debian-ecosystem-* .node-ecosystem build dist sdk/python/*.egg-info sdk/typescript/gen sdk/typescript/node_modules ./*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -35,6 +35,10 @@ BENCHMARKS = {
         "benchmarks.gateway",
         "requests at a gateway against vLLM's own server; what it adds in CPU time, latency and memory",
     ),
+    "gpu": (
+        "benchmarks.gpu.command",
+        "one device, in parts: speed, memory, kernels, engines, weights; appends to one file of JSON",
+    ),
     "orchestrator": (
         "benchmarks.orchestrator",
         "episodes/s and episodes in flight of one orchestrator, simulated around it",

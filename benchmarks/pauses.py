@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.children import make_model, median_ratio
 from benchmarks.weight_stack import neighbour, receiving, serves, weight_service
-from rollout_svc.engines.base import GenerationRequest, PauseMode, Sampling
+from rollout_svc.engines.base import GenerationRequest, InferenceEngine, PauseMode, Sampling
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from rollout_svc.supervision import EngineSupervisor
 from sluice.versions import Version, VersionSpan
@@ -50,12 +50,12 @@ def run(argv: list[str]) -> Mapping[str, Any]:
 async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="sluice-bench-", dir="/dev/shm") as scratch:
         model = make_model(Path(scratch) / "model")
-        staged = _stage_files(model, Path(scratch), options.updates)
+        staged = stage_files(model, Path(scratch), options.updates)
         target = {name: tensor.clone() for name, tensor in load_file(model / "model.safetensors").items()}
         engine = VllmEngine(str(model), VllmOptions(engine_args={"max_model_len": 512}))
         await engine.start()
         try:
-            spans, pauses, copies = await _update_in_flight(engine, staged, target, options.tokens)
+            spans, pauses, copies = await update_in_flight(engine, staged, target, options.tokens)
         finally:
             await engine.stop()
     shown = [(span.start, str(span.version)) for span in spans]
@@ -71,8 +71,8 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
     }
 
 
-async def _update_in_flight(
-    engine: VllmEngine, staged: Sequence[StagedVersion], target: Mapping[str, torch.Tensor], tokens: int
+async def update_in_flight(
+    engine: InferenceEngine, staged: Sequence[StagedVersion], target: Mapping[str, torch.Tensor], tokens: int
 ) -> tuple[list[VersionSpan], list[float], list[float]]:
     """Apply the versions at even distances while one request is under way, and make a plain copy of each right after.
 
@@ -96,7 +96,7 @@ async def _update_in_flight(
                 continue
             [chunk] = progress.parts
             spans += [span for span in chunk.spans if not spans or span.version != spans[-1].version]
-            if len(pauses) < len(staged) and chunk.offset + len(chunk.token_ids) >= share * (len(pauses) + 1):
+            while len(pauses) < len(staged) and chunk.offset + len(chunk.token_ids) >= share * (len(pauses) + 1):
                 version = staged[len(pauses)]
                 pauses.append((await engine.apply(version)).pause_s)
                 await engine.pause(PauseMode.KEEP)
@@ -105,7 +105,7 @@ async def _update_in_flight(
     return spans, pauses, copies
 
 
-def _stage_files(model: Path, directory: Path, count: int) -> list[StagedVersion]:
+def stage_files(model: Path, directory: Path, count: int) -> list[StagedVersion]:
     """Write versions of a model as a receiver stages them."""
     staged = []
     tensors = load_file(model / "model.safetensors")
@@ -127,6 +127,8 @@ def _plain_copy(staged: Path, target: Mapping[str, torch.Tensor]) -> float:
         begun = time.perf_counter()
         for name, tensor in target.items():
             tensor.copy_(source.get_tensor(name))
+        if any(tensor.is_cuda for tensor in target.values()):
+            torch.cuda.synchronize()
         return time.perf_counter() - begun
 
 

@@ -46,13 +46,9 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     """Measure and print; return the content of the JSON line.
 
     Raises:
-        ConfigError: if TRL is not installed or, with `--gpu`, there is no CUDA device.
+        ConfigError: if TRL is not installed.
     """
     options = _parser().parse_args(argv)
-    if options.gpu:
-        from benchmarks.trainer_ours import measure_gpu  # noqa: PLC0415 - the other parts do not need the trainer
-
-        return measure_gpu(options.tokens, rounds=options.rounds, compiled=options.compile)
     parts = options.only or list(PARTS)
     if "update" in parts and not (BENCH_PACKAGES / "trl").is_dir() and importlib.util.find_spec("trl") is None:
         raise ConfigError(
@@ -85,11 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--token-budget", type=int, help="tokens per forward pass of ours; default: try some")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batch")
-    parser.add_argument("--gpu", action="store_true", help="a 0.6 B-shaped model on one GPU instead of all else")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[4096, 16384, 65536], help="with --gpu: tokens per sequence"
-    )
-    parser.add_argument("--compile", action="store_true", help="with --gpu: compile the decoder layers")
     return parser
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,9 @@ def test_compiled_layers_train_like_eager_ones(model):
     assert train(compiled, steps=2) == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-4))
 
 
+@pytest.mark.skipif(
+    not entry_points(group="sluice.services"), reason="needs the package installed, which names the services"
+)
 @pytest.mark.timeout(600)
 def test_a_whole_run_with_the_transformers_engine_on_one_device(tmp_path):
     sluice = (sys.executable, "-m", "sluice.cli.main")

@@ -7,11 +7,9 @@ import torch
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks import run
 from benchmarks.trainer_ours import config, sequence
 from benchmarks.trainer_plain import _loss
 from benchmarks.trainer_workload import GROUP_SIZE, Row, UpdateBatch, Workload
-from sluice.config import ConfigError
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import PolicyUpdate
@@ -62,9 +60,3 @@ def test_the_plain_loop_and_the_engine_have_the_same_loss(tmp_path):
 def map_rows(rows: list[Row]) -> list:
     """The rows as the trainer takes them."""
     return [sequence(row) for row in rows]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device it would run")
-def test_the_mode_for_a_gpu_says_that_there_is_none():
-    with pytest.raises(ConfigError, match="finds none"):
-        run(["trainer", "--gpu"])

@@ -1,0 +1,9 @@
+"""`python -m benchmarks.gpu`: the same as `sluice bench gpu`, from a checkout that is not installed."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import run
+
+sys.exit(run(["gpu", *sys.argv[1:]]))
