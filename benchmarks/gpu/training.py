@@ -20,6 +20,7 @@ from sluice.config import CommonConfig, ConfigError
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.metrics import StepMetrics
+from trainer_svc.engine.out_of_memory import MemoryShortError
 from trainer_svc.update.policy import PolicyUpdate, load_frozen
 
 GRPO = {"preset": "grpo"}
@@ -145,7 +146,7 @@ def _speed(case: Case, tokens: int, **given: Any) -> Figures:  # noqa: ANN401 - 
     guess = estimated(case, config)
     try:
         return {"fits": True, **train(case, load(case, config), case.batch(tokens)), **guess}
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryShortError) as error:
         return {"fits": False, "error": str(error).splitlines()[0], **guess}
 
 
@@ -203,8 +204,8 @@ def _out_of_memory(case: Case) -> Figures:
         try:
             metrics = trained.update.apply(rows).metrics
             loss, micro_batches = metrics.loss, metrics.micro_batches
-        except torch.OutOfMemoryError:
-            outcome = "raised OutOfMemoryError"
+        except MemoryShortError as error:
+            outcome = str(error)
         gc.collect()
         left = _allocated(case)
         # Whatever became of that batch, one that fits is trained afterwards.

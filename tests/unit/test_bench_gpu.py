@@ -95,6 +95,8 @@ def test_a_part_finds_its_figures_and_names_what_a_cpu_cannot_do(case, name):
         assert 0 < found["log-probabilities"]["figures"]["largest_nats"] < 0.1
     if name == "out-of-memory":
         [each] = found.values()
+        assert each["figures"]["outcome"] == "trained"
+        assert each["figures"]["loss"] == pytest.approx(each["figures"]["expected_loss"])
         assert each["figures"]["trains_after"]
     if name == "publish":
         assert found["nothing changed"]["figures"]["changed_fraction"] == 0
