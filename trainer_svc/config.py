@@ -361,8 +361,9 @@ class TrainerConfig(ComputeConfig):
                     (found, BFLOAT16 if frozen_precision(table.dtype, dtype, device) == "bfloat16" else FLOAT32)
                 )
         critic = None
-        if self.objective.resolved.needs_critic and not self.critic.shared:
-            critic = decoder_of(run.model if self.critic.model == BASE else self.critic.model)
+        if self.has_critic_of_its_own:
+            found = decoder_of(run.model if self.critic.model == BASE else self.critic.model)
+            critic = None if found is None else (found, self.for_critic(compute or self))
         try:
             return estimate(
                 sizes,
@@ -375,6 +376,16 @@ class TrainerConfig(ComputeConfig):
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    @property
+    def has_critic_of_its_own(self) -> bool:
+        """Whether a critic with a model of its own is trained."""
+        return self.objective.resolved.needs_critic and not self.critic.shared
+
+    def for_critic(self, compute: ComputeConfig) -> ComputeConfig:
+        """Return settings that compute as `compute` does, with the optimizer of a critic of its own."""
+        computing = {name: getattr(compute, name) for name in ComputeConfig.model_fields}
+        return ComputeConfig(**computing | {name: getattr(self.critic, name) for name in OptimizerConfig.model_fields})
 
     def fitted(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> Decisions:
         """Decide `parallel.accumulate` and `optimizer_offload` by the memory of a device; see `Section.fitted`.
@@ -393,7 +404,10 @@ class TrainerConfig(ComputeConfig):
                 raise AssertionError("the model's sizes are known")
             return held
 
-        return fit(self, needed, self._capacity(memory), device=self._on(cuda=cuda), shards=shards)
+        # Muon cannot step on the CPU, and the setting holds for a critic, too. The engine of each then decides for itself.
+        muon = self.has_critic_of_its_own and self.critic.optimizer == "muon" and self.optimizer_offload == "auto"
+        config = self.model_copy(update={"optimizer_offload": False}) if muon else self
+        return fit(config, needed, self._capacity(memory), device=self._on(cuda=cuda), shards=shards)
 
     def _savings(self, *, cuda: bool) -> str:
         """Return which settings that save memory are not in force, for people."""

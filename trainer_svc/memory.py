@@ -104,7 +104,7 @@ def estimate(
     processes: int = 1,
     longest: int = 0,
     frozen: Iterable[tuple[Decoder, int]] = (),
-    critic: Decoder | None = None,
+    critic: tuple[Decoder, ComputeConfig] | None = None,
 ) -> Memory:
     """Return the memory that one device needs at the peak of a training step.
 
@@ -115,7 +115,7 @@ def estimate(
         processes: Processes of the trainer.
         longest: Tokens of the longest row; above `token_budget` it has a micro-batch of its own.
         frozen: Reference and teacher models, each with the bytes of one of its weights.
-        critic: A critic with a model of its own, which keeps its weights, gradients and moments in memory.
+        critic: A critic with a model of its own and its settings; it keeps its weights, gradients and moments in memory.
 
     Raises:
         ValueError: if the product of the axes of `config.parallel` is not the number of processes.
@@ -132,7 +132,7 @@ def estimate(
     activations, work = _activations(model, config, dims, own, half=half)
     other = 0
     if critic is not None:
-        beside = estimate(critic, config, device=device, processes=processes, longest=longest)
+        beside = estimate(*critic, device=device, processes=processes, longest=longest)
         other = beside.weights + beside.gradients + beside.moments
         # Policy and critic are trained one after the other.
         extra = beside.copies + beside.activations + beside.work

@@ -269,10 +269,13 @@ def test_a_critic_of_its_own_counts_with_its_state_and_the_larger_of_both_steps(
     policy, small, large = PUBLISHED["Qwen3-4B"], PUBLISHED["Qwen3-0.6B"], PUBLISHED["Qwen3-8B"]
     alone = estimate(policy, ComputeConfig())
     beside = {
-        name: estimate(policy, ComputeConfig(), critic=critic) for name, critic in (("small", small), ("large", large))
+        name: estimate(policy, ComputeConfig(), critic=(critic, ComputeConfig()))
+        for name, critic in (("small", small), ("large", large))
     }
     assert beside["small"].work == alone.work
     assert beside["small"].other_models == 16 * small.parameters
+    by_muon = estimate(policy, ComputeConfig(), critic=(small, ComputeConfig(optimizer="muon")))
+    assert by_muon.other_models < 14 * small.parameters
     step = estimate(large, ComputeConfig())
     held = beside["large"]
     assert held.copies + held.activations + held.work == step.copies + step.activations + step.work

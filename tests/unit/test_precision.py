@@ -9,7 +9,17 @@ import torch
 from small_models import save_experts_model, save_model
 from tiny_policy import ragged_batch
 from torch import nn
-from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 from rollout_svc.engines.slots.model import SlotCache, SlotModel
 from trainer_svc.batch.rows import MicroBatch, Outputs, count_loss_tokens
@@ -18,7 +28,7 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.rounding import store_frozen
 from trainer_svc.precision import KINDS, computed, published, stored
 
-MODELS = ("untied", "tied", "experts", "scaled logits")
+MODELS = ("untied", "tied", "experts", "scaled logits", "two embeddings", "bias of the head", "scaled embedding")
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +39,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     config = CohereConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, logit_scale=0.5)
     CohereForCausalLM(config).save_pretrained(root / "scaled logits")
+    learned = GPT2Config(
+        vocab_size=128, n_embd=64, n_layer=1, n_head=4, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    GPT2LMHeadModel(learned).save_pretrained(root / "two embeddings")
+    PhiForCausalLM(PhiConfig(**sizes, num_attention_heads=4)).save_pretrained(root / "bias of the head")
+    odd = {"hidden_size": 72, "head_dim": 18, "layer_types": ["full_attention"]}  # the scale is the root of 72
+    scaled = Gemma3TextConfig(**sizes | odd, num_attention_heads=4, num_key_value_heads=2)
+    Gemma3ForCausalLM(scaled).save_pretrained(root / "scaled embedding")
     save_model(root / "untied", 0)
     save_model(root / "tied", 0, tied=True)
     save_experts_model(root / "experts", 0, size=64, dtype=torch.float32)
-    for name in MODELS:  # norms begin at 1, which has no digits to round
+    for name in MODELS:  # norms begin at 1 or 0, which have no digits to round
         model = AutoModelForCausalLM.from_pretrained(root / name)
         with torch.no_grad():
             for weight in model.parameters():
-                weight.mul_(1 + 0.1 * torch.rand_like(weight))
+                weight.mul_(1 + 0.1 * torch.rand_like(weight)).add_(0.01 * torch.rand_like(weight))
         model.save_pretrained(root / name)
     return {name: root / name for name in MODELS}
 
@@ -71,7 +89,7 @@ def test_every_weight_counts_and_gets_a_gradient(models: dict[str, Path], name: 
     for path, weight in trainer.network.model.named_parameters():
         kept = weight.detach().clone()
         with torch.no_grad():
-            weight.mul_(1.1)
+            weight.add_(0.1 * torch.randn_like(weight))
         assert not torch.equal(logprobs(trainer), before), path
         with torch.no_grad():
             weight.copy_(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ def of_all_ranks(shapes: Collection[HeadShape], ranks: Ranks) -> frozenset[HeadS
 
 
 def choose_attention(
-    setting: Attention, device: torch.device, dtype: torch.dtype, shapes: Iterable[HeadShape]
+    setting: Attention, device: torch.device, dtype: torch.dtype, shapes: Collection[HeadShape]
 ) -> Choice:
     """Choose the kernel for layers with heads of these shapes; auto: the varlen kernel if it is right for all of them.
 
@@ -60,15 +60,15 @@ def choose_attention(
     """
     if setting == "sdpa":
         return Choice(varlen=False, because="the setting attention is sdpa")
-    obstacle = _obstacle(device, dtype)
+    obstacle = _obstacle(device, dtype) or (None if shapes else "no layer with attention was seen")
     errors: list[str] = []
     for shape in () if obstacle else sorted(shapes):
         try:
-            found, blocks = (kernel_error(shape, device, dtype, varlen=varlen) for varlen in (True, False))
-        except (RuntimeError, ValueError) as error:  # an old device, or a head size without a kernel
+            found = kernel_error(shape, device, dtype, varlen=True)
+        except (RuntimeError, TypeError, ValueError) as error:  # an old device, or a head size without a kernel
             obstacle = f"the kernel does not run with {shape} ({error})"
             break
-        errors.append(f"{shape}: {found:.2g} (blocks: {blocks:.2g})")
+        errors.append(f"{shape}: {found:.2g} (blocks: {_error_of_blocks(shape, device, dtype)})")
         if not found <= LARGEST_ERROR:
             obstacle = f"the kernel's results are wrong, by {errors[-1]}"
             break
@@ -78,6 +78,13 @@ def choose_attention(
     if obstacle and setting == "varlen":
         raise ValueError(f"attention is varlen, but {obstacle}: set attention to auto or sdpa")
     return Choice(not obstacle, obstacle or f"its results are right within {', '.join(errors)}, {unit}")
+
+
+def _error_of_blocks(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> str:
+    try:
+        return f"{kernel_error(shape, device, dtype, varlen=False):.2g}"
+    except (RuntimeError, ValueError):
+        return "do not run"
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

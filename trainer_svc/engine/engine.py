@@ -283,6 +283,7 @@ class TrainEngine:
         if record.skipped:
             self.optimizer.zero_grad(set_to_none=True)
             return
+        self.budget.row_tokens = 0  # if memory runs out from here on, no row is at fault
         if self.config.grad_clip > 0:
             clip(gradients, norm, self.config.grad_clip)
         self.optimizer.step(self.optimizer_steps)

@@ -371,7 +371,7 @@ class _OutputLayer:
         """Yield ranges of at most `columns` token ids in order, with the weight in the precision of factors."""
         for first in range(0, len(self.weight), columns):
             place = slice(first, min(first + columns, len(self.weight)))
-            bias = None if self.bias is None else self.bias[place]
+            bias = None if self.bias is None else self.bias[place].to(self.rounding).to(factor)
             yield _Block(place, self.start + first, self.weight[place].to(self.rounding).to(factor), bias)
 
 

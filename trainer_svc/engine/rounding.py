@@ -8,6 +8,7 @@ nearer to it than bfloat16 sums are (docs/numerics.md).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,27 +60,35 @@ def compute_as_served(model: PreTrainedModel, dtype: torch.dtype, *, whole_logit
     head = model.get_output_embeddings() if whole_logits else None
     rounded: dict[nn.Module, list[str]] = {}
     for module, name, kind, _ in _weights(model):
-        if DTYPES[computed(kind, _NAMES[dtype])] == dtype and not isinstance(module, nn.Linear | nn.Embedding):
+        looked_up = type(module) is nn.Embedding  # some architectures scale what they look up
+        if DTYPES[computed(kind, _NAMES[dtype])] == dtype and not (looked_up or isinstance(module, nn.Linear)):
             rounded.setdefault(module, []).append(name)
+        if isinstance(module, nn.Embedding):  # rounding what is looked up is rounding the table
+            module.register_forward_hook(lambda _, __, output: output.to(dtype).float())
     if model.config.get_text_config()._experts_implementation == "eager":  # noqa: SLF001 - it reads all experts once for each of them
         rounded = {module: names for module, names in rounded.items() if not _stacked(module)}
     for module, names in rounded.items():
-        read = {name: _rounded(name, dtype) for name in names}
-        module.__class__ = type(f"Rounded{type(module).__name__}", (type(module),), read)
-    embedding = model.get_input_embeddings()
-    if embedding is not None:  # rounding what is looked up is rounding the table
-        embedding.register_forward_hook(lambda _, __, output: output.to(dtype).float())
+        unread: Any = type(module)
+        module.__class__ = _reading(unread, tuple(names), dtype)
     if head is not None and type(head) is nn.Linear:
         head.__class__ = _Float32Head
         head.rounding = dtype
 
 
-def _rounded(name: str, dtype: torch.dtype) -> property:
+@cache
+def _reading(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> Any:  # noqa: ANN401 - classes of modules
+    """Return a class of modules whose weights of these names are read rounded. One for all layers: compiled code knows them by it."""
+    wide = issubclass(kind, nn.LayerNorm)  # on a CPU it takes weights of the precision of its input alone
+    read = {name: _rounded(name, dtype, torch.float32 if wide else dtype) for name in names}
+    return type(f"Rounded{kind.__name__}", (kind,), read)
+
+
+def _rounded(name: str, dtype: torch.dtype, held: torch.dtype) -> property:
     """Return what stands for a weight in its module: the rounded weight, or FSDP's own slice while it is not gathered."""
 
     def read(module: nn.Module) -> torch.Tensor:
         weight = module._parameters[name]  # noqa: SLF001 - where torch keeps it
-        return weight if isinstance(weight, DTensor) else weight.to(dtype)
+        return weight if isinstance(weight, DTensor) else weight.to(dtype).to(held)
 
     return property(read)
 
@@ -96,4 +105,7 @@ class _Float32Head(nn.Linear):  # type: ignore[misc]  # torch is not typed here
     def forward(self, states: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor
         """Compute the logits of hidden states."""
         with torch.autocast(states.device.type, enabled=False):
-            return linear(states.to(self.rounding).float(), self.weight.to(self.rounding).float(), self.bias)
+            weight, bias = (
+                None if each is None else each.to(self.rounding).float() for each in (self.weight, self.bias)
+            )
+            return linear(states.to(self.rounding).float(), weight, bias)

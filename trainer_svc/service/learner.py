@@ -43,7 +43,7 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.finite import describe_unfit, some_of
 from trainer_svc.engine.metrics import StepMetrics
-from trainer_svc.engine.out_of_memory import MemoryShortError, first_line, is_out_of_memory
+from trainer_svc.engine.out_of_memory import REMEDY, MemoryShortError, first_line, is_out_of_memory
 from trainer_svc.objectives.objective import bypass_warning, estimator_warning, mismatch_warning
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
@@ -386,11 +386,13 @@ class Learner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            short = (
-                error if isinstance(error, MemoryShortError) else MemoryShortError(first_line(error), at_half=halved)
-            )
+            short = error if isinstance(error, MemoryShortError) else self._short(error)
         self.shortages.note(batch_id, short)
         raise short
+
+    def _short(self, error: Exception) -> MemoryShortError:
+        """Return what to say of memory that ran out beside a pass over rows."""
+        return MemoryShortError(f"memory ran out ({first_line(error)}): {REMEDY}", at_half=self.engine.budget.halved)
 
     @property
     def computes_in(self) -> str:

@@ -24,7 +24,7 @@ import structlog
 import torch
 
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.compute_config import ComputeConfig, LoraConfig, OptimizerConfig
+from trainer_svc.compute_config import LoraConfig
 from trainer_svc.config import BASE, IN_BATCH, ReferenceConfig, TeacherConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.logprob import Entropy
@@ -139,7 +139,7 @@ class PolicyUpdate:
         needs_critic = objective.resolved.needs_critic
         if needs_critic and not settings.shared:
             source = model if settings.model == BASE else settings.model
-            own = TrainEngine(_critic_config(config), source, seed, head="value", mesh=mesh)
+            own = TrainEngine(config.for_critic(config), source, seed, head="value", mesh=mesh)
         # The policy comes last: it leaves the generators in the state of the run's seed.
         policy = TrainEngine(
             config,
@@ -254,7 +254,7 @@ class PolicyUpdate:
     def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
         """Add what the present weights compute (values, proximal log-probabilities), advantages, and selections.
 
-        The proximal log-probabilities come after the advantages, which decide what the update forwards, unless the reward reads them.
+        Advantages decide which rows the update forwards, so they come before the proximal log-probabilities, unless the reward needs those.
         """
         objective, ranks = self.objective.resolved, self.engine.ranks
         after = None
@@ -288,8 +288,11 @@ class PolicyUpdate:
         wanting = [row.proximal_logprobs is None and row.objective in readers for row in rows]
         parts = [[place for place in part if forwarded[place]] for part in self._minibatches(rows, epoch=0)]
         parts.append([place for place in range(len(rows)) if wanting[place] and not forwarded[place]])
+        wanted = self.engine.ranks.total(
+            {str(number): float(sum(wanting[place] for place in part)) for number, part in enumerate(parts)}
+        )
         filled = list(rows)
-        for part in parts:
+        for part in (part for number, part in enumerate(parts) if wanted[str(number)]):  # the same ones on all ranks
             for place, logprobs in zip(part, self.engine.forward([rows[place] for place in part]), strict=True):
                 if wanting[place]:
                     filled[place] = replace(rows[place], proximal_logprobs=logprobs)
@@ -398,12 +401,6 @@ def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE
             gib=round(sum(each.numel() * each.element_size() for each in weights) / 2**30, 3),
         )
     return engines
-
-
-def _critic_config(config: TrainerConfig) -> ComputeConfig:
-    """Return the trainer's compute settings with the critic's optimizer."""
-    computing = {name: getattr(config, name) for name in ComputeConfig.model_fields}
-    return ComputeConfig(**computing | {name: getattr(config.critic, name) for name in OptimizerConfig.model_fields})
 
 
 def _row_outcomes(rows: Rows[Sequence], parts: Iterable[Rows[int]], steps: Iterable[StepMetrics]) -> torch.Tensor:
