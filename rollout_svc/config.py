@@ -223,11 +223,14 @@ class RolloutConfig(Section):
 
     @field_validator("engine_args")
     @classmethod
-    def _has_whole_sizes(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _has_sizes(cls, given: dict[str, Any]) -> dict[str, Any]:
         for name in PARALLEL_SIZES:
             size = given.get(name, 1)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} is {size!r}: give a whole number of at least 1")
+        share = given.get("gpu_memory_utilization", 1.0)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization is {share!r}: give a number above 0, and at most 1")
         return given
 
     def processes(self) -> int:
@@ -238,7 +241,7 @@ class RolloutConfig(Section):
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
         """Estimate the memory of the weights, and of the keys and values of one sample of the maximum length.
 
-        None for a hub id, quantized weights, or a model that is not a dense decoder.
+        None for a hub id, quantized weights, or a model without an estimate.
         """
         sizes, arguments = decoder_of(run.model), self.engine_args
         if sizes is None or arguments.get("quantization"):

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from sluice.models import EXPERTS, config_on_disk
+from sluice.models import ModelSizes, config_on_disk
+
+EXPERTS_ALIKE = frozenset({"mixtral", "olmoe", "qwen3_moe"})
+"""Architectures in which every layer has experts, and nothing beside them."""
 
 OTHER_LAYERS = (
     "n_routed_experts",
@@ -49,7 +52,9 @@ class Decoder:
 
         Of models with experts these are the ones where every layer has the same number of them and nothing beside them.
         """
-        experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
+        experts = ModelSizes.of(config).experts or 0
+        if experts and config.get("model_type") not in EXPERTS_ALIKE:
+            return None
         inner_name = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
         names = ["num_hidden_layers", "hidden_size", inner_name, "num_attention_heads", "vocab_size"]
         sizes = [config.get(name) for name in [*names, *(["num_experts_per_tok"] if experts else [])]]

@@ -412,8 +412,9 @@ class TrainerConfig(ComputeConfig):
     def _savings(self, *, cuda: bool) -> str:
         """Return which settings that save memory are not in force, for people."""
         used = on_device(self, self._on(cuda=cuda))
-        free = {"gradient_checkpointing": used.gradient_checkpointing, "optimizer_offload": used.optimizer_offload}
-        names = [name for name, value in free.items() if value is not True]
+        offloads = used.optimizer_offload is True or used.optimizer == "muon" or self._on(cuda=cuda) == "cpu"
+        free = {"gradient_checkpointing": used.gradient_checkpointing is True, "optimizer_offload": offloads}
+        names = [name for name, taken in free.items() if not taken]
         return f"set {' or '.join(names)}, " if names else ""
 
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:

@@ -5,5 +5,9 @@ from __future__ import annotations
 import sys
 
 from benchmarks import run
+from sluice.errors import ConfigError
 
-sys.exit(run(["gpu", *sys.argv[1:]]))
+try:
+    sys.exit(run(["gpu", *sys.argv[1:]]))
+except ConfigError as error:
+    sys.exit(f"error: {error}")

@@ -58,7 +58,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     print("\n".join(table(record.content)), flush=True)
     outcomes = {part.name: record.outcome(part) for part in PARTS}
     now = {part.name: outcomes[part.name] for part in due}
-    wrong = [name for name, outcome in now.items() if outcome == FAILED]
+    wrong = [name for name, outcome in outcomes.items() if outcome == FAILED]
     if due and MEASURED not in now.values():
         wrong = list(now)  # nothing was measured: that is no success
     result: dict[str, Any] = {"ratios": {}, "into": str(options.into), "parts": outcomes}

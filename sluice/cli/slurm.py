@@ -39,7 +39,7 @@ from sluice.config import ConfigError, Options, RunConfig, SecurityConfig, dump_
 from sluice.config.decide import assume_devices
 from sluice.models import check_hub
 from sluice.plan import Machines, Plan
-from sluice.plan.local import LEFT, child_environment
+from sluice.plan.local import LEFT, child_environment, load_first
 from sluice.plan.machines import add_machines_options, machines_of, text_of
 from sluice.plan.plan import Restart, relay_flags
 from sluice.plan.slurm import Group, Host, Job, groups_of, hosts_of, label, script, step, with_control_node
@@ -339,6 +339,7 @@ def _children(
                 may_leave=LEFT[part.service] if leaves else "",
                 address=f"{target} (node {hosts[first.node].name})",
                 start_s=part.start_s,
+                after=tuple(label(other) for each in load_first(plan, part) for other in plan.places_of(each.name)),
                 drain_s=part.drain_s,
                 log_limit=LogLimit(config.log_mb << 20, config.log_files),
             )

@@ -96,7 +96,26 @@ def _divided(run: RunConfig, machines: Machines, replicas: int | None) -> Arrang
         raise ConfigError(
             f"{count} GPUs cannot be divided between replicas and trainer so that both fit. With allocation_mode = {refused}"
         )
+    _check_room(run, machines, replicas)
     return Arranged(run)  # the settings fix all sizes, and leave devices over: the plan says so
+
+
+def _check_room(run: RunConfig, machines: Machines, replicas: int | None) -> None:
+    """Refuse sizes that need more GPUs than there are.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    rollout, trainer, count = _table(run, "rollout"), _table(run, "trainer"), sum(machines.devices)
+    engines, ranks = replicas or len(run.peers.rollout) or 1, trainer.processes()
+    needed = engines * rollout.processes() + ranks
+    if needed > count:
+        each = "" if rollout.processes() == 1 else f" of {rollout.processes()} GPUs each"
+        raise ConfigError(
+            f"{engines} replica{'s' * (engines > 1)}{each} and a trainer of {ranks} process{'es' * (ranks > 1)} need {needed} GPUs, and there"
+            f" are {count}: start fewer replicas, lower the axes of trainer.parallel, or let both sides use each GPU, as in"
+            f" allocation_mode = d{count}"
+        )
 
 
 def _with_allocation(run: RunConfig, allocation: Allocation, count: int, held: dict[str, Footprint]) -> Arranged:
@@ -141,6 +160,20 @@ def _allocations(run: RunConfig, machines: Machines, replicas: int | None) -> It
             )
 
 
+def _memories(machines: Machines, allocation: Allocation) -> dict[str, int | None]:
+    """Return the bytes of the smallest GPU that each side gets, by service; None if nobody says them of one."""
+    rollout, trainer = allocation.rollout, allocation.trainer
+    if rollout is None or trainer is None:
+        raise AssertionError("both sides have GPUs of their own")
+    own = trainer.dimensions
+    ranks = own.data * own.tensor * own.context * own.pipeline
+    sizes = Sizes(rollout.dimensions.data, rollout.dimensions.tensor, ranks, own.tensor)
+    spots = dict(zip(("rollout", "trainer"), on_devices(sizes, machines.devices), strict=True))
+    return {
+        name: Machines(tuple(machines.each[spot.node] for spot in each)).device_bytes for name, each in spots.items()
+    }
+
+
 def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[dict[str, Footprint], bool]:
     """Return what each side needs with an allocation, and whether the trainer has to keep moments on the host for it.
 
@@ -148,14 +181,15 @@ def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[
         ConfigError: if a side does not fit on a device, the model is not trained in so many processes, or the settings contradict the
             allocation.
     """
-    memory = machines.device_bytes
-    tried, _ = decided(allocated(run.model_copy(update={"allocation_mode": str(allocation)})), cuda=True, memory=memory)
+    memories = _memories(machines, allocation)
+    sized = allocated(run.model_copy(update={"allocation_mode": str(allocation)}))
+    tried, _ = decided(sized, cuda=True, memory=memories["trainer"])
     tried.section("trainer").check_trainable(tried)
     held = {}
     for name in ("trainer", "rollout"):
         footprint = tried.section(name).footprint(tried, cuda=True)
         if footprint is not None:
-            footprint.check(memory)
+            footprint.check(memories[name])
             held[name] = footprint
     before = _table(run, "trainer").optimizer_offload
     return held, _table(tried, "trainer").optimizer_offload is True and before == "auto"
@@ -201,7 +235,8 @@ def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
         )
     if not vllm or share is not None:
         return _with_limit(Arranged(run), room, trainer)
-    share = math.floor((USABLE - step.device / memory) / replicas / ROUNDING) * ROUNDING
+    kept = step.device if trainer.device_memory_gb is None else limit
+    share = math.floor((USABLE - kept / memory - ROUNDING / 10) / replicas / ROUNDING) * ROUNDING
     reason = (
         f"the trainer uses the same GPU and is estimated to need {step.device / GIB:.1f} of {memory / GIB:.1f} GiB; weights and one"
         f" sample need {engine.device / GIB:.1f}"

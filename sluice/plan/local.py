@@ -161,17 +161,17 @@ def shared_cores(given: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in _SHARED_CORES.items() if name not in given}
 
 
-def _before(plan: Plan, part: Part) -> tuple[str, ...]:
-    """Return the children that must serve before a part starts: those that load first what they need of the GPUs that both use."""
+def load_first(plan: Plan, part: Part) -> list[Part]:
+    """Return the parts that must serve before a part starts: they load first what they need of the GPUs that both use."""
     if not plan.shares_devices or not part.devices:
-        return ()
-    return tuple(name for each in part.waits_for if each in COMPUTES for name in plan.part(each).instances)
+        return []
+    return [plan.part(each) for each in part.waits_for if each in COMPUTES]
 
 
 def child_specs(
     plan: Plan, run: RunConfig, settings: Path, log_dir: Path, *, devices: Sequence[str] = (), own_threads: bool = False
 ) -> list[ChildSpec]:
-    """Return the children of a run. They start side by side, those first that take longest.
+    """Return the children of a run. They start side by side, those first that take longest; on GPUs that both sides use, the trainer loads first.
 
     Args:
         plan: For one machine.
@@ -202,7 +202,7 @@ def child_specs(
                 environment=environment,
                 ends_run=part.ends_run,
                 may_leave=LEFT[part.service] if leaves else "",
-                after=_before(plan, part),
+                after=tuple(name for each in load_first(plan, part) for name in each.instances),
                 address=address,
                 start_s=part.start_s,
                 drain_s=part.drain_s,

@@ -247,12 +247,16 @@ def test_a_reference_counts_with_the_width_that_it_has_on_the_device(model, monk
 
 
 def test_only_models_whose_layers_are_alike_have_an_estimate():
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
     assert Decoder.of(LLAMA) is not None
     found = Decoder.of(LLAMA | experts)
     assert found is not None
     assert (found.inner, found.experts, found.chosen) == (1024, 8, 2)
     assert Decoder.of(LLAMA | experts | {"shared_expert_intermediate_size": 512}) is None
+    assert Decoder.of(LLAMA | experts | {"model_type": "jamba"}) is None
+    dense = Decoder.of(LLAMA | experts | {"model_type": "doge", "is_moe": False, "moe_intermediate_size": None})
+    assert dense is not None
+    assert dense.experts == 0
     assert Decoder.of(LLAMA | {"kv_lora_rank": 512}) is None
     assert Decoder.of({"model_type": "gpt2"}) is None
 

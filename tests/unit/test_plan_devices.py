@@ -139,6 +139,19 @@ def test_eight_gpus_all_have_work_and_the_plan_accepts_it(models: dict[str, str]
     assert not plan.shares_devices
 
 
+@pytest.mark.parametrize("flags", [("--trainer.parallel.dp_shard", "8"), ("--peers.rollout", ",".join(["a:1"] * 8))])
+def test_sizes_that_need_more_gpus_than_there_are_are_refused(models: dict[str, str], flags: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"need 9 GPUs, and there are 8: start fewer replicas"):
+        loaded(EIGHT, "--model", models["Qwen3-0.6B"], *flags)
+
+
+def test_each_side_is_held_to_the_gpus_that_it_gets(models: dict[str, str]) -> None:
+    differ = Machines((Machine(4, 8, device_gb=48), Machine(8, 8, device_gb=80)))
+    flags = ("--trainer.parallel.dp_shard", "8", "--rollout.engine_args.tensor_parallel_size", "2")
+    run, _ = loaded(differ, "--model", models["Qwen3-32B"], *flags)
+    assert str(run.allocation_mode) == "vllm:d2t2+fsdp:d8"
+
+
 def test_experts_are_trained_on_one_gpu_and_sampled_on_the_others(tmp_path: Path) -> None:
     few = MODELS["Qwen3-30B-A3B"] | {"num_hidden_layers": 4, "vocab_size": 32_768}
     (tmp_path / "config.json").write_text(json.dumps(few))
