@@ -20,7 +20,6 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.parallel.mesh import join
 from trainer_svc.parallel.sharding import local_slice
 
-
 STEPS = 3
 """Steps that are measured."""
 
