@@ -6,14 +6,13 @@ Pure numpy over token ids; measures of text alone that cost a few milliseconds f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from sluice.v1 import tokens_pb2
-from sluice.versions import sampled_tokens
 
 TokenIds = npt.NDArray[np.uint32]
 """The sampled tokens of one completion, in order."""
@@ -27,8 +26,8 @@ NGRAM = 8
 _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 """Odd, so that multiplication modulo 2^64 keeps all bits (Knuth's multiplicative hash)."""
 
-_TOGETHER = 16
-"""Completions whose n-grams are sorted together: few enough for a cache, many enough that short ones cost next to nothing."""
+_TOGETHER = 1 << 16
+"""Tokens of the completions whose n-grams are sorted together: few enough for a cache, many enough that short ones cost next to nothing."""
 
 _OWNER_BITS = np.uint64(48)
 """Bits of a key below the number of its completion."""
@@ -63,7 +62,7 @@ def text_metrics(completions: Sequence[TokenIds]) -> dict[str, float]:
 
 def duplicate_share(completions: Sequence[TokenIds]) -> float:
     """Return the share of completions whose tokens are those of another one of the batch, in its group or in any other."""
-    counts = Counter(xxhash.xxh3_128_digest(each.tobytes()) for each in completions)
+    counts = Counter(each.tobytes() for each in completions)
     return sum(count for count in counts.values() if count > 1) / max(1, len(completions))
 
 
@@ -72,17 +71,31 @@ def repetition(completions: Sequence[TokenIds]) -> float:
 
     0: no n-gram of `NGRAM` tokens occurs twice. A completion shorter than that counts as 0.
     """
-    shares = 0.0
-    for first in range(0, len(completions), _TOGETHER):
-        shares += _repeated_shares([each[-MOST_TOKENS:] for each in completions[first : first + _TOGETHER]])
-    return shares / max(1, len(completions))
+    ends = (each[-MOST_TOKENS:] for each in completions if each.size >= NGRAM)
+    return sum(map(_repeated_shares, _parts(ends))) / max(1, len(completions))
+
+
+def _parts(completions: Iterable[TokenIds]) -> Iterator[list[TokenIds]]:
+    """Yield all completions in lists of `_TOGETHER` tokens at most."""
+    part, tokens = list[TokenIds](), 0
+    for each in completions:
+        if part and tokens + each.size > _TOGETHER:
+            yield part
+            part, tokens = [], 0
+        part.append(each)
+        tokens += each.size
+    if part:
+        yield part
 
 
 def _repeated_shares(completions: Sequence[TokenIds]) -> float:
-    """Return the sum over some completions of the share of their n-grams that came before. All are sorted at once."""
+    """Return the sum over some completions of the share of their n-grams that came before. All are sorted at once.
+
+    Each has `NGRAM` tokens or more, and all together `_TOGETHER` or `MOST_TOKENS`.
+    """
     sizes = np.array([each.size for each in completions])
     tokens = np.concatenate(completions).astype(np.uint64)
-    ngrams = max(0, tokens.size - NGRAM + 1)
+    ngrams = tokens.size - NGRAM + 1
     owners = np.repeat(np.arange(len(completions), dtype=np.uint64), sizes)
     hashes = np.zeros(ngrams, np.uint64)  # of each n-gram: a polynomial of its tokens modulo 2^64
     for offset in range(NGRAM):
@@ -95,29 +108,33 @@ def _repeated_shares(completions: Sequence[TokenIds]) -> float:
     keys.sort()
     again = keys[1:][keys[1:] == keys[:-1]] >> _OWNER_BITS
     counts = np.bincount(again.astype(np.int64), minlength=len(completions))
-    return float((counts / np.maximum(1, sizes - NGRAM + 1)).sum())
+    return float((counts / (sizes - NGRAM + 1)).sum())
 
 
-def lengths_by_reward(trajectories: Sequence[tokens_pb2.Trajectory]) -> dict[str, float]:
+def lengths_by_reward(trajectories: Iterable[tokens_pb2.Trajectory], lengths: Iterable[int]) -> dict[str, float]:
     """Return the mean tokens of completions above the mean reward of their group, and of the others of these groups.
 
     What is above is what training makes likelier, whatever the scale of the rewards: if it is longer step after step, the policy
     learns length. Groups whose rewards are all equal say nothing of that and are left out; without any other there is no metric.
+
+    Args:
+        trajectories: The trajectories.
+        lengths: Sampled tokens of each.
     """
     groups: dict[str, list[tuple[float, int]]] = {}
-    for each in trajectories:
+    for each, length in zip(trajectories, lengths, strict=True):
         if each.HasField("reward"):
-            groups.setdefault(each.group_id, []).append((each.reward, sampled_tokens(each)))
-    lengths: Mapping[bool, list[int]] = {True: [], False: []}
+            groups.setdefault(each.group_id, []).append((each.reward, length))
+    by_side: Mapping[bool, list[int]] = {True: [], False: []}
     for own in groups.values():
         rewards = [reward for reward, _ in own]
         if min(rewards) < max(rewards):
-            mean = float(np.mean(rewards))
+            mean = fmean(rewards)
             for reward, tokens in own:
-                lengths[reward > mean].append(tokens)
-    if not lengths[True] or not lengths[False]:
+                by_side[reward > mean].append(tokens)
+    if not by_side[True] or not by_side[False]:
         return {}
     return {
-        "completion/mean_tokens_rewarded": float(np.mean(lengths[True])),
-        "completion/mean_tokens_unrewarded": float(np.mean(lengths[False])),
+        "completion/mean_tokens_rewarded": fmean(by_side[True]),
+        "completion/mean_tokens_unrewarded": fmean(by_side[False]),
     }

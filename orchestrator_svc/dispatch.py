@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from orchestrator_svc.config import EXTERNAL, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.curriculum import FAULTS, SHARED, Curriculum, overlong_counter
@@ -376,7 +377,7 @@ class Dispatcher:
                 )
                 for each in records:
                     each.trajectory.objective = settings.objective
-                    _note_life(each.own, group)
+                _note_life([each.own for each in records], group)
                 most_tokens = task.max_tokens or settings.sampling.max_tokens
                 scored = sift(records, settings, most_tokens, runner.should_accept, self._config.max_reward)
         except (JournalError, NoAgentError):
@@ -598,12 +599,16 @@ class Dispatcher:
             self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
 
 
-def _note_life(record: orchestrator_pb2.TrajectoryRecord, group: Group) -> None:
-    """Note where a trajectory comes from, when its group was drawn, and that it is scored unless its workflow said when."""
-    record.environment = group.environment
-    record.draw_time.FromMicroseconds(round(group.drawn_s * 1e6))
-    if not record.HasField("score_time"):
-        record.score_time.GetCurrentTime()
+def _note_life(records: Iterable[orchestrator_pb2.TrajectoryRecord], group: Group) -> None:
+    """Note where trajectories come from, when their group was drawn, and that they are scored unless their workflow said when."""
+    drawn, now = Timestamp(), Timestamp()
+    drawn.FromMicroseconds(round(group.drawn_s * 1e6))
+    now.GetCurrentTime()
+    for each in records:
+        each.environment = group.environment
+        each.draw_time.CopyFrom(drawn)
+        if not each.HasField("score_time"):
+            each.score_time.CopyFrom(now)
 
 
 def _problem(reason: str, group: Group, settings: EnvironmentConfig) -> str:

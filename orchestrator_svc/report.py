@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -113,22 +114,24 @@ async def summarise(
     ages: Counter[int] = Counter()
     number_of = cache(lineage.number)  # many tokens, few versions
     turn = Turn()
-    completions = []
-    for record in records:
+    trajectories = [each.trajectory for each in records]
+    lengths, completions = [], []
+    for record, trajectory in zip(records, trajectories, strict=True):
         await turn.give_way()
-        completions.append(completion_ids(record.trajectory, record.beginning.tokens if record.beginning else 0))
-        result = results.get(record.trajectory.trajectory_id)
+        lengths.append(sampled_tokens(trajectory))
+        completions.append(completion_ids(trajectory, record.beginning.tokens if record.beginning else 0))
+        result = results.get(trajectory.trajectory_id)
         own = record.own
         own.step = step.sequence_no
         own.outcome = result.outcome if result else tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
         own.reason = result.reason if result else Reason.NOT_REPORTED
         if own.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
             continue
-        for age, tokens in _token_ages(record.trajectory, number_of, step.sequence_no - 1):
+        for age, tokens in _token_ages(trajectory, number_of, step.sequence_no - 1):
             if age <= max_staleness:
                 ages[age] += tokens
-    metrics = _reward_metrics(records, is_solved) | _length_metrics(records) | _age_metrics(ages, max_staleness)
-    metrics |= lengths_by_reward([each.trajectory for each in records])
+    metrics = _reward_metrics(records, is_solved) | _length_metrics(trajectories, lengths)
+    metrics |= _age_metrics(ages, max_staleness) | lengths_by_reward(trajectories, lengths)
     metrics |= await asyncio.to_thread(text_metrics, completions)
     metrics |= mean_measures(record.own.metrics for record in records)
     tokens = sum(result.trained_tokens for result in step.results)
@@ -178,19 +181,26 @@ def _reward_metrics(records: Sequence[SharedRecord], is_solved: Callable[[str, f
     if not by_group:
         return {"groups/degenerate": degenerate}
     rewards = np.concatenate([*by_group.values()])
-    low, median, high = np.percentile(rewards, (10, 50, 90))
+    low, median, high = _percentiles(rewards, 10, 50, 90)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/max": float(rewards.max()),
-        "reward/p10": float(low),
-        "reward/p50": float(median),
-        "reward/p90": float(high),
+        "reward/p10": low,
+        "reward/p50": median,
+        "reward/p90": high,
         "groups/degenerate": degenerate,
         "groups/all_zero": float(sum(not any(values) for values in by_group.values())),
         "groups/all_solved": float(len(by_group) - len(unsolved)),
         "groups/count": float(len(by_group)),
     }
+
+
+def _percentiles(values: Sequence[float] | npt.NDArray[np.float64], *percents: float) -> list[float]:
+    """Return percentiles of at least one value, as `numpy.percentile` does, in a twentieth of its time."""
+    last = len(values) - 1
+    found: list[float] = np.interp([each / 100 * last for each in percents], range(last + 1), np.sort(values)).tolist()
+    return found
 
 
 def reward_by_environment(records: Sequence[SharedRecord], environments: Mapping[str, str]) -> dict[str, float]:
@@ -202,13 +212,13 @@ def reward_by_environment(records: Sequence[SharedRecord], environments: Mapping
     return {f"environments/{name}/reward_mean": math.fsum(own) / len(own) for name, own in rewards.items()}
 
 
-def _length_metrics(records: Sequence[SharedRecord]) -> dict[str, float]:
-    lengths = np.array([sampled_tokens(each.trajectory) for each in records] or [0])
-    truncated = sum(each.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH for each in records)
+def _length_metrics(trajectories: Sequence[tokens_pb2.Trajectory], lengths: Sequence[int]) -> dict[str, float]:
+    truncated = sum(each.finish_reason == tokens_pb2.FINISH_REASON_LENGTH for each in trajectories)
+    count = max(1, len(trajectories))
     return {
-        "completion/mean_tokens": float(lengths.mean()),
-        "completion/max_tokens": float(lengths.max()),
-        "completion/truncated_share": truncated / max(1, len(records)),
+        "completion/mean_tokens": sum(lengths) / count,
+        "completion/max_tokens": float(max(lengths, default=0)),
+        "completion/truncated_share": truncated / count,
     }
 
 
@@ -273,7 +283,7 @@ class RunReporter:
         scoring = [seconds for each in self._environments.values() for seconds in each.take_scoring_s()]
         return {
             "environment/failed_calls": float(failed - before),
-            **({"environment/score_seconds_p95": float(np.percentile(scoring, 95))} if scoring else {}),
+            **({"environment/score_seconds_p95": _percentiles(scoring, 95)[0]} if scoring else {}),
             "time/step_s": elapsed,
             "tokens/generated": float(more["tokens"]),
             "tokens/generated_per_s": more["tokens"] / elapsed if elapsed > 0 else 0.0,
@@ -613,8 +623,12 @@ def _spread(records: Sequence[SharedRecord], count: int) -> Collection[int]:
     return set(sorted(range(len(records)), key=lambda place: ranks[place])[:count])
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+"""`json.dumps` would make an encoder for each of the rows."""
+
+
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    return _encode(row) + "\n"
 
 
 def trajectory_row(
@@ -667,7 +681,7 @@ def _seconds(record: orchestrator_pb2.TrajectoryRecord, field: str) -> float | N
     if not record.HasField(field):  # type: ignore[arg-type]  # the stubs list the names
         return None
     time_of: Timestamp = getattr(record, field)
-    return time_of.ToMicroseconds() / 1e6 or None
+    return (time_of.seconds * 1_000_000 + time_of.nanos // 1_000) / 1e6 or None
 
 
 def _tokens(trajectory: tokens_pb2.Trajectory) -> dict[str, Any]:

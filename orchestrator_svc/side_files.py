@@ -168,20 +168,18 @@ def event_row(event: orchestrator_pb2.RunEvent) -> dict[str, Any]:
     metrics: ``metrics.jsonl`` has them.
     """
     kind = event.WhichOneof("kind") or ""
-    fields = _plain(getattr(event, kind)) if kind else {}
-    if kind == "step_finished":
-        del fields["metrics"]
+    fields = _plain(getattr(event, kind), without="metrics" if kind == "step_finished" else "") if kind else {}
     seconds = event.time.ToMicroseconds() / 1e6
     return {"sequence_no": event.sequence_no, "time": seconds, "kind": kind, **fields}
 
 
-def _plain(message: Message) -> Any:  # noqa: ANN401 - anything that JSON has
-    """Return a message as JSON has it, with the fields that are 0 or empty, and whole numbers as numbers."""
+def _plain(message: Message, *, without: str = "") -> Any:  # noqa: ANN401 - anything that JSON has
+    """Return a message as JSON has it, with the fields that are 0 or empty, and whole numbers as numbers; without one of its fields."""
     if isinstance(message, common_pb2.PolicyVersion):
         return str(Version.from_proto(message))
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
-        if field.has_presence and not message.HasField(field.name):
+        if field.name == without or (field.has_presence and not message.HasField(field.name)):
             continue
         value, kind = getattr(message, field.name), field.message_type
         if kind is not None and kind.GetOptions().map_entry:

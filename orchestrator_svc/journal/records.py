@@ -120,7 +120,9 @@ class SharedRecord:
 
 def note_sampled(record: orchestrator_pb2.TrajectoryRecord, response: rollout_pb2.GenerateResponse) -> None:
     """Note which replicas sampled the next tokens of a trajectory, and when; an answer of an earlier release does not say it."""
-    record.replicas.extend(each for each in response.replicas if each not in record.replicas)
+    for each in response.replicas:
+        if each not in record.replicas:
+            record.replicas.append(each)
     if response.HasField("sample_time"):
         record.sample_time.CopyFrom(response.sample_time)
 

@@ -346,8 +346,8 @@ def _reward(run: History) -> Said | None:
     if len(rewards) < _LONG:
         return None
     now, best = fmean(rewards), run.best_reward
-    fall, noise = best - now, stdev(rewards) / math.sqrt(_LONG)
-    if fall <= run.limits.reward_fall * abs(best) or fall <= 3 * noise:
+    fall = best - now
+    if fall <= run.limits.reward_fall * abs(best) or fall <= 3 * stdev(rewards) / math.sqrt(_LONG):
         return None
     return Said(f"mean reward is {now:.3g}, it was {best:.3g}", broken=fall > 0.5 * abs(best))
 

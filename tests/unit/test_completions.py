@@ -19,6 +19,7 @@ from orchestrator_svc.completions import (
     text_metrics,
 )
 from sluice.v1 import tokens_pb2
+from sluice.versions import sampled_tokens
 
 ids = st.lists(st.integers(0, 3), max_size=40)
 
@@ -76,8 +77,12 @@ def trajectory(group: str, reward: float | None, tokens: int) -> tokens_pb2.Traj
     return tokens_pb2.Trajectory(group_id=group, reward=reward, mask_runs=[3, tokens])
 
 
+def by_reward(trajectories: list[tokens_pb2.Trajectory]) -> dict[str, float]:
+    return lengths_by_reward(trajectories, [sampled_tokens(each) for each in trajectories])
+
+
 def test_lengths_are_compared_with_the_mean_of_their_own_group() -> None:
-    found = lengths_by_reward(
+    found = by_reward(
         [
             trajectory("easy", 10.0, 100),
             trajectory("easy", 8.0, 20),
@@ -92,7 +97,7 @@ def test_lengths_are_compared_with_the_mean_of_their_own_group() -> None:
 
 
 def test_a_batch_without_signal_or_without_tokens_has_no_such_measures() -> None:
-    assert lengths_by_reward([trajectory("g", 1.0, 5), trajectory("g", 1.0, 9)]) == {}
+    assert by_reward([trajectory("g", 1.0, 5), trajectory("g", 1.0, 9)]) == {}
     assert text_metrics([as_array([])]) == {}
     assert text_metrics([as_array([1, 2]), as_array([1, 2]), as_array([3])]) == {
         "completion/duplicate_share": pytest.approx(2 / 3),
