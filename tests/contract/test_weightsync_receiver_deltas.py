@@ -218,6 +218,7 @@ async def test_versions_that_were_missed_come_as_a_chain(
         receiver.set_policy(PolicyMode.HOLD, owner="test", ttl_s=3600)
         for number in range(2, 7):
             await push(publisher, number)
+        await eventually(lambda: receiver.status().newest == Version(1, 6))
         receiver.set_policy(PolicyMode.FOLLOW, owner="test")
         await eventually(lambda: engine.version == Version(1, 6))
     assert engine.applied == [Version(1, 1), Version(1, 6)]
