@@ -20,7 +20,7 @@ from rich.console import Console
 
 from sluice.certificates import issue_once
 from sluice.cli.live_view import RunView
-from sluice.cli.plan_options import add_plan_options, arranging, plan_with
+from sluice.cli.plan_options import add_plan_options, plan_with
 from sluice.cli.rl import (
     EXIT_CODES,
     check_begins,
@@ -89,11 +89,7 @@ def run(argv: list[str]) -> int:
         machines = _machines(options) if needs_cluster or options.machines else Machines()
         # This process decides what `auto` means, for nodes that may have GPUs where it has none.
         assume_devices(max(machines.devices), machines.device_bytes)
-        config = load_run(
-            settings,
-            arrange=arranging(options, machines),
-            check=lambda config: _check(config, plan_with(options, config, machines), options),
-        )
+        config = load_run(settings, check=lambda config: _check(config, plan_with(options, config, machines), options))
         return _run(_absolute(config), options, machines)
 
 
