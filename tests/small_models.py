@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    YoutuConfig,
 )
 
 from sluice.versions import Version, VersionSpan, span_lengths
@@ -46,6 +47,26 @@ def save_model(directory: Path, seed: int, *, tied: bool = False, dtype: torch.d
         pad_token_id=0,
     )
     return _save(Qwen3ForCausalLM, config, directory, dtype)
+
+
+def latent_attention(*, layers: int) -> PreTrainedConfig:
+    """Return the configuration of a dense model with DeepSeek's attention: heads of 20 columns, and of 16 for values."""
+    return YoutuConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
 
 
 def save_experts_model(directory: Path, seed: int, *, size: int, dtype: torch.dtype) -> Path:

@@ -425,8 +425,8 @@ def check_experts(sizes: ModelSizes, processes: int, tp: int, lora: LoraConfig) 
         )
     if lora.rank and not lora.target_modules:
         raise ValueError(
-            f"an adapter (lora.rank {lora.rank}) gets factors beside linear layers, and the {sizes.experts} experts of a layer are none, so"
-            " they would stay as they are: name the layers to adapt (such as lora.target_modules = q_proj,k_proj,v_proj,o_proj), set"
+            f"an adapter (lora.rank {lora.rank}) trains linear layers only, and the {sizes.experts} experts of a layer are stacked tensors, which"
+            " would stay as they are: name the layers to adapt (such as lora.target_modules = q_proj,k_proj,v_proj,o_proj), set"
             " lora.rank to 0, or choose a dense model"
         )
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from rank_programs import RankPrograms
-from transformers import AutoModelForCausalLM, LlamaConfig, SmolLM3Config, YoutuConfig
+from small_models import latent_attention
+from transformers import AutoModelForCausalLM, LlamaConfig, SmolLM3Config
 
 from sluice.cli.init_model import ModelShape, init_model
 
@@ -91,22 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     AutoModelForCausalLM.from_config(smollm3).save_pretrained(root / "smollm3")
-    latent = YoutuConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    AutoModelForCausalLM.from_config(latent).save_pretrained(root / "latent")
+    AutoModelForCausalLM.from_config(latent_attention(layers=2)).save_pretrained(root / "latent")
     return root
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import latent_attention
 from structlog.testing import capture_logs
 from test_varlen_attention import documented_kernel
 from thread_ranks import on_ranks
 from tiny_policy import ragged_batch, tiny_model
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, YoutuConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine import attention_choice
@@ -170,28 +171,16 @@ def test_where_the_kernel_cannot_run_auto_does_without_and_varlen_is_refused():
         choose_attention("varlen", CUDA, torch.float32, shapes)
 
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MODELS = {
-    "latent": YoutuConfig(  # a dense model with DeepSeek's attention
-        **SIZES,
-        num_hidden_layers=3,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-    ),
+    "latent": latent_attention(layers=3),
     "by_layer": Gemma4TextConfig(  # the last layer of six is a global one
-        **SIZES,
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
         num_hidden_layers=6,
         num_key_value_heads=2,
         head_dim=8,

@@ -85,7 +85,7 @@ def test_a_model_of_experts_trains_in_one_process_all_of_it_or_the_layers_that_a
         experts(processes=4, tp=4)
     assert "tensor parallelism (tp 4) splits linear layers" in str(cut.value)
     with pytest.raises(
-        ValueError, match=r"lora\.rank 8.*128 experts of a layer are none.*lora\.target_modules = q_proj"
+        ValueError, match=r"lora\.rank 8.*128 experts of a layer are stacked.*lora\.target_modules = q_proj"
     ):
         experts(rank=8)
 
@@ -98,7 +98,7 @@ def test_a_dense_model_has_no_such_limits():
 def test_a_model_that_nobody_has_looked_at_is_refused_before_its_weights_are_read(tmp_path):
     Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=8).save_pretrained(tmp_path)
     config = TrainerConfig(device="cpu", lora={"rank": 2})
-    with pytest.raises(ValueError, match="4 experts of a layer are none"):
+    with pytest.raises(ValueError, match="4 experts of a layer are stacked"):
         TrainEngine(config, tmp_path)
     ranks = Mesh(ParallelDims(dp_shard=2), 0, torch.device("cpu"), ALONE)
     with pytest.raises(ValueError, match="a model of 4 experts trains in one process only"):

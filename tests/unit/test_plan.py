@@ -58,7 +58,7 @@ def runs(draw: st.DrawFn) -> tuple[RunConfig, Machines, dict[str, int]]:
     ("sizes", "flags", "told"),
     [
         ({"num_experts": 128}, ("--allocation-mode=vllm:d4+fsdp:d4",), "trains in one process only"),
-        ({"num_experts": 128}, ("--trainer.lora.rank=8", "--tuner.lora.rank=8"), "128 experts of a layer are none"),
+        ({"num_experts": 128}, ("--trainer.lora.rank=8", "--tuner.lora.rank=8"), "128 experts of a layer are stacked"),
         ({}, ("--trainer.parallel.cp=3", "--tuner.parallel.cp=3"), "does not divide the 32 attention heads"),
     ],
 )

@@ -45,7 +45,7 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 """PyTorch's kernels that never hold the scores of all pairs of tokens: all but the math one."""
 
 NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether PyTorch's varlen function must be told of fewer key-value heads; before PyTorch 2.13 it passed any number on."""
+"""Whether PyTorch's varlen function has an argument for fewer key-value heads than query heads; before PyTorch 2.13 it took any number without one."""
 
 WINDOW_QUERIES = 256
 """Queries of one call with a sliding window. Their mask has this many rows, and as many columns plus the window's length."""
@@ -512,5 +512,5 @@ def varlen_attention(
 
 
 def _grouping(query: PackedHeads, key: PackedHeads) -> dict[str, bool]:
-    """Return the argument that tells PyTorch's function of grouped heads; none for releases that hand them to the kernel as they are."""
+    """Return the argument for fewer key-value heads than query heads, if this release of PyTorch has one."""
     return {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GROUPS else {}

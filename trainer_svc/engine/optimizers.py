@@ -21,11 +21,12 @@ from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.engine.out_of_memory import HalfAppliedError, first_line, is_out_of_memory
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.sharding import local_slice
+from trainer_svc.precision import VALUE_HEADS
 
 MUON_SCALES = {"rms": "match_rms_adamw", "spectral": "original"}
 """torch's names of the ways to scale Muon's steps, by the names in the settings."""
 
-HEADS = ("score", "value_head", "lm_head")
+HEADS = (*VALUE_HEADS, "lm_head")
 """Modules on top of a model. AdamW trains them, like embeddings, because their outputs are no hidden states."""
 
 BUFFER_ELEMENTS = 1 << 26

@@ -126,8 +126,8 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
         store = _fresh_store(timeout)
         place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": world_size}
         backend = "cuda:nccl,cpu:gloo" if own.type == "cuda" else "gloo"
-        # Without `device_id`: with it every new group splits NCCL's group of all processes, also one of gloo, and of that its
-        # members make no part of the split, so that the other processes would wait for ever (pytorch/pytorch#145376).
+        # Without `device_id`: with it the processes outside of a new group split NCCL's group of all processes, and wait for its members.
+        # Members of a gloo group never join that split (pytorch/pytorch#145376).
         dist.init_process_group(backend, timeout=timeout, store=store, **place)
     return make_mesh(dims, own, timeout)
 
