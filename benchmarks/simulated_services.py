@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 import grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from sluice.client import TrainerClient
 from sluice.rpc import SluiceError
@@ -456,6 +457,7 @@ async def serving(
 ) -> AsyncIterator[None]:
     """Serve at these addresses while the block runs."""
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(counting,))
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)  # who waits for a peer asks it
     register(server)
     for address in addresses:
         server.add_insecure_port(address)
