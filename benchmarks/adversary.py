@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from benchmarks.children import log_tail, make_model, scratch
-from benchmarks.gateway import MIB, Doors, Opened, client, open_session, program, quantile, real_gateway
+from benchmarks.children import log_tail, make_model, program, scratch
+from benchmarks.gateway import MIB, Doors, Opened, client, open_session, quantile, real_gateway
 from sluice.cli.init_model import ModelShape
 from sluice.config import Options, whole_number
 from sluice.rpc.access import SESSION_KEY

@@ -109,6 +109,25 @@ async def service(
                 await child.wait()
 
 
+@contextlib.asynccontextmanager
+async def program(module: str, *words: str, log: Path, **environment: str) -> AsyncIterator[psutil.Process]:
+    """Run a module of Python as a process until the block ends."""
+    with log.open("wb") as output:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, *words, stdout=output, stderr=output, env={**os.environ, **environment}
+        )
+    try:
+        yield psutil.Process(child.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        try:
+            await asyncio.wait_for(child.wait(), 20)
+        except TimeoutError:
+            child.kill()
+            await child.wait()
+
+
 async def _healthy(child: asyncio.subprocess.Process, target: str, log: Path, start_s: float) -> None:
     ended = asyncio.create_task(child.wait())
     serving = asyncio.create_task(wait_until_serving(target, SecurityConfig()))

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.children import BENCH_PACKAGES, free_port, log_tail, make_model, median_ratio, scratch, service
+from benchmarks.children import BENCH_PACKAGES, free_port, log_tail, make_model, median_ratio, program, scratch, service
 from benchmarks.loop_lag import lag_ms, lags
 from benchmarks.profiles import profiled
 from sluice.cli.fetch_model import fetch_model
@@ -204,25 +204,6 @@ async def gateway(
             for name in processes:
                 print(f"--- {name}.log\n{log_tail(directory / f'{name}.log')}", file=sys.stderr, flush=True)
             raise
-
-
-@contextlib.asynccontextmanager
-async def program(module: str, *words: str, log: Path, **environment: str) -> AsyncIterator[psutil.Process]:
-    """Run a module of Python as a process until the block ends."""
-    with log.open("wb") as output:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, *words, stdout=output, stderr=output, env={**os.environ, **environment}
-        )
-    try:
-        yield psutil.Process(child.pid)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.terminate()
-        try:
-            await asyncio.wait_for(child.wait(), 20)
-        except TimeoutError:
-            child.kill()
-            await child.wait()
 
 
 @contextlib.asynccontextmanager

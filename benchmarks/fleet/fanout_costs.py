@@ -10,6 +10,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.children import free_port
 from benchmarks.fleet.costs import MIB, Line, WeightCosts, line_through
-from benchmarks.weight_stack import (
-    RUN,
-    StagedOnly,
-    WeightStack,
-    neighbour,
-    random_weights,
-    receiving,
-    serves,
-    weight_service,
-)
+from benchmarks.fleet.node import all_serve, last_arrival, machine
+from benchmarks.simulated_services import Load
+from benchmarks.weight_stack import DEADLINE_S, RUN, WeightStack, neighbour, random_weights, weight_service
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
@@ -45,7 +39,7 @@ ROWS = 1024
 """Of a tensor, so that small versions are small."""
 
 CALLS = 300
-RECEIVERS = (1, 4)
+MACHINES = (1, 4)
 RELAYS = (1, 257)
 TENSORS = 256
 WATCHERS = 64
@@ -60,6 +54,9 @@ _SETTLE_S = 0.5
 SHARING = 8
 """Receivers that take one staged copy: the replicas of a machine of the fleets."""
 
+_IDLE = Load(latency_s=1.0, spread=0.0, tokens=1)
+"""Of replicas that nobody asks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -68,25 +65,35 @@ class Taken:
     Attributes:
         weights_mib: Of the weights.
         sent_mib: Of what travelled.
-        receivers: Who took it, each on a host of its own.
+        machines: Those that took it.
+        pull_s: Seconds from the announcement to the last byte at a machine.
+        stage_s: Seconds from there until all replicas of a machine serve.
+        wait_s: Seconds from the commit until machines learn of the version.
         cpu_s: CPU seconds of the service.
-        total_s: Seconds from the first byte of the push until all serve.
-        wait_s: Seconds from the commit until the receivers learn of the version.
-        reports: Reports that reached the service, by receiver.
+        reports: Reports that reached the service, by replica.
     """
 
     dense: bool
     weights_mib: float
     sent_mib: float
-    receivers: int
+    machines: int
     encode_s: float
     push_s: float
     pull_s: float
     stage_s: float
-    total_s: float
     wait_s: float
     cpu_s: float
     reports: float
+
+    @property
+    def told_s(self) -> float:
+        """Return the seconds from the announcement until all replicas of a machine serve."""
+        return self.pull_s + self.stage_s
+
+    @property
+    def whole_s(self) -> float:
+        """Return the seconds from the commit until then."""
+        return self.wait_s + self.told_s
 
 
 async def measure(elements: int, disk: Path, shared: Path) -> WeightCosts:
@@ -101,15 +108,15 @@ async def measure(elements: int, disk: Path, shared: Path) -> WeightCosts:
     settings = ("--keep=1", "--dense-delay-s=3600", f"--server.metrics-port={metrics}")
     sizes, direct, sharing, behind = (elements // 8, elements), list[Taken](), list[Taken](), list[Taken]()
     async with weight_service(disk, *settings, name="costs") as root:
-        bench = _Bench(root, metrics, shared, iter(range(1, 1000)))
+        bench = _Bench(root, metrics, disk, shared, iter(range(1, 1000)))
         for size in sizes:
-            for receivers in RECEIVERS:
-                direct += [each async for each in _take(bench, root.target, size, receivers)]
-            sharing += [each async for each in _take(bench, root.target, size, SHARING, share=True)]
+            for machines in MACHINES:
+                direct += [each async for each in _take(bench, root.target, size, machines=machines)]
+            sharing += [each async for each in _take(bench, root.target, size, replicas=SHARING)]
         manifests = [(float(count), await _manifest_bytes(root, count, next(bench.epochs))) for count in (1, TENSORS)]
         async with weight_service(disk, "--keep=1", f"--upstream={root.target}", name="costs-relay") as relay:
             for size in sizes:
-                behind += [each async for each in _take(bench, relay.target, size, 1)]
+                behind += [each async for each in _take(bench, relay.target, size)]
     return WeightCosts(
         **_of_versions(direct, sharing, behind), **await _calls(disk), manifest_bytes=line_through(manifests)
     )
@@ -117,10 +124,11 @@ async def measure(elements: int, disk: Path, shared: Path) -> WeightCosts:
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """A weight service, the port of its metrics, where receivers stage, and the epochs of the versions to come."""
+    """A weight service, the port of its metrics, where logs are written and receivers stage, and the epochs of the versions to come."""
 
     root: WeightStack
     metrics: int
+    disk: Path
     shared: Path
     epochs: Iterator[int]
 
@@ -138,46 +146,49 @@ def reports_answered(port: int) -> float:
 
 
 async def _take(
-    bench: _Bench, target: str, elements: int, receivers: int, *, share: bool = False
+    bench: _Bench, target: str, elements: int, *, machines: int = 1, replicas: int = 1
 ) -> AsyncIterator[Taken]:
-    """Give versions to receivers at a target, and yield what each of them took. They may share one staged copy."""
+    """Give versions to machines that follow a target, and yield what each version took.
+
+    Their replicas run in processes of their own: work of the process that pushes must not slow them.
+    """
     root = bench.root
     async with contextlib.AsyncExitStack() as stack:
-        taking = [
-            await stack.enter_async_context(
-                receiving(
-                    target, bench.shared / f"costs-{0 if share else number}", StagedOnly(), replica=f"replica-{number}"
-                )
-            )
-            for number in range(receivers)
-        ]
+        nodes = []
+        for number in range(machines):
+            targets = [f"127.0.0.1:{free_port()}" for _ in range(replicas)]
+            node = machine(targets, target, bench.shared / f"costs-{number}", bench.disk / f"node-{number}.log", _IDLE)
+            await stack.enter_async_context(node)
+            nodes.append(targets[0])
         service, epoch = psutil.Process(root.pid), next(bench.epochs)
         weights = random_weights(elements, seed=epoch, rows=ROWS)
+        await asyncio.sleep(_SETTLE_S)  # the replicas take what was the newest version
         for number in range(DELTAS + 1):
             if number:
                 weights = neighbour(weights, seed=number)
+            version = Version(epoch, number)
+            update = await root.encode(version, weights)
             reports = await asyncio.to_thread(reports_answered, bench.metrics)
-            cpu, version = _cpu_s(service), Version(epoch, number)
-            begun, report = await root.push_measured(version, weights)
+            cpu, begun = _cpu_s(service), time.monotonic()
+            _, report = await root.publish(update)
             pushed_s = report.push_s + report.commit_s
-            await serves(taking, version)
-            served_s = time.perf_counter() - begun
             await asyncio.sleep(_SETTLE_S)
-            spent = _cpu_s(service) - cpu
-            updates = [update for each in taking if (update := each.status().last_update) is not None]
+            counts = [await all_serve(each, version, replicas, DEADLINE_S) for each in nodes]
+            taken = [last_arrival(each) for each in counts]
+            served = max(each.served_at for each in taken)
+            await asyncio.sleep(max(0.0, served + _SETTLE_S - time.monotonic()))
             yield Taken(
                 dense=not number,
                 weights_mib=sum(each.nbytes for each in weights.values()) / MIB,
                 sent_mib=report.bytes_sent / MIB,
-                receivers=receivers,
+                machines=machines,
                 encode_s=report.diff_s,
                 push_s=pushed_s,
-                pull_s=statistics.median(each.pull_s for each in updates),
-                stage_s=statistics.median(each.total_s - each.pull_s for each in updates),
-                total_s=served_s,
-                wait_s=served_s - pushed_s - statistics.median(each.total_s for each in updates),
-                cpu_s=spent,
-                reports=(await asyncio.to_thread(reports_answered, bench.metrics) - reports) / receivers,
+                pull_s=statistics.median(each.pull_s for each in taken),
+                stage_s=statistics.median(each.served_at - each.begun_at - each.pull_s for each in taken),
+                wait_s=statistics.median(each.begun_at for each in taken) - begun - pushed_s,
+                cpu_s=_cpu_s(service) - cpu,
+                reports=(await asyncio.to_thread(reports_answered, bench.metrics) - reports) / (machines * replicas),
             )
 
 
@@ -188,27 +199,25 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def _of_versions(direct: list[Taken], sharing: list[Taken], behind: list[Taken]) -> dict[str, Any]:
     """Return the costs that grow with sizes, from versions taken from the service, by receivers of one host, and from a relay."""
-    alone, together = _by_size(direct, receivers=1), _by_size(direct, receivers=RECEIVERS[-1])
-    deltas = [each for each in direct if each.receivers == 1 and not each.dense]
+    alone, together = _by_size(direct), _by_size(direct, MACHINES[-1])
+    of_one, of_all = _deltas(direct), _deltas(sharing)
+    deltas = [each for found in of_one.values() for each in found]
     cpu_alone, cpu_together = (
         [(size, statistics.median(each.cpu_s for each in taken)) for size, taken in each.items()]
         for each in (alone, together)
     )
-    more = RECEIVERS[-1] - 1
+    more = MACHINES[-1] - 1
     given = _cpu_line(
         (size, (cpu - other) / more) for (size, cpu), (_, other) in zip(cpu_together, cpu_alone, strict=True)
     )
-    of_all, of_one = (_shortest(taken, "total_s") for taken in (_by_size(sharing, SHARING), alone))
-    shared = statistics.median(every - one for (_, every), (_, one) in zip(of_all, of_one, strict=True))
-    sizes = {(each.weights_mib, each.dense): size for size, found in alone.items() for each in found}
-    only_deltas = {weights_mib: alone[size] for (weights_mib, dense), size in sizes.items() if not dense}
+    told_s = zip(_shortest(of_all, "told_s"), _shortest(of_one, "told_s"), strict=True)
     return {
-        "share_s": max(0.0, shared),
-        "encode_s": line_through(_shortest(only_deltas, "encode_s")),
+        "share_s": max(0.0, statistics.median(every - one for (_, every), (_, one) in told_s)),
+        "encode_s": line_through(_shortest(of_one, "encode_s")),
         "push_s": line_through(_shortest(alone, "push_s")),
-        "pull_s": line_through(_shortest(alone, "pull_s")),
-        "stage_s": line_through(_shortest(only_deltas, "stage_s")),
-        "hop_s": line_through(_shortest(_by_size(behind, 1), "wait_s")),
+        "pull_s": line_through(_quickest(alone, "told_s", "pull_s")),
+        "stage_s": line_through(_quickest(of_one, "told_s", "stage_s")),
+        "hop_s": line_through(_quickest(_by_size(behind), "whole_s", "wait_s")),
         "take_in_cpu_s": _cpu_line((size, cpu - given.of(size)) for size, cpu in cpu_alone),
         "give_out_cpu_s": given,
         "delta_over_dense": statistics.median(each.sent_mib / each.weights_mib for each in deltas),
@@ -227,14 +236,31 @@ def _shortest(taken: Mapping[float, list[Taken]], name: str) -> list[tuple[float
     return [(size, min(getattr(each, name) for each in found)) for size, found in taken.items()]
 
 
-def _by_size(taken: list[Taken], receivers: int) -> dict[float, list[Taken]]:
-    """Return the versions that so many receivers took, by the mean MiB sent of those of one kind and size."""
+def _by_size(taken: list[Taken], machines: int = 1) -> dict[float, list[Taken]]:
+    """Return the versions that so many machines took, by the mean MiB sent of those of one kind and size."""
     kinds: defaultdict[tuple[float, bool], list[Taken]] = defaultdict(list)
     for each in taken:
-        if each.receivers == receivers:
+        if each.machines == machines:
             kinds[each.weights_mib, each.dense].append(each)
     ordered = sorted(kinds.items())
     return {statistics.mean(each.sent_mib for each in found): found for _, found in ordered}
+
+
+def _quickest(taken: Mapping[float, list[Taken]], by: str, name: str) -> list[tuple[float, float]]:
+    """Return a part of what the quickest version of each size took.
+
+    The parts of one version: the least of each part, from different versions, would add up to less than any version took.
+    """
+    return [(size, getattr(min(found, key=attrgetter(by)), name)) for size, found in taken.items()]
+
+
+def _deltas(taken: list[Taken]) -> dict[float, list[Taken]]:
+    """Return the deltas that one machine took, by the MiB of the weights."""
+    found: defaultdict[float, list[Taken]] = defaultdict(list)
+    for each in taken:
+        if each.machines == 1 and not each.dense:
+            found[each.weights_mib].append(each)
+    return dict(sorted(found.items()))
 
 
 async def _calls(disk: Path) -> dict[str, Any]:
