@@ -230,6 +230,7 @@ def compared(real: Observed, simulated: Result) -> list[Compared]:
     return [
         Compared("seconds", real.seconds, simulated.seconds),
         Compared("fan_out_s", real.fan_out_s, simulated.fan_out_s),
+        Compared("loaded_fan_out_s", real.loaded_fan_out_s, simulated.fan_out_s, counts=False),
         Compared("dispatch_messages", real.dispatch[0], summed(simulated.messages, _DISPATCH)),
         Compared("dispatch_bytes", real.dispatch[1], summed(simulated.sizes, _DISPATCH)),
         Compared("batch_bytes", real.batches, simulated.sizes["batches"]),

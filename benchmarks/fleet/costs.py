@@ -88,8 +88,8 @@ class WeightCosts:
         push_s: Seconds from the first byte of a push to the answer of its commit, by MiB sent.
         pull_s: Seconds from the announcement to the last byte at a receiver, by MiB sent.
         stage_s: Seconds from the last byte to a version that serves, by MiB of weights.
-        share_s: Seconds until the other replicas of a machine serve the same staged copy, after the first one: they look for it all
-            the time, and take it side by side.
+        share_s: Seconds that it takes longer until all replicas of a machine serve one staged copy than until a single replica does:
+            one of them makes it, the others look for it all the time.
         hop_s: Seconds that a relay puts between, by MiB sent.
         take_in_cpu_s: CPU seconds of a service that takes a version in, by MiB.
         give_out_cpu_s: CPU seconds of a service for one receiver of a version, by MiB; announcement and report included.

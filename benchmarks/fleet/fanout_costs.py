@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.children import free_port
 from benchmarks.fleet.costs import MIB, Line, WeightCosts, line_through
-from benchmarks.fleet.node import all_serve, last_arrival, machine
-from benchmarks.simulated_services import Load
+from benchmarks.fleet.node import all_serve, last_arrival, machine, served_at
+from benchmarks.simulated_services import Load, read_counts
 from benchmarks.weight_stack import DEADLINE_S, RUN, WeightStack, neighbour, random_weights, weight_service
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
@@ -174,9 +174,9 @@ async def _take(
             pushed_s = report.push_s + report.commit_s
             await asyncio.sleep(_SETTLE_S)
             counts = [await all_serve(each, version, replicas, DEADLINE_S) for each in nodes]
-            taken = [last_arrival(each) for each in counts]
-            served = max(each.served_at for each in taken)
+            served = max(at for each in counts for at in served_at(each, version))
             await asyncio.sleep(max(0.0, served + _SETTLE_S - time.monotonic()))
+            taken = [last_arrival(await read_counts(each)) for each in nodes]
             yield Taken(
                 dense=not number,
                 weights_mib=sum(each.nbytes for each in weights.values()) / MIB,

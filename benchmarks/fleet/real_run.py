@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ _LOOK_S = 0.02
 _LONGEST_S = 600.0
 _BF16_BYTES = 2
 
+ALONE = 8
+"""Versions that are published once the orchestrator has ended."""
+
+_BETWEEN_S = 1.0
+"""Seconds from one of these to the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Observed:
@@ -50,8 +57,9 @@ class Observed:
 
     Attributes:
         seconds: From one version to the next.
-        fan_out_s: From the commit of a version until the last replica serves it or a newer one: the least of the versions, since
-            the simulation has no other work on the machine.
+        fan_out_s: From the commit of a version until the last replica serves it: the least of `ALONE` versions that were published
+            when nothing else was left to do. In the simulation each process has a core of its own.
+        loaded_fan_out_s: The same of the run's own versions, whose fan-out shares the machine's cores with dispatch and batches.
         dispatch: Messages between orchestrator and replicas, and their bytes.
         batches: Bytes between orchestrator and trainer.
         weights: Messages between replicas and weight services, and their bytes.
@@ -61,6 +69,7 @@ class Observed:
 
     seconds: float
     fan_out_s: float
+    loaded_fan_out_s: float
     dispatch: tuple[float, float]
     batches: float
     weights: tuple[float, float]
@@ -86,7 +95,9 @@ async def observe(directory: Path, shared: Path, work: Work, *, replicas: int, v
             f"--elements={int(work.weights_bytes / _BF16_BYTES)}",
             f"--train-s={work.train_s}",
         ]
-        await stack.enter_async_context(program("benchmarks.fleet.real_run", *training, log=directory / "trainer.log"))
+        training_process = await stack.enter_async_context(
+            program("benchmarks.fleet.real_run", *training, log=directory / "trainer.log")
+        )
         load = Load(work.generation_s, work.spread, work.tokens)
         await stack.enter_async_context(machine(targets, root.target, shared / "staged", directory / "node.log", load))
         batch = work.batch_groups or replicas * work.groups_per_replica // (work.max_staleness + 1)
@@ -109,22 +120,20 @@ async def observe(directory: Path, shared: Path, work: Work, *, replicas: int, v
             "--pacing.enabled=false",
             "--write-trajectories=false",
         ]
-        child = await stack.enter_async_context(
-            service("orchestrator", *settings, health=orchestrator, log=directory / "orchestrator.log")
-        )
-        processes = {"orchestrator": child.pid, "weightsync": root.pid, "busiest relay": relay.pid}
-        async with OrchestratorClient(orchestrator) as client:
-            at = []
-            for step in (warm_up, warm_up + versions):
-                await _reached(client, step)
-                counts = await read_counts(targets[0]), await read_counts(trainer)
-                reports = await asyncio.to_thread(reports_answered, metrics)
-                at.append(
-                    _Moment(time.monotonic(), *counts, reports, {name: _cpu_s(pid) for name, pid in processes.items()})
-                )
-            last = Version(EPOCH, warm_up + versions)
-            ended = await all_serve(targets[0], last, replicas, _LONGEST_S), await read_counts(trainer)
-            return _between(at, ended, range(warm_up + 1, warm_up + versions + 1))
+        at = []
+        async with service("orchestrator", *settings, health=orchestrator, log=directory / "orchestrator.log") as child:
+            processes = {"orchestrator": child.pid, "weightsync": root.pid, "busiest relay": relay.pid}
+            async with OrchestratorClient(orchestrator) as client:
+                for step in (warm_up, warm_up + versions):
+                    await _reached(client, step)
+                    counts = await read_counts(targets[0]), await read_counts(trainer)
+                    reports = await asyncio.to_thread(reports_answered, metrics)
+                    cpu_s = {name: _cpu_s(pid) for name, pid in processes.items()}
+                    at.append(_Moment(time.monotonic(), *counts, reports, cpu_s))
+        training_process.send_signal(signal.SIGUSR1)
+        last = await _published_alone(trainer)
+        ended = await all_serve(targets[0], last, replicas, _LONGEST_S), await read_counts(trainer)
+        return _between(at, ended, range(warm_up + 1, warm_up + versions + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +158,34 @@ async def _reached(client: OrchestratorClient, step: int) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
+async def _published_alone(trainer: str) -> Version:
+    """Wait until the trainer has published its last versions; return the very last one."""
+    give_up = time.monotonic() + _LONGEST_S
+    while len(alone := (await read_counts(trainer)).notes["alone"]) < ALONE:
+        if time.monotonic() > give_up:
+            raise RuntimeError(f"{len(alone)} of {ALONE} versions were published within {_LONGEST_S:g} s")
+        await asyncio.sleep(_BETWEEN_S)
+    return Version(EPOCH, alone[-1])
+
+
 def _between(at: Sequence[_Moment], ended: tuple[Counts, Counts], versions: range) -> Observed:
-    """Return what happened from the first of two moments to the second; `ended` was asked when all served the last version."""
+    """Return what happened from the first of two moments to the second; `ended` was asked when all served the very last version."""
     (before, after), (node, trainer), count = at, ended, len(versions)
     dispatch, batches = after.node.since(before.node), after.trainer.since(before.trainer)
     applied = {int(number): at for number, at in trainer.notes["applied"].items()}
     committed = {int(number): at for number, at in trainer.notes["committed"].items()}
-    fan_out = [max(served_at(node, Version(EPOCH, number))) - committed[number] for number in versions]
+    loaded, alone = (
+        min(max(served_at(node, Version(EPOCH, number))) - committed[number] for number in numbers)
+        for numbers in (versions, trainer.notes["alone"])
+    )
     weights = Counts(after.node.notes["messages"], after.node.notes["sizes"], {}).since(
         Counts(before.node.notes["messages"], before.node.notes["sizes"], {})
     )
     elapsed = after.time - before.time
     return Observed(
         seconds=(applied[versions[-1]] - applied[versions[0] - 1]) / count,
-        fan_out_s=min(fan_out),
+        fan_out_s=alone,
+        loaded_fan_out_s=loaded,
         dispatch=(sum(dispatch.messages.values()) / count, sum(dispatch.sizes.values()) / count),
         batches=sum(batches.sizes.get(name, 0) for name in ("SubmitBatch", "WatchSteps")) / count,
         weights=(sum(weights.messages.values()) / count, sum(weights.sizes.values()) / count),
@@ -187,6 +210,8 @@ class PublishingTrainer(SimulatedTrainer):
         )
         self.applied: dict[int, float] = {}
         self.committed: dict[int, float] = {}
+        self.alone: list[int] = []
+        """Versions that no batch brought."""
 
     async def BeginEpoch(  # noqa: N802
         self, request: trainer_pb2.BeginEpochRequest, _context: object
@@ -217,6 +242,17 @@ class PublishingTrainer(SimulatedTrainer):
             self.report(header, results)
             self.applied[version.number] = time.monotonic()
             publishing = asyncio.create_task(self._publish(update))
+            publishing.add_done_callback(lambda _: self._batches.task_done())
+
+    async def publish_alone(self, asked: asyncio.Event) -> None:
+        """Once this is asked for and no batch is left, publish `ALONE` versions."""
+        await asked.wait()
+        await self._batches.join()
+        first = max(self.committed) + 1
+        for number in range(first, first + ALONE):
+            await asyncio.sleep(_BETWEEN_S)
+            await self._publish(await self._weights.encode(Version(EPOCH, number), self._states[number % 2]))
+            self.alone.append(number)
 
     async def _publish(self, update: Update) -> None:
         await self._weights.publish(update)
@@ -229,12 +265,15 @@ async def _run_trainer(options: argparse.Namespace) -> None:
             WeightStack(options.weights, channel, 0, local=False), options.elements, options.train_s
         )
         counting = Counting()
-        counting.notes = lambda: {"applied": trainer.applied, "committed": trainer.committed}
+        counting.notes = lambda: {"applied": trainer.applied, "committed": trainer.committed, "alone": trainer.alone}
+        asked = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked.set)
         await serve_until_signal(
             [options.target],
             lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server),
             counting,
             trainer.train(),
+            trainer.publish_alone(asked),
         )
 
 

@@ -13,7 +13,10 @@ from benchmarks.fleet.costs import Costs, Line, OrchestratorCosts, WeightCosts, 
 from benchmarks.fleet.fleet import Fleet, Limits, Network, Work
 from benchmarks.fleet.model import NEVER, Limit, Result, Simulation, simulate
 from benchmarks.fleet.network import Clock, Process, Uplink
+from benchmarks.fleet.node import last_arrival, served_at
+from benchmarks.simulated_services import Counts
 from orchestrator_svc.config import FoundReplicasConfig
+from sluice.versions import Version
 
 ORCHESTRATOR = """
 {"trajectory_s": 0.00025, "message_s": 0.00014, "idle": 0.02, "poll_s": 0.00015, "pick_s": [1e-5, 1e-6], "picks": 2.0,
@@ -157,3 +160,13 @@ def test_costs_are_read_from_the_last_lines_of_benchmarks(tmp_path) -> None:
     assert from_json(WeightCosts, found["weightsync"]) == COSTS.weights
     with pytest.raises(ValueError, match="poll_s"):
         from_json(OrchestratorCosts, {"trajectory_s": 1.0})
+
+
+def test_a_machine_has_a_version_when_its_last_replica_serves_it() -> None:
+    served = {"makes": [(1, 3, 5.0), (2, 0, 10.0)], "finds": [(1, 3, 5.5), (2, 0, 10.25)], "late": [(1, 3, 5.5)]}
+    updates = {"makes": (1.5, 3.0), "finds": (0.0, 3.5)}  # seconds of the transfer, and of all
+    counts = Counts({}, {}, {"served": served, "updates": updates})
+    assert served_at(counts, Version(1, 2)) == [5.0, 5.5, 5.5]
+    assert served_at(counts, Version(2, 0)) == [10.0, 10.25], "a number of an earlier epoch is no newer version"
+    del served["late"]
+    assert last_arrival(counts) == (6.75, 1.75, 10.25), "the one that finds the copy learned of the version first"
