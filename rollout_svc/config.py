@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
-from sluice.config.footprint import GIB, USABLE, Footprint
+from sluice.config.footprint import GIB, USABLE, Footprint, most_that_fit
 from sluice.decoder import decoder_of
 from sluice.engines import ENGINES, EngineName
 from sluice.models import check_model, sizes_on_disk
@@ -189,7 +189,7 @@ class RolloutConfig(Section):
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="Maximum number of tokens of prompt and response together. Unset: the limit of the model.",
+        description="Maximum number of tokens of prompt and response together. Unset: the limit of the model, or less where a sample of that length does not fit in the memory of the GPUs.",
     )
     kv_cache_bytes: int | None = Field(
         None,
@@ -261,6 +261,26 @@ class RolloutConfig(Section):
             " rollout.max_model_len, or use a smaller model",
             share=arguments.get("gpu_memory_utilization", USABLE) if cuda and self.engine == "vllm" else 1.0,
         )
+
+    def longest_sample(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
+        """Return the most tokens of one sample that fit beside the weights, for vLLM on a GPU; see `Section.longest_sample`.
+
+        vLLM does not start if a sample of the maximum length does not fit.
+        """
+        if not cuda or self.engine != "vllm" or memory is None:
+            return None
+        held = self.footprint(run, cuda=cuda)
+        if held is None or held.device <= memory * held.share:
+            return None
+
+        def needed(tokens: int) -> int:
+            shorter = self.model_copy(update={"max_model_len": tokens}).footprint(run, cuda=cuda)
+            if shorter is None:
+                raise AssertionError("it is known for the whole length")
+            return shorter.device
+
+        longest = sizes_on_disk(run.model)
+        return most_that_fit(needed, (longest and longest.positions) or 0, memory * held.share)
 
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that the replica would fail on while it starts; see `Section.check_start`."""

@@ -410,7 +410,7 @@ def check_experts(sizes: ModelSizes, processes: int, tp: int, lora: LoraConfig) 
     """
     if not sizes.experts:
         return
-    obstacle = None
+    obstacle, reasons = None, []
     if tp > 1:
         obstacle = f"tensor parallelism (tp {tp}) splits linear layers, not stacked experts"
     elif processes > 1:
@@ -419,16 +419,18 @@ def check_experts(sizes: ModelSizes, processes: int, tp: int, lora: LoraConfig) 
             " gather the experts of all layers on its device to publish them"
         )
     if obstacle:
-        raise ValueError(
+        reasons.append(
             f"a model of {sizes.experts} experts trains in one process only: {obstacle}; set every axis of trainer.parallel to 1, or"
             " choose a dense model"
         )
     if lora.rank and not lora.target_modules:
-        raise ValueError(
+        reasons.append(
             f"an adapter (lora.rank {lora.rank}) trains linear layers only, and the {sizes.experts} experts of a layer are stacked tensors, which"
             " would stay as they are: name the layers to adapt (such as lora.target_modules = q_proj,k_proj,v_proj,o_proj), set"
             " lora.rank to 0, or choose a dense model"
         )
+    if reasons:
+        raise ValueError("; ".join(reasons))
 
 
 def check_tensor(sizes: ModelSizes, tp: int) -> None:

@@ -12,8 +12,8 @@ from pydantic import Field, field_validator, model_validator
 from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
-from sluice.config.decide import smallest_memory, visible_devices
-from sluice.config.footprint import GIB, USABLE, Footprint
+from sluice.config.decide import least_sample, smallest_memory, visible_devices
+from sluice.config.footprint import GIB, USABLE, Footprint, most_that_fit
 from sluice.decoder import Decoder, decoder_of
 from sluice.models import check_files, check_model, importable, sizes_on_disk
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_decay, check_sizes, on_device, processes_of
@@ -312,15 +312,21 @@ class TrainerConfig(ComputeConfig):
             return ()
         held.check(memory)
         lines = [f"memory of one trainer device, estimated: {held.device / GIB:.1f} GiB ({held.parts})"]
-        found, capacity = sizes_on_disk(run.model), self._capacity(memory)
-        if capacity is not None and found is not None and found.positions and not _longest_row(run):
-            needed = self._step(run, cuda=on_cuda, longest=found.positions)
-            if needed is not None and needed.total > capacity:
-                lines.append(
-                    f"a row as long as the model allows ({found.positions} tokens) would need {needed.total / GIB:.1f} GiB on each"
-                    " device: set rollout.max_model_len to the longest that the run needs"
-                )
         return tuple(lines)
+
+    def longest_sample(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
+        """Return the most tokens of a row that fit in a device's memory; see `Section.longest_sample`."""
+        sizes, capacity = sizes_on_disk(run.model), self._capacity(memory)
+        if capacity is None or sizes is None or not sizes.positions:
+            return None
+
+        def needed(tokens: int) -> float:
+            held = self._step(run, cuda=cuda, longest=tokens)
+            return 0.0 if held is None else held.total
+
+        if not capacity < needed(sizes.positions):
+            return None
+        return most_that_fit(needed, sizes.positions, capacity)
 
     def _capacity(self, memory: int | None) -> float | None:
         """Return the bytes of a device that training may use; `memory` are all of its bytes, None if nobody knows."""
@@ -442,10 +448,10 @@ class TrainerConfig(ComputeConfig):
 
 
 def _longest_row(run: CommonConfig) -> int:
-    """Return the most tokens of a row, where the settings of the replicas bound it below the model's own limit; otherwise 0."""
+    """Return the most tokens of a row as the settings of the replicas bound it; else of one prompt and response of the run."""
     rollout = getattr(run, "rollout", None)
     given = getattr(rollout, "engine_args", {}).get("max_model_len") or getattr(rollout, "max_model_len", None)
-    return given if isinstance(given, int) else 0
+    return given if isinstance(given, int) else least_sample(run)
 
 
 CONFIG = TrainerConfig

@@ -120,6 +120,8 @@ def submit(argv: list[str]) -> int:
     groups = groups_of(plan, options.sbatch)
     job = job_of(config, plan, options)
     text = script(plan, groups, job)
+    if plan.idle:
+        print(plan.idle, file=sys.stderr)
     if options.dry_run:
         print(text, end="")
         return 0

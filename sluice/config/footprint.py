@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sluice.errors import ConfigError
@@ -11,6 +13,21 @@ GIB = 1 << 30
 USABLE = 0.92
 """Share of a device's memory that estimates may fill. The rest is CUDA's own, fragmentation, and buffers of communication. It is also what
 vLLM takes of a device for itself unless a setting says another share."""
+
+
+STEP = 256
+"""Tokens to whose multiple the length of a sample is rounded down."""
+
+
+def most_that_fit(needed: Callable[[int], float], most: int, capacity: float) -> int:
+    """Return the largest multiple of `STEP` below `most` tokens for which no more bytes are needed than there are; 0 if there is none.
+
+    Args:
+        needed: Bytes for so many tokens; more for more.
+        most: Tokens that do not fit.
+        capacity: Bytes of a device that may be used.
+    """
+    return bisect.bisect_right(range(STEP, most, STEP), capacity, key=needed) * STEP
 
 
 @dataclass(frozen=True, slots=True)

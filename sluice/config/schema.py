@@ -243,6 +243,18 @@ class Section(BaseModel):
         """
         return {}
 
+    def longest_sample(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
+        """Return the most tokens of prompt and response that fit in the memory of the service's devices.
+
+        None if that is not known, or if a sample as long as the model allows fits.
+
+        Args:
+            run: The settings of the run.
+            cuda: As for `footprint`.
+            memory: As for `fitted`.
+        """
+        return None
+
     def models_beside(self) -> dict[str, str]:
         """Return the models that the service loads besides the run's model, by the settings that name them."""
         return {}

@@ -13,9 +13,10 @@ from typing import Any
 
 from sluice.config import ConfigError, RunConfig, allocated, allocation_of
 from sluice.config.allocation import Allocation, Dimensions, Side
-from sluice.config.decide import decided
+from sluice.config.decide import decided, least_sample, uses_devices
 from sluice.config.footprint import GIB, USABLE, Footprint
 from sluice.engines import ENGINES
+from sluice.models import sizes_on_disk
 from sluice.plan.machines import GB, Machines
 from sluice.plan.placement import DoesNotFitError, Sizes, on_devices
 
@@ -59,7 +60,7 @@ def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None) 
     Raises:
         ConfigError: if no division fits; with the numbers and what to change.
     """
-    if not any(machines.devices) or not all(_on_device(run, name) for name in ("trainer", "rollout")):
+    if not any(machines.devices) or not all(uses_devices(getattr(run, name, None)) for name in ("trainer", "rollout")):
         return Arranged(run)
     allocation, count = allocation_of(run), sum(machines.devices)
     if allocation is not None:
@@ -69,29 +70,22 @@ def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None) 
     return Arranged(run) if run.deterministic else _divided(run, machines, replicas)
 
 
-def _on_device(run: RunConfig, name: str) -> bool:
-    """Return whether a service computes on a GPU where there is one; False if its package is not installed."""
-    table: Any = getattr(run, name, None)
-    if name == "rollout" and table is not None and not ENGINES[table.engine].reads_device:
-        return True
-    return getattr(table, "device", "cpu") != "cpu"
-
-
 def _divided(run: RunConfig, machines: Machines, replicas: int | None) -> Arranged:
     """Choose an allocation that uses every GPU: half for each side where a step of training fits, else more for the trainer."""
     count, refused = sum(machines.devices), ""
-    slower: Allocation | None = None
+    lesser: tuple[int, Allocation] | None = None
     for allocation in _allocations(run, machines, replicas):
         try:
-            held, offloads = _needs(run, machines, allocation)
+            held, compromises = _needs(run, machines, allocation)
         except ConfigError as error:
             refused = refused or f"{allocation}: {error}"
             continue
-        if not offloads:
+        if not compromises:
             return _with_allocation(run, allocation, count, held)
-        slower = slower or allocation
-    if slower is not None:
-        return _with_allocation(run, slower, count, _needs(run, machines, slower)[0])
+        if lesser is None or compromises < lesser[0]:
+            lesser = compromises, allocation
+    if lesser is not None:
+        return _with_allocation(run, lesser[1], count, _needs(run, machines, lesser[1])[0])
     if refused:
         raise ConfigError(
             f"{count} GPUs cannot be divided between replicas and trainer so that both fit. With allocation_mode = {refused}"
@@ -174,8 +168,8 @@ def _memories(machines: Machines, allocation: Allocation) -> dict[str, int | Non
     }
 
 
-def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[dict[str, Footprint], bool]:
-    """Return what each side needs with an allocation, and whether the trainer has to keep moments on the host for it.
+def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[dict[str, Footprint], int]:
+    """Return what each side needs with an allocation, and with how many compromises: moments on the host, shorter samples of an engine.
 
     Raises:
         ConfigError: if a side does not fit on a device, the model is not trained in so many processes, or the settings contradict the
@@ -183,7 +177,7 @@ def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[
     """
     memories = _memories(machines, allocation)
     sized = allocated(run.model_copy(update={"allocation_mode": str(allocation)}))
-    tried, _ = decided(sized, cuda=True, memory=memories["trainer"])
+    tried, _ = decided(sized, cuda=True, memory=memories)
     tried.section("trainer").check_trainable(tried)
     held = {}
     for name in ("trainer", "rollout"):
@@ -192,20 +186,40 @@ def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[
             footprint.check(memories[name])
             held[name] = footprint
     before = _table(run, "trainer").optimizer_offload
-    return held, _table(tried, "trainer").optimizer_offload is True and before == "auto"
+    offloads = _table(tried, "trainer").optimizer_offload is True and before == "auto"
+    whole = _with_length(tried, _table(run, "rollout").max_model_len)
+    shortens = _table(whole, "rollout").longest_sample(whole, cuda=True, memory=memories["rollout"]) is not None
+    return held, offloads + shortens
 
 
 def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
     """Divide the memory of each GPU between the trainer and the engines of so many replicas on it.
 
+    An engine has room for one sample as long as the model allows; if that does not fit, for one as short as makes sense.
+
     Raises:
         ConfigError: if a step of training and an engine with its weights and one sample do not fit together.
+    """
+    try:
+        return _by_memory(run, machines, replicas, run)
+    except ConfigError:
+        if not _is_open(run):
+            raise
+    return _by_memory(run, machines, replicas, _with_length(run, least_sample(run)))
+
+
+def _by_memory(run: RunConfig, machines: Machines, replicas: int, least_run: RunConfig) -> Arranged:
+    """Divide the memory as `_shared` says; `least_run` are the settings by which an engine's least is estimated.
+
+    Raises:
+        ConfigError: if both sides do not fit.
     """
     rollout, trainer = _table(run, "rollout"), _table(run, "trainer")
     memory, vllm = machines.device_bytes, rollout.engine == "vllm"
     share = rollout.engine_args.get(SHARE) if vllm else None
     sized, _ = decided(allocated(run), cuda=True)
-    engine = sized.section("rollout").footprint(sized, cuda=True)
+    least_sized, _ = decided(allocated(least_run), cuda=True)
+    engine = least_sized.section("rollout").footprint(least_sized, cuda=True)
     if memory is None or engine is None or sized.section("trainer").footprint(sized, cuda=True) is None:
         if share is not None or not vllm:
             return Arranged(run)
@@ -219,8 +233,9 @@ def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
     room = USABLE * memory - taken - (0 if share is not None else memory * ROUNDING)
     limit = min(room, (trainer.device_memory_gb or math.inf) * GB)
     given = trainer.model_copy(update={"device_memory_gb": max(1.0, limit) / GB})
-    sized, _ = decided(allocated(run.model_copy(update={"trainer": given})), cuda=True, memory=memory)
-    step = sized.section("trainer").footprint(sized, cuda=True)
+    sized, _ = decided(allocated(run.model_copy(update={"trainer": given})), cuda=True, memory={"trainer": memory})
+    sized = _with_length(sized, rollout.max_model_len)
+    step = _step(sized, min(limit, USABLE * memory / 2))
     if step is None:
         raise AssertionError("it was estimated before")
     if step.device > limit or taken < least:
@@ -242,6 +257,29 @@ def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
         f" sample need {engine.device / GIB:.1f}"
     )
     return _with_limit(_with_share(run, share, reason), USABLE * memory - replicas * share * memory, trainer)
+
+
+def _step(run: RunConfig, most: float) -> Footprint | None:
+    """Return what a training step needs with rows as long as the model allows, or if that is more than so many bytes, as long as most rows."""
+    sizes = sizes_on_disk(run.model)
+    whole = _with_length(run, sizes.positions) if sizes and sizes.positions and _is_open(run) else run
+    step: Footprint | None = whole.section("trainer").footprint(whole, cuda=True)
+    if step is None or step.device <= most:
+        return step
+    shorter: Footprint | None = run.section("trainer").footprint(run, cuda=True)
+    return shorter
+
+
+def _is_open(run: RunConfig) -> bool:
+    """Return whether the settings leave open how long samples may be."""
+    rollout = _table(run, "rollout")
+    return rollout.max_model_len is None and "max_model_len" not in rollout.engine_args
+
+
+def _with_length(run: RunConfig, longest: int | None) -> RunConfig:
+    """Return the settings with a value of `rollout.max_model_len`."""
+    rollout = _table(run, "rollout").model_copy(update={"max_model_len": longest})
+    return run.model_copy(update={"rollout": rollout})
 
 
 def _with_share(run: RunConfig, share: float, reason: str) -> Arranged:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sluice.config import ConfigError, PeersConfig, RunConfig, ServerConfig, allocation_of
+from sluice.config.decide import uses_devices
 from sluice.config.footprint import GIB, Footprint
 from sluice.plan.machines import GB, Machines
 from sluice.plan.placement import DoesNotFitError, Sizes, Spot, on_cores, on_devices
@@ -483,7 +484,7 @@ def _spots(run: RunConfig, machines: Machines, replicas: int, trains: str) -> tu
     allocation = allocation_of(run)
     computes = ("rollout", trains)
     there = any(machines.devices)
-    on = {name: there and getattr(_table(run, name), "device", "auto") != "cpu" for name in computes}
+    on = {name: there and uses_devices(run.section(name)) for name in computes}
     if not there:
         for name in computes:
             if getattr(_table(run, name), "device", None) == "cuda":

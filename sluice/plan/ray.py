@@ -7,9 +7,10 @@ computes nothing shares one bundle: weight service and orchestrator then have on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice.config import ConfigError
+from sluice.plan.machines import Machines
 from sluice.plan.plan import COMPUTES, Part, Plan
 
 CONTROL = "control"
@@ -114,6 +115,22 @@ def seat(plan: Plan, pin: str = "") -> tuple[list[Bundle], list[Seat]]:
             bundles.append(Bundle(name, cpus, part.devices, part.keeps_state, pin if part.keeps_state else ""))
         seats.append(Seat(name, part, place.instance, place.rank, number, cpus, ports))
     return bundles, seats
+
+
+def leaving_cores(machines: Machines, beside: int) -> Machines:
+    """Return the machines with the GPUs that may be used if so many other actors need a core, too.
+
+    Each process on a GPU has an actor with a core of its own.
+    """
+    devices = [min(each.devices, each.cores) for each in machines.each]
+    spare = [each.cores - used for each, used in zip(machines.each, devices, strict=True)]
+    for _ in range(beside):
+        node = max(range(machines.nodes), key=lambda each: (spare[each], devices[each]))
+        if spare[node]:
+            spare[node] -= 1
+        else:
+            devices[node] = max(0, devices[node] - 1)  # the actor takes the core of what would have been there
+    return Machines(tuple(replace(each, devices=used) for each, used in zip(machines.each, devices, strict=True)))
 
 
 def unplaced(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]]) -> list[Bundle]:

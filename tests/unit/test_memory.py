@@ -339,13 +339,16 @@ def test_a_run_with_eight_billion_parameters_fits_eight_devices_by_defaults(mode
         explicit.trainer.check_start(explicit)
 
 
-def test_a_row_as_long_as_the_model_allows_is_named_where_it_would_not_fit(model, monkeypatch):
+def test_samples_are_no_longer_than_the_rows_that_fit(model, monkeypatch):
     assume_devices(8, int(80e9))
     (model / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 131_072}))
     words = ["--model", str(model), "--allocation-mode", "vllm:d4+fsdp:d4"]
     run = load_run(words)
-    _, line = run.trainer.check_start(run)
-    assert line.startswith("a row as long as the model allows (131072 tokens) would need")
+    assert run.rollout.max_model_len < 131_072
+    run.trainer.check_start(run)
+    answers = [*words, "--orchestrator.sampling.max-tokens", "100000"]
+    with pytest.raises(ConfigError, match=r"lower token_budget or rollout\.max_model_len"):
+        load_run(answers).trainer.check_start(load_run(answers))
     bounded = load_run([*words, "--rollout.max-model-len", "131072"])
     with pytest.raises(ConfigError, match=r"lower token_budget or rollout\.max_model_len"):
         bounded.trainer.check_start(bounded)

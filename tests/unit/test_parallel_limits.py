@@ -88,6 +88,8 @@ def test_a_model_of_experts_trains_in_one_process_all_of_it_or_the_layers_that_a
         ValueError, match=r"lora\.rank 8.*128 experts of a layer are stacked.*lora\.target_modules = q_proj"
     ):
         experts(rank=8)
+    with pytest.raises(ValueError, match=f"{one}.*; an adapter .*stacked tensors"):
+        experts(processes=4, rank=8)
 
 
 def test_a_dense_model_has_no_such_limits():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sluice.cli.plan import run as plan_command
 from sluice.config import ConfigError, RunConfig, decide, load_run
 from sluice.config.decide import assume_devices
+from sluice.config.footprint import STEP
 from sluice.plan import Machine, Machines, Plan, make_plan
 from sluice.plan.devices import Arranged, arrange
 from sluice.plan.local import child_specs
@@ -96,8 +97,8 @@ def loaded(machines: Machines, *flags: str, replicas: int | None = None) -> tupl
 def markdown_table(models: dict[str, str]) -> str:
     """The table of docs/plan.md."""
     lines = [
-        "| model | GPUs | allocation | trainer, GB | a replica, GB | decided for the trainer |",
-        "|---|---|---|---|---|---|",
+        "| model | GPUs | allocation | trainer, GB | a replica, GB | longest sample | decided for the trainer |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, directory in models.items():
         for text in ("1xH100-80", "8xH100-80", "4x8xH100-80", "8x8xH100-80"):
@@ -107,7 +108,7 @@ def markdown_table(models: dict[str, str]) -> str:
                 run, _ = loaded(machines, "--model", directory)
             except ConfigError as error:
                 reason = next(reason for words, reason in REFUSED.items() if words in str(error))
-                lines.append(f"| {name} | {count} | refused: {reason} | | | |")
+                lines.append(f"| {name} | {count} | refused: {reason} | | | | |")
                 continue
             plan = make_plan(run, machines)
             trainer = run.section("trainer")
@@ -121,6 +122,7 @@ def markdown_table(models: dict[str, str]) -> str:
                 run.allocation_mode or "shared",
                 f"{plan.part('trainer').device_gb:g}",
                 engine if share is None else f"{engine}, and may use {share * 80:.1f}",
+                f"{run.section('rollout').max_model_len or COMMON['max_position_embeddings']:,}",
                 ", ".join(decisions) or "-",
             ]
             lines.append("| " + " | ".join(cells) + " |")
@@ -243,6 +245,65 @@ def test_the_trainer_offloads_before_the_engine_goes_without_room(models: dict[s
     make_plan(run, machines)
 
 
+def _long(tmp_path: Path, name: str, positions: int) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name] | {"max_position_embeddings": positions}))
+    return str(tmp_path)
+
+
+def test_samples_are_no_longer_than_the_memory_of_both_sides_allows(tmp_path: Path) -> None:
+    run, _ = loaded(EIGHT, "--model", _long(tmp_path, "Qwen3-8B", 1_000_000), "--allocation-mode", "vllm:d4+fsdp:d4")
+    longest, memory = run.section("rollout").max_model_len, EIGHT.device_bytes
+    assert longest % STEP == 0
+    assert 8192 < longest < 1_000_000
+    make_plan(run, EIGHT)
+
+    def fits(tokens: int) -> bool:
+        rollout = run.section("rollout").model_copy(update={"max_model_len": tokens})
+        longer = run.model_copy(update={"rollout": rollout})
+        needs = [longer.section(name).footprint(longer, cuda=True) for name in ("trainer", "rollout")]
+        return all(each.device <= memory * each.share for each in needs)
+
+    assert fits(longest)
+    assert not fits(longest + STEP)
+
+
+@pytest.mark.parametrize(
+    "flags", [("--rollout.max_model_len", "32768"), ("--rollout.engine-args.max_model_len", "32768")]
+)
+def test_a_length_that_is_set_stays(tmp_path: Path, flags: tuple[str, str]) -> None:
+    model = _long(tmp_path, "Qwen3-0.6B", 10_000_000)
+    run, _ = loaded(EIGHT, "--model", model, "--allocation-mode", "vllm:d4+fsdp:d4", *flags)
+    rollout = run.section("rollout")
+    assert (rollout.engine_args.get("max_model_len") or rollout.max_model_len) == 32_768
+
+
+def test_a_response_that_fits_nowhere_is_refused_and_does_not_shorten_samples(tmp_path: Path) -> None:
+    model = _long(tmp_path, "Qwen3-8B", 10_000_000)
+    flags = ("--allocation-mode=vllm:d4+fsdp:d4", "--orchestrator.sampling.max_tokens=9000000")
+    run, _ = loaded(EIGHT, "--model", model, *flags)
+    assert run.section("rollout").max_model_len is None
+    with pytest.raises(ConfigError, match=r"is estimated to need .*lower token_budget or rollout\.max_model_len"):
+        make_plan(run, EIGHT)
+
+
+def test_a_division_with_whole_samples_comes_before_one_that_shortens_them(tmp_path: Path) -> None:
+    run, _ = loaded(EIGHT, "--model", _long(tmp_path, "Qwen3-0.6B", 700_000))
+    assert "t2" in str(run.allocation_mode), "the keys and values of 700,000 tokens are 75 GiB"
+
+
+def test_on_a_shared_gpu_samples_are_shortened_before_the_run_is_refused(models: dict[str, str]) -> None:
+    small = machines_of("1xL4-16")
+    run, _ = loaded(small, "--model", models["Qwen3-0.6B"])
+    assert 256 < run.section("rollout").max_model_len < 40_960
+    make_plan(run, small)
+
+
+def test_vllm_takes_a_gpu_whatever_the_device_of_the_other_engine_is(models: dict[str, str]) -> None:
+    run, _ = loaded(EIGHT, "--model", models["Qwen3-0.6B"], "--rollout.device", "cpu")
+    assert run.allocation_mode == "vllm:d4+fsdp:d4"
+    assert make_plan(run, EIGHT).part("rollout").devices == 1
+
+
 def test_several_replicas_on_one_gpu_divide_the_engine_s_share(models: dict[str, str]) -> None:
     shares = [
         loaded(ONE, "--model", models["Qwen3-0.6B"], replicas=count)[0].section("rollout").engine_args
@@ -255,9 +316,9 @@ def test_several_replicas_on_one_gpu_divide_the_engine_s_share(models: dict[str,
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("Qwen3-8B", (), r"share each GPU of 74\.5 GiB.*needs? .*the engine at least 20\.9 GiB"),
+        ("Qwen3-8B", (), r"share each GPU of 74\.5 GiB.*needs? .*the engine at least 15\.\d GiB"),
         ("Qwen3-0.6B", ("--rollout.engine-args.gpu_memory_utilization", "0.9"), r"= 0\.9 gives it 67\.1 GiB"),
-        ("Qwen3-0.6B", ("--rollout.engine-args.gpu_memory_utilization", "0.05"), r"= 0\.05 gives it 3\.7 GiB"),
+        ("Qwen3-0.6B", ("--rollout.engine-args.gpu_memory_utilization", "0.01"), r"= 0\.01 gives it 0\.7 GiB"),
         ("Qwen3-0.6B", ("--trainer.device-memory-gb", "5"), r"a training step is estimated to need"),
     ],
 )
@@ -309,7 +370,7 @@ def test_commands_of_a_plan_carry_what_was_decided(models: dict[str, str], capsy
     flags = _command(json.loads(capsys.readouterr().out), "rollout")
     words = flags[flags.index("rollout") + 1 :]
     read = load_run(words, "rollout")  # where the replica runs, the flags say the same
-    assert 0.7 < read.section("rollout").engine_args["gpu_memory_utilization"] < 0.92
+    assert 0.6 < read.section("rollout").engine_args["gpu_memory_utilization"] < 0.92
     assert (read.section("trainer").device_memory_gb or 0) * GB > 10 * GB
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sluice.config import ConfigError, load_run
 from sluice.config import allocated as set_sizes
-from sluice.plan import Machines, Plan, make_plan
-from sluice.plan.ray import Bundle, render, seat, unplaced
+from sluice.plan import Machine, Machines, Plan, make_plan
+from sluice.plan.ray import Bundle, leaving_cores, render, seat, unplaced
 
 
 def plan(allocation: str, machines: Machines, *flags: str) -> Plan:
@@ -53,6 +55,17 @@ def test_a_pinned_plan_names_the_node_of_what_keeps_state_alone() -> None:
 def test_shared_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"each actor has GPUs of its own.*--allocation-mode vllm:d2\+fsdp:d2"):
         seat(plan("d2", Machines.alike(nodes=1, devices=2, cores=2)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 16)), min_size=1, max_size=4), st.integers(1, 6))
+def test_gpus_that_are_used_leave_a_core_for_each_other_actor(nodes: list[tuple[int, int]], beside: int) -> None:
+    machines = Machines(tuple(Machine(devices, cores) for devices, cores in nodes))
+    used, cores = leaving_cores(machines, beside).devices, machines.cores
+    assert all(one <= min(there, core) for one, there, core in zip(used, machines.devices, cores, strict=True))
+    spare = sum(cores) - sum(used)
+    assert spare >= min(beside, sum(cores))
+    if used != machines.devices:
+        assert spare == beside or sum(used) == 0 or any(core < there for there, core in nodes), "no more than needed"
 
 
 def test_what_does_not_fit_is_named_and_large_bundles_get_room_first() -> None:
