@@ -165,8 +165,8 @@ async def gateway(
     metrics = {"gateway": free_port(), "orchestrator": free_port()}
     group, groups = min(64, sessions), -(-sessions // 64) + 1
     common = [f"--run={RUN}", f"--output-dir={directory}", "--model=bench", "--log-level=warning"]
-    # The sessions of all rounds are of one group, however slow the engine is.
-    external = {"group_s": 86_400.0, **external}
+    # The sessions of all rounds are of one group and lease, and idle while the other server has its turn, however slow the engine is.
+    external = {"group_s": 86_400.0, "lease_s": 86_400.0, "idle_s": 86_400.0, **external}
     orchestrator = [
         *common,
         f"--peers.trainer={trainer}",
@@ -325,7 +325,8 @@ async def against_vllm(options: argparse.Namespace, directory: Path, name: str) 
                         cpu_ms[way].setdefault(part, []).append((used - cpu[part]) * 1000 / requests)
             if number:
                 print(
-                    f"{name} round {number}: " + "  ".join(f"{w} {requests / s[-1]:.2f}/s" for w, s in seconds.items())
+                    f"{name} round {number}: " + "  ".join(f"{w} {requests / s[-1]:.2f}/s" for w, s in seconds.items()),
+                    flush=True,
                 )
     return {
         "requests_over_engine": median_ratio(seconds["vllm"], seconds["gateway"]),
