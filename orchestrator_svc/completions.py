@@ -33,16 +33,29 @@ _OWNER_BITS = np.uint64(48)
 """Bits of a key below the number of its completion."""
 
 
-def completion_ids(trajectory: tokens_pb2.Trajectory, before: int = 0) -> TokenIds:
-    """Return the sampled tokens of a trajectory, those of all its turns in order; empty if its mask has none.
+def completion_ids(trajectories: Sequence[tokens_pb2.Trajectory], shared: Sequence[int]) -> list[TokenIds]:
+    """Return the sampled tokens of each trajectory, those of all its turns in order; empty where its mask has none.
 
     Args:
-        trajectory: The trajectory.
-        before: Token ids that it shares with others and that its `token_ids` therefore lack; those of them that were sampled are left out.
+        trajectories: The trajectories.
+        shared: Of each: token ids that it shares with others and that its `token_ids` therefore lack; those of them that were sampled are
+            left out.
     """
-    ids = np.array(trajectory.token_ids, dtype=np.uint32)
-    runs, place, parts = trajectory.mask_runs, -before, list[TokenIds]()
-    for index, length in enumerate(runs):
+    together = tokens_pb2.Trajectory().token_ids
+    for each in trajectories:
+        together.MergeFrom(each.token_ids)
+    ids = np.array(together, dtype=np.uint32)  # at once: an array of each message takes several times as long
+    found, end = list[TokenIds](), 0
+    for each, before in zip(trajectories, shared, strict=True):
+        begin, end = end, end + len(each.token_ids)
+        found.append(_sampled(ids[begin:end], each.mask_runs, before))
+    return found
+
+
+def _sampled(ids: TokenIds, mask_runs: Sequence[int], before: int) -> TokenIds:
+    """Return those of the ids behind the first `before` of a trajectory that its mask has."""
+    place, parts = -before, list[TokenIds]()
+    for index, length in enumerate(mask_runs):
         if index % 2 and length:
             parts.append(ids[max(0, place) : max(0, place + length)])
         place += length

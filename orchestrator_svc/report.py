@@ -115,11 +115,11 @@ async def summarise(
     number_of = cache(lineage.number)  # many tokens, few versions
     turn = Turn()
     trajectories = [each.trajectory for each in records]
-    lengths, completions = [], []
+    lengths, shared = [], []
     for record, trajectory in zip(records, trajectories, strict=True):
         await turn.give_way()
         lengths.append(sampled_tokens(trajectory))
-        completions.append(completion_ids(trajectory, record.beginning.tokens if record.beginning else 0))
+        shared.append(record.beginning.tokens if record.beginning else 0)
         result = results.get(trajectory.trajectory_id)
         own = record.own
         own.step = step.sequence_no
@@ -132,7 +132,7 @@ async def summarise(
                 ages[age] += tokens
     metrics = _reward_metrics(records, is_solved) | _length_metrics(trajectories, lengths)
     metrics |= _age_metrics(ages, max_staleness) | lengths_by_reward(trajectories, lengths)
-    metrics |= await asyncio.to_thread(text_metrics, completions)
+    metrics |= await asyncio.to_thread(lambda: text_metrics(completion_ids(trajectories, shared)))
     metrics |= mean_measures(record.own.metrics for record in records)
     tokens = sum(result.trained_tokens for result in step.results)
     if tokens or not applied.trained:  # otherwise the report was lost

@@ -15,6 +15,7 @@ import secrets
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 import structlog
@@ -58,6 +59,9 @@ RESTARTS = CounterMetric(
     "Processes of an environment that took the place of one that ended.",
     ("environment",),
 )
+
+# `labels` would take as long as all other bookkeeping of a short call.
+_calls, _seconds = cache(CALLS.labels), cache(CALL_SECONDS.labels)
 
 log = structlog.get_logger(__name__)
 
@@ -440,8 +444,8 @@ class EnvironmentProcesses:
                 self.failures[error.reason] += 1
             raise
         finally:
-            CALLS.labels(self.name, outcome).inc()
-            CALL_SECONDS.labels(self.name).observe(self._clock() - call.since)
+            _calls(self.name, outcome).inc()
+            _seconds(self.name).observe(self._clock() - call.since)
         if call.worker is None:
             raise RuntimeError("a call was answered by no process")
         return value, call.worker

@@ -58,19 +58,26 @@ def test_equal_completions_are_counted_as_they_are(batch) -> None:
     assert duplicate_share([as_array(each) for each in batch]) == pytest.approx(expected)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=8), st.integers(0, 6))
-def test_the_sampled_tokens_are_those_of_the_mask_behind_what_is_shared(stretches, shared) -> None:
-    runs, mask = [], []
-    for is_sampled, length in stretches:
-        if len(runs) % 2 != is_sampled:
-            runs.append(0)
-        runs.append(length)
-        mask += [is_sampled] * length
-    whole = list(range(1000, 1000 + len(mask)))
-    before = min(shared, len(whole))
-    trajectory = tokens_pb2.Trajectory(token_ids=whole[before:], mask_runs=runs)
-    expected = [each for each, counts in zip(whole, mask, strict=True) if counts][sum(mask[:before]) :]
-    assert completion_ids(trajectory, before).tolist() == expected
+stretches = st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=8)
+"""Of each stretch of a trajectory: whether it was sampled, and its tokens."""
+
+
+@given(st.lists(st.tuples(stretches, st.integers(0, 6)), max_size=4))
+def test_the_sampled_tokens_are_those_of_the_mask_behind_what_is_shared(batch) -> None:
+    trajectories, before, expected = [], [], []
+    for number, (parts, shared) in enumerate(batch):
+        runs, mask = [], []
+        for is_sampled, length in parts:
+            if len(runs) % 2 != is_sampled:
+                runs.append(0)
+            runs.append(length)
+            mask += [is_sampled] * length
+        whole = list(range(1000 * number, 1000 * number + len(mask)))
+        before.append(min(shared, len(whole)))
+        trajectories.append(tokens_pb2.Trajectory(token_ids=whole[before[-1] :], mask_runs=runs))
+        sampled = [each for each, counts in zip(whole, mask, strict=True) if counts]
+        expected.append(sampled[sum(mask[: before[-1]]) :])
+    assert [each.tolist() for each in completion_ids(trajectories, before)] == expected
 
 
 def trajectory(group: str, reward: float | None, tokens: int) -> tokens_pb2.Trajectory:
