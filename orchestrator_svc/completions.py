@@ -41,15 +41,10 @@ def completion_ids(trajectories: Sequence[tokens_pb2.Trajectory], shared: Sequen
         shared: Of each: token ids that it shares with others and that its `token_ids` therefore lack; those of them that were sampled are
             left out.
     """
-    together = tokens_pb2.Trajectory().token_ids
-    for each in trajectories:
-        together.MergeFrom(each.token_ids)
-    ids = np.array(together, dtype=np.uint32)  # at once: an array of each message takes several times as long
-    found, end = list[TokenIds](), 0
-    for each, before in zip(trajectories, shared, strict=True):
-        begin, end = end, end + len(each.token_ids)
-        found.append(_sampled(ids[begin:end], each.mask_runs, before))
-    return found
+    return [
+        _sampled(np.array(each.token_ids, dtype=np.uint32), each.mask_runs, before)
+        for each, before in zip(trajectories, shared, strict=True)
+    ]
 
 
 def _sampled(ids: TokenIds, mask_runs: Sequence[int], before: int) -> TokenIds:

@@ -15,13 +15,16 @@ from pydantic import Field, field_validator
 from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
-from sluice.config.footprint import GIB, USABLE, Footprint, most_that_fit
+from sluice.config.footprint import GIB, STEP, USABLE, Footprint
 from sluice.decoder import decoder_of
 from sluice.engines import ENGINES, EngineName
 from sluice.models import check_model, sizes_on_disk
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments of vLLM whose product is the number of processes of an engine."""
+
+WORK_BYTES = 2 * GIB
+"""What vLLM is assumed to take of a GPU beside weights and cache: activations of its largest batch, logits, CUDA graphs."""
 
 _BYTES = {"float32": 4, "float": 4}
 """Bytes of a weight by precision; 2 in all others."""
@@ -189,7 +192,7 @@ class RolloutConfig(Section):
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="Maximum number of tokens of prompt and response together. Unset: the limit of the model, or less where a sample of that length does not fit in the memory of the GPUs.",
+        description="Maximum number of tokens of prompt and response together. Unset: the limit of the model, or less where the commands that start a run find that no longer sample fits in the memory of the GPUs.",
     )
     kv_cache_bytes: int | None = Field(
         None,
@@ -239,27 +242,24 @@ class RolloutConfig(Section):
         return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES) if several else 1
 
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
-        """Estimate the memory of the weights, and of the keys and values of one sample of the maximum length.
+        """Estimate the memory of the weights, of the keys and values of one sample of the maximum length, and of what vLLM takes beside.
 
         None for a hub id, quantized weights, or a model without an estimate.
         """
-        sizes, arguments = decoder_of(run.model), self.engine_args
-        if sizes is None or arguments.get("quantization"):
+        held = self._weights_and_token(run)
+        if held is None:
             return None
-        width = _BYTES.get(arguments.get("dtype", self.dtype), 2)
-        found = sizes_on_disk(run.model)
-        longest = arguments.get("max_model_len", self.max_model_len) or (found and found.positions) or 0
-        shards = math.prod(arguments.get(name, 1) for name in PARALLEL_SIZES[:2])
-        weights = width * sizes.parameters
-        cache = width * 2 * sizes.layers * sizes.keys * longest
+        (weights, token), found, beside = held, sizes_on_disk(run.model), self._beside(cuda=cuda)
+        longest = self.engine_args.get("max_model_len", self.max_model_len) or (found and found.positions) or 0
         return Footprint(
             what="a replica",
-            device=(weights + cache) // shards,
-            parts=f"weights {weights / shards / GIB:.1f}, keys and values of one sample {cache / shards / GIB:.1f}",
-            host=2 * weights,  # the served version and the next one, in shared memory
+            device=int(weights + token * longest + beside),
+            parts=f"weights {weights / GIB:.1f}, keys and values of one sample {token * longest / GIB:.1f}"
+            + (f", work {beside / GIB:.1f}" if beside else ""),
+            host=int(2 * weights * self._shards),  # the served version and the next one, in shared memory
             remedy="divide it over more devices (`t` of an allocation, rollout.engine_args.tensor_parallel_size), lower"
             " rollout.max_model_len, or use a smaller model",
-            share=arguments.get("gpu_memory_utilization", USABLE) if cuda and self.engine == "vllm" else 1.0,
+            share=self._share if cuda else 1.0,
         )
 
     def longest_sample(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
@@ -267,20 +267,41 @@ class RolloutConfig(Section):
 
         vLLM does not start if a sample of the maximum length does not fit.
         """
-        if not cuda or self.engine != "vllm" or memory is None:
+        tokens, sizes = self.cache_tokens(run, cuda=cuda, memory=memory), sizes_on_disk(run.model)
+        if tokens is None or sizes is None or not sizes.positions or tokens >= sizes.positions:
             return None
-        held = self.footprint(run, cuda=cuda)
-        if held is None or held.device <= memory * held.share:
+        return tokens // STEP * STEP
+
+    def cache_tokens(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
+        """Return the tokens whose keys and values fit beside the weights, for vLLM on a GPU; None if nobody knows."""
+        held = self._weights_and_token(run)
+        if not cuda or self.engine != "vllm" or memory is None or held is None:
             return None
+        weights, token = held
+        room = memory * self._share - self._beside(cuda=cuda) - weights
+        return max(0, int(min(room, self.kv_cache_bytes or room) / token))
 
-        def needed(tokens: int) -> int:
-            shorter = self.model_copy(update={"max_model_len": tokens}).footprint(run, cuda=cuda)
-            if shorter is None:
-                raise AssertionError("it is known for the whole length")
-            return shorter.device
+    def _beside(self, *, cuda: bool) -> int:
+        """Return the bytes of a GPU that the engine takes beside weights and cache."""
+        return WORK_BYTES if cuda and self.engine == "vllm" else 0
 
-        longest = sizes_on_disk(run.model)
-        return most_that_fit(needed, (longest and longest.positions) or 0, memory * held.share)
+    @property
+    def _shards(self) -> int:
+        """Devices that divide the weights of a replica."""
+        return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES[:2])
+
+    @property
+    def _share(self) -> float:
+        """Share of a GPU's memory that the engine may use."""
+        return self.engine_args.get("gpu_memory_utilization", USABLE) if self.engine == "vllm" else 1.0
+
+    def _weights_and_token(self, run: CommonConfig) -> tuple[float, float] | None:
+        """Return the bytes on each device of the weights, and of the keys and values of one token; None as `footprint`."""
+        sizes, arguments = decoder_of(run.model), self.engine_args
+        if sizes is None or arguments.get("quantization"):
+            return None
+        width = _BYTES.get(arguments.get("dtype", self.dtype), 2)
+        return width * sizes.parameters / self._shards, width * 2 * sizes.layers * sizes.keys / self._shards
 
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that the replica would fail on while it starts; see `Section.check_start`."""

@@ -316,7 +316,7 @@ class TrainerConfig(ComputeConfig):
 
     def longest_sample(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
         """Return the most tokens of a row that fit in a device's memory; see `Section.longest_sample`."""
-        sizes, capacity = sizes_on_disk(run.model), self._capacity(memory)
+        sizes, capacity = sizes_on_disk(run.model), self._capacity(memory if self._on(cuda=cuda) == "cuda" else None)
         if capacity is None or sizes is None or not sizes.positions:
             return None
 

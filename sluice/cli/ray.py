@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from sluice.certificates import issue_once
 from sluice.cli.live_view import RunView
-from sluice.cli.plan_options import add_plan_options, arranging, plan_with
+from sluice.cli.plan_options import add_plan_options, arranging_on_ray, plan_with
 from sluice.cli.rl import (
     EXIT_CODES,
     check_begins,
@@ -47,8 +47,7 @@ from sluice.config import (
 from sluice.config.decide import assume_devices
 from sluice.plan import Machine, Machines, Plan
 from sluice.plan.machines import add_machines_options, machines_of
-from sluice.plan.plan import agent_workers, has_external_agents
-from sluice.plan.ray import leaving_cores, render
+from sluice.plan.ray import render
 from sluice.rpc.access import Access, check_exposure
 from sluice.rpc.principals import new_token
 from sluice.supervise.restart_policy import EXIT_SET_ASIDE
@@ -62,9 +61,6 @@ PLACE_S = 300.0
 
 CERTIFICATES = "certs"
 """Folder in the directory of the run, with the certificates of this start."""
-
-_BOTH_SIDES = 2
-"""GPUs from which on they are divided between replicas and trainer."""
 
 _BEYOND_LOOPBACK = "0.0.0.0"
 """Stands for the address of a node, which is known later: what is exposed there needs the same protection."""
@@ -93,15 +89,16 @@ def run(argv: list[str]) -> int:
         machines = _machines(options) if needs_cluster or options.machines else Machines()
         # This process decides what `auto` means, for nodes that may have GPUs where it has none.
         assume_devices(max(machines.devices), machines.device_bytes)
+        notes: list[str] = []
         config = load_run(
             settings,
-            arrange=_arranging(options, machines),
+            arrange=arranging_on_ray(options, machines, notes=notes),
             check=lambda config: _check(config, plan_with(options, config, machines), options),
         )
-        return _run(_absolute(config), options, machines)
+        return _run(_absolute(config), options, machines, notes)
 
 
-def _run(config: RunConfig, options: argparse.Namespace, machines: Machines) -> int:
+def _run(config: RunConfig, options: argparse.Namespace, machines: Machines, notes: Sequence[str]) -> int:
     from sluice.ray.driver import Running  # noqa: PLC0415 - needs Ray
 
     plan = plan_with(options, config, machines)
@@ -131,6 +128,8 @@ def _run(config: RunConfig, options: argparse.Namespace, machines: Machines) -> 
         view = view_of(config, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
         if resume:
             view.say(describe_resume(directory))
+        for line in notes:
+            view.say(f"decided: {line}")
         if plan.idle:
             view.say(plan.idle, style="yellow")
         view.say(f"run {config.run}: placing {len(plan.places)} actors, logs in {directory / 'logs'}")
@@ -188,21 +187,6 @@ def _check(config: RunConfig, plan: Plan, options: argparse.Namespace) -> list[s
     notes = [*check_run(config, plan), *render(plan, options.pin).splitlines(), *filter(None, [plan.idle])]
     check_begins(config, resume=options.resume or bool(options.resume_from))
     return notes
-
-
-def _arranging(
-    options: argparse.Namespace, machines: Machines
-) -> Callable[[RunConfig], tuple[RunConfig, Sequence[str]]]:
-    """Return what `load_run` calls to divide the GPUs of a cluster; each actor beside those on GPUs needs a core, too."""
-
-    def arranged(run: RunConfig) -> tuple[RunConfig, Sequence[str]]:
-        added = sum(number for _, number in getattr(options, "extra", ()))
-        usable = leaving_cores(machines, 1 + int(has_external_agents(run)) + agent_workers(run) + added)
-        if sum(usable.devices) < _BOTH_SIDES:
-            return run, ()  # a GPU that both sides use cannot be had on Ray
-        return arranging(options, usable)(run)
-
-    return arranged
 
 
 @contextlib.contextmanager

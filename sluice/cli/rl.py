@@ -82,9 +82,10 @@ def run(argv: list[str]) -> int:
         print(parser.format_help())
     options, settings = parser.parse_known_args(argv)
     resume = options.resume or bool(options.resume_from)
+    notes: list[str] = []
     config = load_run(
         settings,
-        arrange=arranging(options, this_machine(visible_devices(os.environ))),
+        arrange=arranging(options, this_machine(visible_devices(os.environ)), notes=notes),
         check=lambda config: _check(config, _plan(config, options), resume=resume),
     )
     for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
@@ -99,6 +100,8 @@ def run(argv: list[str]) -> int:
                 view.say(done, style="green")
                 return 0
             view.say(describe_resume(directory))
+        for line in notes:
+            view.say(f"decided: {line}")
         for line in _unused(_plan(config, options), config):
             view.say(line, style="yellow")
         view.say(f"estimate: {estimate(config)}")

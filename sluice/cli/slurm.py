@@ -114,14 +114,15 @@ def submit(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(parser.format_help())
     options, words = parser.parse_known_args(argv)
-    config = _settings(options, words)
+    notes: list[str] = []
+    config = _settings(options, words, notes)
     machines = _machines(options)
     plan = _plan(config, options, machines)
     groups = groups_of(plan, options.sbatch)
     job = job_of(config, plan, options)
     text = script(plan, groups, job)
-    if plan.idle:
-        print(plan.idle, file=sys.stderr)
+    for line in (*(f"decided: {note}" for note in notes), *filter(None, [plan.idle])):
+        print(line, file=sys.stderr)
     if options.dry_run:
         print(text, end="")
         return 0
@@ -240,8 +241,8 @@ async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig, r
     return await supervise(supervisor, view, config)
 
 
-def _settings(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
-    """Read the settings as they are for the nodes, not for the machine that this process runs on.
+def _settings(options: argparse.Namespace, words: Sequence[str], notes: list[str] | None = None) -> RunConfig:
+    """Read the settings as they are for the nodes, not for the machine that this process runs on; `notes` get what is decided.
 
     Raises:
         ConfigError: if a setting is wrong.
@@ -250,7 +251,7 @@ def _settings(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     assume_devices(max(machines.devices), machines.device_bytes)
     config = load_run(
         list(words),
-        arrange=arranging(options, machines),
+        arrange=arranging(options, machines, notes=notes),
         check=lambda config: check_run(config, _plan(config, options, machines)),
     )
     return config.model_copy(update={"output_dir": config.output_dir.absolute()})

@@ -90,11 +90,11 @@ def allocated(run: _Run) -> _Run:
 
 
 def uses_devices(table: Section | None) -> bool:
-    """Return whether a service computes on GPUs where there are some; False for one whose package is not installed."""
+    """Return whether a service computes on GPUs where there are some; True where its table does not say."""
     engine = ENGINES.get(getattr(table, "engine", ""))
     if engine is not None and not engine.reads_device:
         return True
-    return table is not None and getattr(table, "device", "auto") != "cpu"
+    return getattr(table, "device", "auto") != "cpu"
 
 
 def _section(run: CommonConfig, name: str) -> Section | None:
@@ -292,13 +292,13 @@ def _playing(run: _Run) -> tuple[_Run, tuple[str, ...]]:
     return run.model_copy(update={"agents": type(agents).model_validate(data)}), (note,)
 
 
-def decided(run: _Run, *, cuda: bool, memory: Mapping[str, int | None] | None = None) -> tuple[_Run, tuple[str, ...]]:
+def decided(run: _Run, *, cuda: bool, memory: int | None = None) -> tuple[_Run, tuple[str, ...]]:
     """Replace every `auto` that concerns both the trainer and the engine, or depends on memory. Explicit settings stay as they are.
 
     Args:
         run: The settings, with the dimensions of the allocation.
         cuda: Whether there is a CUDA device; services on other hosts are assumed to have the same kind.
-        memory: Bytes of the smallest such device that each service has, by service; None, and None in it, if nobody knows.
+        memory: Bytes of the smallest such device that the trainer has; None if nobody knows.
 
     Returns:
         The settings, and one line per decision: the setting, its value and the reason.
@@ -307,7 +307,6 @@ def decided(run: _Run, *, cuda: bool, memory: Mapping[str, int | None] | None = 
     if trainer is None or rollout is None:
         return run, ()
     notes: list[str] = []
-    known = memory or {}
     precision = _precision(trainer, rollout, cuda=cuda)
     merge = _merge(trainer, rollout, cuda=cuda)
     updates = {
@@ -316,17 +315,8 @@ def decided(run: _Run, *, cuda: bool, memory: Mapping[str, int | None] | None = 
     }
     run = run.model_copy(update=updates)
     trainer = updates["trainer"]  # its precision counts in its memory
-    fitting = _replaced(trainer, "trainer", trainer.fitted(run, cuda=cuda, memory=known.get("trainer")), notes)
-    run = run.model_copy(update={"trainer": fitting})
-    longest = _longest(run, cuda=cuda, memory=known)
-    if longest is not None:
-        length, service = longest
-        held = "a training step" if service == "trainer" else "an engine"
-        notes.append(
-            f"rollout.max_model_len = {length} (auto: a longer sample does not fit in the memory of {held}, though the model allows it)"
-        )
-        run = run.model_copy(update={"rollout": updates["rollout"].model_copy(update={"max_model_len": length})})
-    return run, tuple(notes)
+    fitting = _replaced(trainer, "trainer", trainer.fitted(run, cuda=cuda, memory=memory), notes)
+    return run.model_copy(update={"trainer": fitting}), tuple(notes)
 
 
 PROMPT_TOKENS = 1024
@@ -334,30 +324,13 @@ PROMPT_TOKENS = 1024
 
 
 def least_sample(run: CommonConfig) -> int:
-    """Return the tokens of a sample for which a run needs room: a prompt, and a response as long as its environments and the model allow."""
+    """Return the tokens of a sample for which a run needs room: a prompt and one response, as long as its environments and the model allow."""
     from sluice.models import sizes_on_disk  # noqa: PLC0415 - it needs this package
 
     environments = getattr(_section(run, "orchestrator"), "mix", ())
     least = PROMPT_TOKENS + max((each.sampling.max_tokens for each in environments), default=0)
     sizes = sizes_on_disk(run.model)
     return min(least, (sizes and sizes.positions) or least)
-
-
-def _longest(run: CommonConfig, *, cuda: bool, memory: Mapping[str, int | None]) -> tuple[int, str] | None:
-    """Return the most tokens of a sample if the memory of a service allows fewer than the model, and which service that is.
-
-    None if the settings say it, and if not even `least_sample` would fit: then the memory is too small, which is another message.
-    """
-    rollout = _section(run, "rollout")
-    if getattr(rollout, "max_model_len", 0) is not None or "max_model_len" in getattr(rollout, "engine_args", ()):
-        return None
-    found = {
-        name: section.longest_sample(run, cuda=cuda, memory=memory.get(name))
-        for name in ("trainer", "rollout")
-        if (section := _section(run, name)) is not None
-    }
-    length, service = min(((most, name) for name, most in found.items() if most is not None), default=(0, ""))
-    return (length, service) if length >= least_sample(run) else None
 
 
 def _precision(trainer: Any, rollout: Any, *, cuda: bool) -> Mapping[str, dict[str, tuple[object, str]]]:  # noqa: ANN401 - tables of packages that this one does not import

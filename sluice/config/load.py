@@ -316,8 +316,7 @@ def load_run(
         config, uses = arrange(config)
         config, plays = played(allocated(config))
         cuda = bool(visible_devices(os.environ))
-        memory = dict.fromkeys(("trainer", "rollout"), smallest_memory() if cuda else None)
-        config, decisions = decided(repeatable(config), cuda=cuda, memory=memory)
+        config, decisions = decided(repeatable(config), cuda=cuda, memory=smallest_memory() if cuda else None)
         decisions, notes = (*uses, *plays, *decisions), check(config) or ()
         return config, [*(f"decided: {decision}" for decision in decisions), *notes]
 

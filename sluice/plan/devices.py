@@ -7,14 +7,14 @@ divided by memory: the trainer gets what a step is estimated to need, and the en
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.config import ConfigError, RunConfig, allocated, allocation_of
+from sluice.config import ConfigError, RunConfig, Section, allocated, allocation_of
 from sluice.config.allocation import Allocation, Dimensions, Side
 from sluice.config.decide import decided, least_sample, uses_devices
-from sluice.config.footprint import GIB, USABLE, Footprint
+from sluice.config.footprint import GIB, USABLE, Footprint, most_that_fit
 from sluice.engines import ENGINES
 from sluice.models import sizes_on_disk
 from sluice.plan.machines import GB, Machines
@@ -22,6 +22,12 @@ from sluice.plan.placement import DoesNotFitError, Sizes, on_devices
 
 SHARE = "gpu_memory_utilization"
 """vLLM's name of the share of a device's memory that an engine takes."""
+
+SIDES = ("trainer", "rollout")
+"""The services that compute on GPUs."""
+
+ENOUGH_TOKENS = 65_536
+"""Tokens of keys and values with which an engine samples at speed: a few dozen samples at a time."""
 
 MOST_TRIED = 64
 """Devices up to which any number of them may go to the trainer; beyond, it gets whole machines."""
@@ -47,8 +53,8 @@ class Arranged:
     flags: tuple[str, ...] = ()
 
 
-def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None) -> Arranged:
-    """Divide the GPUs of the machines between replicas and trainer, or the memory of those that both use.
+def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None, share: bool = True) -> Arranged:
+    """Decide how a run that trains uses the GPUs of the machines: divide them, or the memory of those that both sides use; bound samples.
 
     What the settings say stays as it is. Nothing is decided for machines without GPUs.
 
@@ -56,21 +62,29 @@ def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None) 
         run: The settings as they were read.
         machines: Where the run starts.
         replicas: The value of `--replicas`; None: as many as the settings say.
+        share: Whether trainer and replicas can use the same GPU.
 
     Raises:
         ConfigError: if no division fits; with the numbers and what to change.
     """
-    if not any(machines.devices) or not all(uses_devices(getattr(run, name, None)) for name in ("trainer", "rollout")):
+    tables = [getattr(run, name, None) for name in ("trainer", "rollout")]
+    on_devices = all(isinstance(each, Section) and hasattr(each, "device") and uses_devices(each) for each in tables)
+    if not any(machines.devices) or not on_devices:
         return Arranged(run)
     allocation, count = allocation_of(run), sum(machines.devices)
-    if allocation is not None:
-        return _shared(run, machines, 1) if allocation.shared else Arranged(run)
-    if count == 1:
-        return _shared(run, machines, replicas or len(run.peers.rollout) or 1)
-    return Arranged(run) if run.deterministic else _divided(run, machines, replicas)
+    if (allocation.shared if allocation is not None else count == 1) and share:
+        done = _shared(run, machines, 1 if allocation is not None else replicas or len(run.peers.rollout) or 1)
+        return _with_longest(done, dict.fromkeys(SIDES, machines.device_bytes))
+    done = Arranged(run)
+    if allocation is None and count > 1 and not run.deterministic:
+        done = _divided(run, machines, replicas, share=share)
+        allocation = allocation_of(done.run)
+    if allocation is None or allocation.rollout is None or allocation.trainer is None or allocation.shared:
+        return done
+    return _with_longest(done, _memories(machines, allocation))
 
 
-def _divided(run: RunConfig, machines: Machines, replicas: int | None) -> Arranged:
+def _divided(run: RunConfig, machines: Machines, replicas: int | None, *, share: bool) -> Arranged:
     """Choose an allocation that uses every GPU: half for each side where a step of training fits, else more for the trainer."""
     count, refused = sum(machines.devices), ""
     lesser: tuple[int, Allocation] | None = None
@@ -90,11 +104,11 @@ def _divided(run: RunConfig, machines: Machines, replicas: int | None) -> Arrang
         raise ConfigError(
             f"{count} GPUs cannot be divided between replicas and trainer so that both fit. With allocation_mode = {refused}"
         )
-    _check_room(run, machines, replicas)
+    _check_room(run, machines, replicas, share=share)
     return Arranged(run)  # the settings fix all sizes, and leave devices over: the plan says so
 
 
-def _check_room(run: RunConfig, machines: Machines, replicas: int | None) -> None:
+def _check_room(run: RunConfig, machines: Machines, replicas: int | None, *, share: bool) -> None:
     """Refuse sizes that need more GPUs than there are.
 
     Raises:
@@ -107,8 +121,8 @@ def _check_room(run: RunConfig, machines: Machines, replicas: int | None) -> Non
         each = "" if rollout.processes() == 1 else f" of {rollout.processes()} GPUs each"
         raise ConfigError(
             f"{engines} replica{'s' * (engines > 1)}{each} and a trainer of {ranks} process{'es' * (ranks > 1)} need {needed} GPUs, and there"
-            f" are {count}: start fewer replicas, lower the axes of trainer.parallel, or let both sides use each GPU, as in"
-            f" allocation_mode = d{count}"
+            f" are {count}: start fewer replicas, or lower the axes of trainer.parallel"
+            + (f", or let both sides use each GPU, as in allocation_mode = d{count}" if share else "")
         )
 
 
@@ -169,7 +183,7 @@ def _memories(machines: Machines, allocation: Allocation) -> dict[str, int | Non
 
 
 def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[dict[str, Footprint], int]:
-    """Return what each side needs with an allocation, and with how many compromises: moments on the host, shorter samples of an engine.
+    """Return what each side needs with an allocation, and with how many compromises: moments on the host, an engine without `ENOUGH_TOKENS`.
 
     Raises:
         ConfigError: if a side does not fit on a device, the model is not trained in so many processes, or the settings contradict the
@@ -177,19 +191,45 @@ def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[
     """
     memories = _memories(machines, allocation)
     sized = allocated(run.model_copy(update={"allocation_mode": str(allocation)}))
-    tried, _ = decided(sized, cuda=True, memory=memories)
+    tried, _ = decided(sized, cuda=True, memory=memories["trainer"])
     tried.section("trainer").check_trainable(tried)
+    longest = _longest(tried, memories) if _is_open(tried) else None
+    bounded = _with_length(tried, longest[0]) if longest is not None and longest[0] >= least_sample(tried) else tried
     held = {}
-    for name in ("trainer", "rollout"):
-        footprint = tried.section(name).footprint(tried, cuda=True)
+    for name, each in (("trainer", tried), ("rollout", bounded)):
+        footprint = each.section(name).footprint(each, cuda=True)
         if footprint is not None:
             footprint.check(memories[name])
             held[name] = footprint
     before = _table(run, "trainer").optimizer_offload
     offloads = _table(tried, "trainer").optimizer_offload is True and before == "auto"
-    whole = _with_length(tried, _table(run, "rollout").max_model_len)
-    shortens = _table(whole, "rollout").longest_sample(whole, cuda=True, memory=memories["rollout"]) is not None
-    return held, offloads + shortens
+    room = _table(tried, "rollout").cache_tokens(tried, cuda=True, memory=memories["rollout"])
+    return held, offloads + (room is not None and room < ENOUGH_TOKENS)
+
+
+def _longest(run: RunConfig, memories: Mapping[str, int | None]) -> tuple[int, str] | None:
+    """Return the most tokens of a sample if the memory of a side allows fewer than the model, and which side that is."""
+    found = {name: _table(run, name).longest_sample(run, cuda=True, memory=memories[name]) for name in SIDES}
+    return min(((most, name) for name, most in found.items() if most is not None), default=None)
+
+
+def _with_longest(done: Arranged, memories: Mapping[str, int | None]) -> Arranged:
+    """Bound the samples of a run by the memory of both sides, unless the settings do or not even `least_sample` would fit."""
+    if not _is_open(done.run):
+        return done
+    # Without the decisions of a machine that has other devices than these: each service makes its own.
+    sized, _ = decided(allocated(done.run), cuda=True, memory=memories["trainer"])
+    found = _longest(sized, memories)
+    if found is None or found[0] < least_sample(sized):
+        return done  # what does not fit at all is refused with the numbers
+    longest, side = found
+    why = "the engine" if side == "rollout" else "a training step"
+    note = (
+        f"rollout.max_model_len = {longest} (auto: {why} has no memory for longer samples, which the model would allow)"
+    )
+    return Arranged(
+        _with_length(done.run, longest), (*done.notes, note), (*done.flags, "--rollout.max-model-len", str(longest))
+    )
 
 
 def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
@@ -201,11 +241,21 @@ def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
         ConfigError: if a step of training and an engine with its weights and one sample do not fit together.
     """
     try:
-        return _by_memory(run, machines, replicas, run)
+        whole = _by_memory(run, machines, replicas, run)
     except ConfigError:
         if not _is_open(run):
             raise
-    return _by_memory(run, machines, replicas, _with_length(run, least_sample(run)))
+        whole = None
+    if whole is not None and not (_is_open(run) and _offloads(whole.run, machines)):
+        return whole
+    short = _by_memory(run, machines, replicas, _with_length(run, least_sample(run)))
+    return short if whole is None or not _offloads(short.run, machines) else whole
+
+
+def _offloads(run: RunConfig, machines: Machines) -> bool:
+    """Return whether the trainer keeps moments on the host because the memory that it may use is not enough."""
+    sized, _ = decided(allocated(run), cuda=True, memory=machines.device_bytes)
+    return _table(run, "trainer").optimizer_offload == "auto" and _table(sized, "trainer").optimizer_offload is True
 
 
 def _by_memory(run: RunConfig, machines: Machines, replicas: int, least_run: RunConfig) -> Arranged:
@@ -233,8 +283,7 @@ def _by_memory(run: RunConfig, machines: Machines, replicas: int, least_run: Run
     room = USABLE * memory - taken - (0 if share is not None else memory * ROUNDING)
     limit = min(room, (trainer.device_memory_gb or math.inf) * GB)
     given = trainer.model_copy(update={"device_memory_gb": max(1.0, limit) / GB})
-    sized, _ = decided(allocated(run.model_copy(update={"trainer": given})), cuda=True, memory={"trainer": memory})
-    sized = _with_length(sized, rollout.max_model_len)
+    sized, _ = decided(allocated(run.model_copy(update={"trainer": given})), cuda=True, memory=memory)
     step = _step(sized, min(limit, USABLE * memory / 2))
     if step is None:
         raise AssertionError("it was estimated before")
@@ -260,14 +309,23 @@ def _by_memory(run: RunConfig, machines: Machines, replicas: int, least_run: Run
 
 
 def _step(run: RunConfig, most: float) -> Footprint | None:
-    """Return what a training step needs with rows as long as the model allows, or if that is more than so many bytes, as long as most rows."""
-    sizes = sizes_on_disk(run.model)
-    whole = _with_length(run, sizes.positions) if sizes and sizes.positions and _is_open(run) else run
-    step: Footprint | None = whole.section("trainer").footprint(whole, cuda=True)
-    if step is None or step.device <= most:
-        return step
-    shorter: Footprint | None = run.section("trainer").footprint(run, cuda=True)
-    return shorter
+    """Return what a training step needs with the longest rows for which so many bytes are enough, but for `least_sample` in any case."""
+
+    def needs(tokens: int) -> Footprint | None:
+        longer = _with_length(run, tokens)
+        found: Footprint | None = _table(longer, "trainer").footprint(longer, cuda=True)
+        return found
+
+    sizes, least = sizes_on_disk(run.model), least_sample(run)
+    if not _is_open(run) or sizes is None or not sizes.positions:
+        found: Footprint | None = _table(run, "trainer").footprint(run, cuda=True)
+        return found
+    whole = needs(sizes.positions)
+    if whole is None or whole.device <= most:
+        return whole
+    return needs(
+        max(least, most_that_fit(lambda tokens: held.device if (held := needs(tokens)) else 0, sizes.positions, most))
+    )
 
 
 def _is_open(run: RunConfig) -> bool:

@@ -344,7 +344,7 @@ def test_samples_are_no_longer_than_the_rows_that_fit(model, monkeypatch):
     (model / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 131_072}))
     words = ["--model", str(model), "--allocation-mode", "vllm:d4+fsdp:d4"]
     run = load_run(words)
-    assert run.rollout.max_model_len < 131_072
+    assert 8192 < run.trainer.longest_sample(run, cuda=True, memory=int(80e9)) < 131_072
     run.trainer.check_start(run)
     answers = [*words, "--orchestrator.sampling.max-tokens", "100000"]
     with pytest.raises(ConfigError, match=r"lower token_budget or rollout\.max_model_len"):

@@ -112,6 +112,9 @@ def markdown_table(models: dict[str, str]) -> str:
                 continue
             plan = make_plan(run, machines)
             trainer = run.section("trainer")
+            longest = run.section("rollout").max_model_len or COMMON["max_position_embeddings"]
+            bounded = run.section("rollout").model_copy(update={"max_model_len": longest})
+            step = trainer.footprint(run.model_copy(update={"rollout": bounded}), cuda=True)
             share = run.section("rollout").engine_args.get("gpu_memory_utilization")
             engine = f"{plan.part('rollout').device_gb:g}"
             decisions = [] if trainer.parallel.accumulate == "auto" else [f"gradients {trainer.parallel.accumulate}"]
@@ -120,9 +123,9 @@ def markdown_table(models: dict[str, str]) -> str:
                 name,
                 str(count),
                 run.allocation_mode or "shared",
-                f"{plan.part('trainer').device_gb:g}",
+                f"{step.device / GB:.1f}",
                 engine if share is None else f"{engine}, and may use {share * 80:.1f}",
-                f"{run.section('rollout').max_model_len or COMMON['max_position_embeddings']:,}",
+                f"{longest:,}",
                 ", ".join(decisions) or "-",
             ]
             lines.append("| " + " | ".join(cells) + " |")
@@ -274,7 +277,7 @@ def test_a_length_that_is_set_stays(tmp_path: Path, flags: tuple[str, str]) -> N
     model = _long(tmp_path, "Qwen3-0.6B", 10_000_000)
     run, _ = loaded(EIGHT, "--model", model, "--allocation-mode", "vllm:d4+fsdp:d4", *flags)
     rollout = run.section("rollout")
-    assert (rollout.engine_args.get("max_model_len") or rollout.max_model_len) == 32_768
+    assert {rollout.engine_args.get("max_model_len"), rollout.max_model_len} == {None, 32_768}
 
 
 def test_a_response_that_fits_nowhere_is_refused_and_does_not_shorten_samples(tmp_path: Path) -> None:
@@ -286,9 +289,38 @@ def test_a_response_that_fits_nowhere_is_refused_and_does_not_shorten_samples(tm
         make_plan(run, EIGHT)
 
 
-def test_a_division_with_whole_samples_comes_before_one_that_shortens_them(tmp_path: Path) -> None:
+def test_an_engine_has_room_for_many_samples_before_more_engines_have_room_for_few(models: dict[str, str]) -> None:
+    run, _ = loaded(EIGHT, "--model", models["Qwen3-32B"])
+    assert str(run.allocation_mode) == "vllm:d1t2+fsdp:d6", "one GPU would hold the weights and 22,000 tokens"
+
+
+def test_a_model_of_many_positions_takes_no_further_gpus_for_samples_that_cannot_be_trained(tmp_path: Path) -> None:
     run, _ = loaded(EIGHT, "--model", _long(tmp_path, "Qwen3-0.6B", 700_000))
-    assert "t2" in str(run.allocation_mode), "the keys and values of 700,000 tokens are 75 GiB"
+    assert str(run.allocation_mode) == "vllm:d4+fsdp:d4"
+    assert run.section("rollout").max_model_len < 700_000
+
+
+def test_an_engine_alone_is_not_bounded_by_a_trainer_that_is_not_there(models: dict[str, str]) -> None:
+    assume_devices(1, 40 * GB)
+    run = load_run(["--model", models["Qwen3-8B"], "--rollout.follow_weights", "false"], "rollout")
+    assert run.section("rollout").max_model_len is None
+
+
+def test_each_side_of_different_machines_is_bounded_by_its_own_gpus(tmp_path: Path) -> None:
+    differ = Machines((Machine(4, 8, device_gb=24), Machine(4, 8, device_gb=80)))
+    run, done = loaded(
+        differ, "--model", _long(tmp_path, "Qwen3-0.6B", 400_000), "--allocation-mode", "vllm:d4+fsdp:d4"
+    )
+    longest = run.section("rollout").max_model_len
+    assert longest == run.section("rollout").model_copy(update={"max_model_len": None}).longest_sample(
+        run, cuda=True, memory=24 * GB
+    ), "the trainer's 80 GB would allow more"
+    assert done.flags[-2:] == ("--rollout.max-model-len", str(longest))
+
+
+def test_a_trainer_on_the_cpu_is_not_bounded_by_a_gpu(tmp_path: Path) -> None:
+    run = load_run(["--model", _long(tmp_path, "Qwen3-0.6B", 131_072), "--trainer.device", "cpu"])
+    assert run.section("trainer").longest_sample(run, cuda=True, memory=24 * GB) is None
 
 
 def test_on_a_shared_gpu_samples_are_shortened_before_the_run_is_refused(models: dict[str, str]) -> None:
@@ -316,7 +348,7 @@ def test_several_replicas_on_one_gpu_divide_the_engine_s_share(models: dict[str,
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("Qwen3-8B", (), r"share each GPU of 74\.5 GiB.*needs? .*the engine at least 15\.\d GiB"),
+        ("Qwen3-8B", (), r"share each GPU of 74\.5 GiB.*needs? .*the engine at least 17\.\d GiB"),
         ("Qwen3-0.6B", ("--rollout.engine-args.gpu_memory_utilization", "0.9"), r"= 0\.9 gives it 67\.1 GiB"),
         ("Qwen3-0.6B", ("--rollout.engine-args.gpu_memory_utilization", "0.01"), r"= 0\.01 gives it 0\.7 GiB"),
         ("Qwen3-0.6B", ("--trainer.device-memory-gb", "5"), r"a training step is estimated to need"),
