@@ -40,7 +40,7 @@ from sluice.environments.base import Task
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.environments.worker import Reason as EnvironmentReason
 from sluice.rpc import SluiceError
-from sluice.sampling.served import OverdueError, ServedDeadline
+from sluice.sampling.served import Nowhere, OverdueError, ServedDeadline
 from sluice.tasks import Turn
 from sluice.v1 import journal_pb2, orchestrator_pb2
 from sluice.versions import Version, versions_of
@@ -116,6 +116,7 @@ class Dispatcher:
         self._lost_since: float | None = None
         self._behind_since: float | None = None
         self._deadlines: dict[int, ServedDeadline] = {}
+        self._nowhere = Nowhere()
         self._counted: Counter[str] = Counter()
         self._counted_at = self._ledger.batches_made
         groups = sorted(self._ledger.groups.values(), key=lambda each: each.number)
@@ -307,6 +308,8 @@ class Dispatcher:
         """
         if wanted is not None or self.paused:
             return wanted
+        if not self._nowhere.requests:
+            return None
         groups = self._ledger.groups
         return next((groups[number].floor for number, each in self._deadlines.items() if each.nowhere), None)
 
@@ -362,7 +365,7 @@ class Dispatcher:
         """
         # External agents have times of their own, which begin with the first lease.
         limit_s = None if settings.workflow == EXTERNAL else self._config.deadlines.episode_s
-        deadline = self._deadlines[group.number] = ServedDeadline(limit_s, self._clock)
+        deadline = self._deadlines[group.number] = ServedDeadline(limit_s, self._clock, self._nowhere)
         try:
             async with deadline.limit():
                 runner = self._runners[group.environment]

@@ -39,6 +39,8 @@ class _Words:
     A stream that continues a sample begins with the text of the tokens before.
     """
 
+    __slots__ = ("_characters", "_given", "_new", "_skip")
+
     def __init__(self) -> None:
         self._new: list[str] = []
         self._given: list[str] = []
@@ -52,9 +54,10 @@ class _Words:
         self._skip = self._characters
 
     def receive(self, text: str) -> None:
-        """Append more text of the stream."""
-        self._new.append(text[self._skip :])
-        self._skip -= min(self._skip, len(text))
+        """Append more text of the stream, if there is any."""
+        if text:
+            self._new.append(text[self._skip :])
+            self._skip -= min(self._skip, len(text))
 
     def whole(self, text: str) -> str:
         """Return the whole text of the sample; what was given away stays, should a tokenizer decode it otherwise once it has the rest."""

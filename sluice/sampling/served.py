@@ -79,16 +79,27 @@ class ServedTime:
             self._requests[after] += 1
 
 
+class Nowhere:
+    """How many requests of several deadlines wait for a replica to be there: who looks for one asks thousands of deadlines only if there is any."""
+
+    __slots__ = ("requests",)
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+
 class ServedDeadline:
     """Ends a block of code when what it does was served for too long.
 
     Args:
         limit_s: Seconds that may be served; None: any number.
         clock: The time.
+        waiting: Counts the requests that wait for a replica, together with those of other deadlines.
     """
 
-    def __init__(self, limit_s: float | None, clock: Clock = CLOCK) -> None:
+    def __init__(self, limit_s: float | None, clock: Clock = CLOCK, waiting: Nowhere | None = None) -> None:
         self._limit_s, self._clock = limit_s, clock
+        self._waiting = waiting or Nowhere()
         self._time = ServedTime(clock())
         self._expire: Callable[[], None] = lambda: None
         self._due: asyncio.Handle | None = None
@@ -134,7 +145,7 @@ class ServedDeadline:
         Raises:
             OverdueError: if the block was served for too long.
         """
-        part = ServedDeadline(self._limit_s, self._clock)
+        part = ServedDeadline(self._limit_s, self._clock, self._waiting)
         self._parts.add(part)
         try:
             with self._elsewhere():
@@ -175,6 +186,7 @@ class ServedDeadline:
     def _move(self, before: Place | None, after: Place | None) -> None:
         counted = self._time.counts
         self._time.move(before, after, self._clock())
+        self._waiting.requests += (after is Place.NOWHERE) - (before is Place.NOWHERE)
         if self._time.counts != counted:
             self._schedule()
 
