@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from sluice.cli.plan_options import add_plan_options, arranging, arranging_on_ray, plan_with
+from sluice.cli.plan_options import add_plan_options, arranging, plan_with
 from sluice.config import ConfigError, Options, RunConfig, load_run
 from sluice.config.decide import assume_devices, visible_devices
 from sluice.plan import Machines, Plan, Purpose
@@ -38,9 +38,8 @@ def run(argv: list[str]) -> int:
         machines = Machines((replace(here, cores=options.cores or here.cores),))
     flags: list[str] = []
     if options.purpose is Purpose.RUN:
-        on_ray = options.engine == "ray"
-        arrange = arranging_on_ray(options, machines) if on_ray else arranging(options, machines, flags=flags)
-        config = load_run(settings, arrange=arrange)
+        divide = options.engine != "ray"  # a cluster is shared with others
+        config = load_run(settings, arrange=arranging(options, machines, flags=flags, divide=divide))
     else:
         config = load_run(settings)
     if options.purpose is Purpose.TRAINING_API and options.engine not in ("table", "json"):

@@ -6,11 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from sluice.config import RunConfig, seconds, whole_number
-from sluice.config.decide import played
 from sluice.plan import Machines, Plan, Purpose, make_plan
 from sluice.plan.devices import arrange
-from sluice.plan.plan import agent_workers, has_external_agents
-from sluice.plan.ray import leaving_cores
 from sluice.supervise.restart_policy import MOST_RESTARTS, START_S
 
 
@@ -84,7 +81,7 @@ def arranging(
     *,
     flags: list[str] | None = None,
     notes: list[str] | None = None,
-    share: bool = True,
+    divide: bool = True,
 ) -> Arranging:
     """Return what decides how the run uses the devices of the machines.
 
@@ -93,11 +90,11 @@ def arranging(
         machines: Where the run starts.
         flags: Gets the decisions as flags, for services that read the settings again.
         notes: Gets the lines about them, for people.
-        share: Whether trainer and replicas can use the same GPU.
+        divide: Whether the run may take all GPUs of the machines, and both sides the same one.
     """
 
     def arranged(run: RunConfig) -> tuple[RunConfig, Sequence[str]]:
-        found = arrange(run, machines, replicas=options.replicas, share=share)
+        found = arrange(run, machines, replicas=options.replicas, divide=divide)
         for into, new in ((flags, found.flags), (notes, found.notes)):
             if into is not None:
                 into[:] = new
@@ -112,22 +109,3 @@ def plan_flags(options: argparse.Namespace) -> list[str]:
     given |= {"max-restarts": options.max_restarts, "start-deadline": options.start_deadline}
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return [*flags, *(f"--with={name}={number}" for name, number in getattr(options, "extra", ()))]
-
-
-def arranging_on_ray(options: argparse.Namespace, machines: Machines, *, notes: list[str] | None = None) -> Arranging:
-    """Return what divides the GPUs of a Ray cluster: each actor has GPUs and a core of its own, also those that compute nothing."""
-
-    def arranged(run: RunConfig) -> tuple[RunConfig, Sequence[str]]:
-        playing, _ = played(run)  # the settings may leave it to an agent who plays the episodes
-        added = sum(number for _, number in getattr(options, "extra", ()))
-        usable = leaving_cores(machines, 1 + int(has_external_agents(playing)) + agent_workers(playing) + added)
-        missing = sum(machines.devices) - sum(usable.devices)
-        short = [f"{missing} GPUs are left out: each actor of Ray needs a core, so give the nodes more CPUs"] * (
-            missing > 0
-        )
-        found, lines = arranging(options, usable, notes=notes, share=False)(run)
-        if notes is not None:
-            notes[:0] = short
-        return found, (*short, *lines)
-
-    return arranged

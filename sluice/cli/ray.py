@@ -20,7 +20,7 @@ from rich.console import Console
 
 from sluice.certificates import issue_once
 from sluice.cli.live_view import RunView
-from sluice.cli.plan_options import add_plan_options, arranging_on_ray, plan_with
+from sluice.cli.plan_options import add_plan_options, arranging, plan_with
 from sluice.cli.rl import (
     EXIT_CODES,
     check_begins,
@@ -47,7 +47,7 @@ from sluice.config import (
 from sluice.config.decide import assume_devices
 from sluice.plan import Machine, Machines, Plan
 from sluice.plan.machines import add_machines_options, machines_of
-from sluice.plan.ray import render
+from sluice.plan.ray import left_over, render
 from sluice.rpc.access import Access, check_exposure
 from sluice.rpc.principals import new_token
 from sluice.supervise.restart_policy import EXIT_SET_ASIDE
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
         notes: list[str] = []
         config = load_run(
             settings,
-            arrange=arranging_on_ray(options, machines, notes=notes),
+            arrange=arranging(options, machines, notes=notes, divide=False),
             check=lambda config: _check(config, plan_with(options, config, machines), options),
         )
         return _run(_absolute(config), options, machines, notes)
@@ -130,8 +130,6 @@ def _run(config: RunConfig, options: argparse.Namespace, machines: Machines, not
             view.say(describe_resume(directory))
         for line in notes:
             view.say(f"decided: {line}")
-        if plan.idle:
-            view.say(plan.idle, style="yellow")
         view.say(f"run {config.run}: placing {len(plan.places)} actors, logs in {directory / 'logs'}")
         began = time.monotonic()
         outcome = asyncio.run(_drive(running, view, config))
@@ -184,7 +182,7 @@ def _check(config: RunConfig, plan: Plan, options: argparse.Namespace) -> list[s
     """Refuse settings that would make a part fail, before any is placed; return the further lines of a dry run."""
     if config.security.tls_cert is not None:  # otherwise certificates and principals are made
         check_exposure(ServerConfig(host=_BEYOND_LOOPBACK), config.security)
-    notes = [*check_run(config, plan), *render(plan, options.pin).splitlines(), *filter(None, [plan.idle])]
+    notes = [*check_run(config, plan), *render(plan, options.pin).splitlines(), *filter(None, [left_over(plan)])]
     check_begins(config, resume=options.resume or bool(options.resume_from))
     return notes
 

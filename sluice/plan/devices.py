@@ -53,7 +53,7 @@ class Arranged:
     flags: tuple[str, ...] = ()
 
 
-def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None, share: bool = True) -> Arranged:
+def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None, divide: bool = True) -> Arranged:
     """Decide how a run that trains uses the GPUs of the machines: divide them, or the memory of those that both sides use; bound samples.
 
     What the settings say stays as it is. Nothing is decided for machines without GPUs.
@@ -62,7 +62,7 @@ def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None, 
         run: The settings as they were read.
         machines: Where the run starts.
         replicas: The value of `--replicas`; None: as many as the settings say.
-        share: Whether trainer and replicas can use the same GPU.
+        divide: Whether the run may take all GPUs of the machines, and both sides the same one.
 
     Raises:
         ConfigError: if no division fits; with the numbers and what to change.
@@ -72,19 +72,19 @@ def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None, 
     if not any(machines.devices) or not on_devices:
         return Arranged(run)
     allocation, count = allocation_of(run), sum(machines.devices)
-    if (allocation.shared if allocation is not None else count == 1) and share:
+    if divide and (allocation.shared if allocation is not None else count == 1):
         done = _shared(run, machines, 1 if allocation is not None else replicas or len(run.peers.rollout) or 1)
         return _with_longest(done, dict.fromkeys(SIDES, machines.device_bytes))
     done = Arranged(run)
-    if allocation is None and count > 1 and not run.deterministic:
-        done = _divided(run, machines, replicas, share=share)
+    if divide and allocation is None and count > 1 and not run.deterministic:
+        done = _divided(run, machines, replicas)
         allocation = allocation_of(done.run)
     if allocation is None or allocation.rollout is None or allocation.trainer is None or allocation.shared:
         return done
     return _with_longest(done, _memories(machines, allocation))
 
 
-def _divided(run: RunConfig, machines: Machines, replicas: int | None, *, share: bool) -> Arranged:
+def _divided(run: RunConfig, machines: Machines, replicas: int | None) -> Arranged:
     """Choose an allocation that uses every GPU: half for each side where a step of training fits, else more for the trainer."""
     count, refused = sum(machines.devices), ""
     lesser: tuple[int, Allocation] | None = None
@@ -104,11 +104,11 @@ def _divided(run: RunConfig, machines: Machines, replicas: int | None, *, share:
         raise ConfigError(
             f"{count} GPUs cannot be divided between replicas and trainer so that both fit. With allocation_mode = {refused}"
         )
-    _check_room(run, machines, replicas, share=share)
+    _check_room(run, machines, replicas)
     return Arranged(run)  # the settings fix all sizes, and leave devices over: the plan says so
 
 
-def _check_room(run: RunConfig, machines: Machines, replicas: int | None, *, share: bool) -> None:
+def _check_room(run: RunConfig, machines: Machines, replicas: int | None) -> None:
     """Refuse sizes that need more GPUs than there are.
 
     Raises:
@@ -121,8 +121,8 @@ def _check_room(run: RunConfig, machines: Machines, replicas: int | None, *, sha
         each = "" if rollout.processes() == 1 else f" of {rollout.processes()} GPUs each"
         raise ConfigError(
             f"{engines} replica{'s' * (engines > 1)}{each} and a trainer of {ranks} process{'es' * (ranks > 1)} need {needed} GPUs, and there"
-            f" are {count}: start fewer replicas, or lower the axes of trainer.parallel"
-            + (f", or let both sides use each GPU, as in allocation_mode = d{count}" if share else "")
+            f" are {count}: start fewer replicas, lower the axes of trainer.parallel, or let both sides use each GPU, as in"
+            f" allocation_mode = d{count}"
         )
 
 

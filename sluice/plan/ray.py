@@ -7,10 +7,9 @@ computes nothing shares one bundle: weight service and orchestrator then have on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sluice.config import ConfigError
-from sluice.plan.machines import Machines
 from sluice.plan.plan import COMPUTES, Part, Plan
 
 CONTROL = "control"
@@ -117,20 +116,16 @@ def seat(plan: Plan, pin: str = "") -> tuple[list[Bundle], list[Seat]]:
     return bundles, seats
 
 
-def leaving_cores(machines: Machines, beside: int) -> Machines:
-    """Return the machines with the GPUs that may be used if so many other actors need a core, too.
-
-    Each process on a GPU has an actor with a core of its own.
-    """
-    devices = [min(each.devices, each.cores) for each in machines.each]
-    spare = [each.cores - used for each, used in zip(machines.each, devices, strict=True)]
-    for _ in range(beside):
-        node = max(range(machines.nodes), key=lambda each: (spare[each], devices[each]))
-        if spare[node]:
-            spare[node] -= 1
-        else:
-            devices[node] = max(0, devices[node] - 1)  # the actor takes the core of what would have been there
-    return Machines(tuple(replace(each, devices=used) for each, used in zip(machines.each, devices, strict=True)))
+def left_over(plan: Plan) -> str:
+    """Return a line about GPUs of the cluster that a run does not take; empty if it takes all."""
+    taken = len({(each.node, device) for each in plan.places for device in each.devices})
+    there = sum(plan.machines.devices)
+    if taken == there:
+        return ""
+    return (
+        f"{there - taken} of {there} GPUs of the cluster are left to other jobs: set allocation_mode, or --replicas and trainer.parallel,"
+        " if this run should take more"
+    )
 
 
 def unplaced(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]]) -> list[Bundle]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sluice.config import ConfigError, load_run
 from sluice.config import allocated as set_sizes
-from sluice.plan import Machine, Machines, Plan, make_plan
-from sluice.plan.ray import Bundle, leaving_cores, render, seat, unplaced
+from sluice.plan import Machines, Plan, make_plan
+from sluice.plan.ray import Bundle, left_over, render, seat, unplaced
 
 
 def plan(allocation: str, machines: Machines, *flags: str) -> Plan:
@@ -57,15 +55,10 @@ def test_shared_gpus_are_refused() -> None:
         seat(plan("d2", Machines.alike(nodes=1, devices=2, cores=2)))
 
 
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 16)), min_size=1, max_size=4), st.integers(1, 6))
-def test_gpus_that_are_used_leave_a_core_for_each_other_actor(nodes: list[tuple[int, int]], beside: int) -> None:
-    machines = Machines(tuple(Machine(devices, cores) for devices, cores in nodes))
-    used, cores = leaving_cores(machines, beside).devices, machines.cores
-    assert all(one <= min(there, core) for one, there, core in zip(used, machines.devices, cores, strict=True))
-    spare = sum(cores) - sum(used)
-    assert spare >= min(beside, sum(cores))
-    if used != machines.devices:
-        assert spare == beside or sum(used) == 0 or any(core < there for there, core in nodes), "no more than needed"
+def test_gpus_of_the_cluster_that_a_run_does_not_take_are_named() -> None:
+    cluster = Machines.alike(nodes=2, devices=2, cores=8)
+    assert left_over(plan("vllm:d1+fsdp:d2", cluster)).startswith("1 of 4 GPUs of the cluster are left to other jobs")
+    assert not left_over(plan("vllm:d2+fsdp:d2", cluster))
 
 
 def test_what_does_not_fit_is_named_and_large_bundles_get_room_first() -> None:
