@@ -266,6 +266,20 @@ def _chunk(n: int, first: int, end: int, tokens: int, version: Version) -> bytes
     return rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk(deltas=deltas)).SerializeToString()
 
 
+def counted(
+    translate: Callable[[Any], Any] | None, name: str, messages: Counter[str], sizes: Counter[str]
+) -> Callable[[Any], Any]:
+    """Return the same translation of messages from or to bytes, which counts under a name what it translates, and the bytes."""
+
+    def count(message: Any) -> Any:  # noqa: ANN401 - bytes or a message
+        translated = message if translate is None else translate(message)
+        messages[name] += 1
+        sizes[name] += len(message if isinstance(message, bytes) else translated)
+        return translated
+
+    return count
+
+
 class Counting(grpc.aio.ServerInterceptor):
     """Counts the messages of a server and their bytes, by method, without what gRPC and TCP add.
 
@@ -300,13 +314,7 @@ class Counting(grpc.aio.ServerInterceptor):
         return self._counted[method]
 
     def _counting(self, name: str, translate: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-        def count(message: Any) -> Any:  # noqa: ANN401 - bytes or a message
-            translated = message if translate is None else translate(message)
-            self._messages[name] += 1
-            self._bytes[name] += len(message if isinstance(message, bytes) else translated)
-            return translated
-
-        return count
+        return counted(translate, name, self._messages, self._bytes)
 
     async def _answer(self, _request: bytes, _context: object) -> bytes:
         return json.dumps({"messages": self._messages, "bytes": self._bytes, "notes": self.notes()}).encode()

@@ -40,7 +40,7 @@ from sluice.environments.base import Task
 from sluice.environments.worker import EnvironmentFailedError
 from sluice.environments.worker import Reason as EnvironmentReason
 from sluice.rpc import SluiceError
-from sluice.sampling.served import Nowhere, OverdueError, ServedDeadline
+from sluice.sampling.served import OverdueError, ServedDeadline, WaitingRequests
 from sluice.tasks import Turn
 from sluice.v1 import journal_pb2, orchestrator_pb2
 from sluice.versions import Version, versions_of
@@ -116,7 +116,7 @@ class Dispatcher:
         self._lost_since: float | None = None
         self._behind_since: float | None = None
         self._deadlines: dict[int, ServedDeadline] = {}
-        self._nowhere = Nowhere()
+        self._waiting_requests = WaitingRequests()
         self._counted: Counter[str] = Counter()
         self._counted_at = self._ledger.batches_made
         groups = sorted(self._ledger.groups.values(), key=lambda each: each.number)
@@ -308,7 +308,7 @@ class Dispatcher:
         """
         if wanted is not None or self.paused:
             return wanted
-        if not self._nowhere.requests:
+        if not self._waiting_requests.count:
             return None
         groups = self._ledger.groups
         return next((groups[number].floor for number, each in self._deadlines.items() if each.nowhere), None)
@@ -365,7 +365,7 @@ class Dispatcher:
         """
         # External agents have times of their own, which begin with the first lease.
         limit_s = None if settings.workflow == EXTERNAL else self._config.deadlines.episode_s
-        deadline = self._deadlines[group.number] = ServedDeadline(limit_s, self._clock, self._nowhere)
+        deadline = self._deadlines[group.number] = ServedDeadline(limit_s, self._clock, self._waiting_requests)
         try:
             async with deadline.limit():
                 runner = self._runners[group.environment]

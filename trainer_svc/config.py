@@ -311,8 +311,7 @@ class TrainerConfig(ComputeConfig):
         if held is None:
             return ()
         held.check(memory)
-        lines = [f"memory of one trainer device, estimated: {held.device / GIB:.1f} GiB ({held.parts})"]
-        return tuple(lines)
+        return (f"memory of one trainer device, estimated: {held.device / GIB:.1f} GiB ({held.parts})",)
 
     def longest_sample(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
         """Return the most tokens of a row that fit in a device's memory; see `Section.longest_sample`."""

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import grpc
 
 from benchmarks.children import program
-from benchmarks.simulated_services import Counting, Counts, Load, SimulatedReplica, read_counts, serving, until_signal
+from benchmarks.simulated_services import (
+    Counting,
+    Counts,
+    Load,
+    SimulatedReplica,
+    counted,
+    read_counts,
+    serving,
+    until_signal,
+)
 from benchmarks.weight_stack import RUN, StagedOnly
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
@@ -132,17 +141,9 @@ class _Node:
         }
         return {"served": self.served, "messages": self.messages, "sizes": self.sizes, "updates": updates}
 
-    def counted(self, method: str, translate: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    def counting(self, method: str, translate: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
         """Return the same translation, which counts what it translates."""
-        name = method.rpartition("/")[2]
-
-        def count(message: Any) -> Any:  # noqa: ANN401 - bytes or a message
-            translated = message if translate is None else translate(message)
-            self.messages[name] += 1
-            self.sizes[name] += len(message if isinstance(message, bytes) else translated)
-            return translated
-
-        return count
+        return counted(translate, method.rpartition("/")[2], self.messages, self.sizes)
 
 
 class _CountedChannel:
@@ -169,7 +170,7 @@ class _CountedChannel:
 
     def _counting(self, method: str, options: dict[str, Any]) -> dict[str, Any]:
         for name in ("request_serializer", "response_deserializer"):
-            options[name] = self._node.counted(method, options.get(name))
+            options[name] = self._node.counting(method, options.get(name))
         return options
 
 
@@ -193,18 +194,18 @@ async def _run(options: argparse.Namespace) -> None:
     counting.notes = node.notes
     load = Load(options.latency_s, options.spread, options.tokens)
 
-    def counted(target: str) -> Any:  # noqa: ANN401 - in place of a channel
+    def connected(target: str) -> Any:  # noqa: ANN401 - in place of a channel
         return _CountedChannel(connect(target, SecurityConfig()), node)
 
     async def follow(target: str, replica: SimulatedReplica) -> None:
         name = f"replica-{target}"
         receiver = node.receivers[name] = WeightReceiver(
-            counted(options.weights),
+            connected(options.weights),
             RUN,
             name,
             options.stage_dir,
             _FollowingEngine(replica, node.served[name]),
-            options=ReceiverOptions(local_files=False, connect_to=counted),
+            options=ReceiverOptions(local_files=False, connect_to=connected),
         )
         await receiver.run_forever()
 

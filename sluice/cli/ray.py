@@ -128,8 +128,8 @@ def _run(config: RunConfig, options: argparse.Namespace, machines: Machines, not
         view = view_of(config, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
         if resume:
             view.say(describe_resume(directory))
-        for line in notes:
-            view.say(f"decided: {line}")
+        for line in (*(f"decided: {note}" for note in notes), *filter(None, [left_over(plan)])):
+            view.say(line)
         view.say(f"run {config.run}: placing {len(plan.places)} actors, logs in {directory / 'logs'}")
         began = time.monotonic()
         outcome = asyncio.run(_drive(running, view, config))

@@ -217,7 +217,7 @@ def _with_longest(done: Arranged, memories: Mapping[str, int | None]) -> Arrange
     """Bound the samples of a run by the memory of both sides, unless the settings do or not even `least_sample` would fit."""
     if not _is_open(done.run):
         return done
-    # Without the decisions of a machine that has other devices than these: each service makes its own.
+    # Only the length is kept: the other decisions are made again by each service, on its own machine.
     sized, _ = decided(allocated(done.run), cuda=True, memory=memories["trainer"])
     found = _longest(sized, memories)
     if found is None or found[0] < least_sample(sized):

@@ -238,14 +238,18 @@ class Plan:
         return max(part.drain_s for part in self.parts if part.name != "gateway")
 
     @property
+    def unused_devices(self) -> int:
+        """GPUs of the machines that no part uses; 0 for a run that computes on CPUs."""
+        used = len({(each.node, device) for each in self.places for device in each.devices})
+        return sum(self.machines.devices) - used if used else 0
+
+    @property
     def idle(self) -> str:
         """A line about GPUs that no part uses, with the remedy; empty if there are none."""
-        used = len({(each.node, device) for each in self.places for device in each.devices})
-        there = sum(self.machines.devices)
-        if not used or used == there:
+        if not self.unused_devices:
             return ""
         return (
-            f"{there - used} of {there} GPUs stay idle: raise the numbers of replicas or ranks (--replicas, trainer.parallel, allocation_mode),"
+            f"{self.unused_devices} of {sum(self.machines.devices)} GPUs stay idle: raise the numbers of replicas or ranks (--replicas, trainer.parallel, allocation_mode),"
             " or leave them all out, which divides the GPUs between both"
         )
 

@@ -118,13 +118,11 @@ def seat(plan: Plan, pin: str = "") -> tuple[list[Bundle], list[Seat]]:
 
 def left_over(plan: Plan) -> str:
     """Return a line about GPUs of the cluster that a run does not take; empty if it takes all."""
-    taken = len({(each.node, device) for each in plan.places for device in each.devices})
-    there = sum(plan.machines.devices)
-    if taken == there:
+    if not plan.unused_devices:
         return ""
     return (
-        f"{there - taken} of {there} GPUs of the cluster are left to other jobs: set allocation_mode, or --replicas and trainer.parallel,"
-        " if this run should take more"
+        f"{plan.unused_devices} of {sum(plan.machines.devices)} GPUs of the cluster are left to other jobs: set allocation_mode, or"
+        " --replicas and trainer.parallel, if this run should take more"
     )
 
 

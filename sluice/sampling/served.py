@@ -79,13 +79,13 @@ class ServedTime:
             self._requests[after] += 1
 
 
-class Nowhere:
-    """How many requests of several deadlines wait for a replica to be there: who looks for one asks thousands of deadlines only if there is any."""
+class WaitingRequests:
+    """Number of requests that wait for a replica to be there, over several deadlines. While it is 0, none of them has to be asked."""
 
-    __slots__ = ("requests",)
+    __slots__ = ("count",)
 
     def __init__(self) -> None:
-        self.requests = 0
+        self.count = 0
 
 
 class ServedDeadline:
@@ -97,9 +97,9 @@ class ServedDeadline:
         waiting: Counts the requests that wait for a replica, together with those of other deadlines.
     """
 
-    def __init__(self, limit_s: float | None, clock: Clock = CLOCK, waiting: Nowhere | None = None) -> None:
+    def __init__(self, limit_s: float | None, clock: Clock = CLOCK, waiting: WaitingRequests | None = None) -> None:
         self._limit_s, self._clock = limit_s, clock
-        self._waiting = waiting or Nowhere()
+        self._waiting = waiting or WaitingRequests()
         self._time = ServedTime(clock())
         self._expire: Callable[[], None] = lambda: None
         self._due: asyncio.Handle | None = None
@@ -186,7 +186,7 @@ class ServedDeadline:
     def _move(self, before: Place | None, after: Place | None) -> None:
         counted = self._time.counts
         self._time.move(before, after, self._clock())
-        self._waiting.requests += (after is Place.NOWHERE) - (before is Place.NOWHERE)
+        self._waiting.count += (after is Place.NOWHERE) - (before is Place.NOWHERE)
         if self._time.counts != counted:
             self._schedule()
 

@@ -16,7 +16,7 @@ from run_facts import ENVIRONMENT, accept, drawn
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.curriculum import Curriculum
-from orchestrator_svc.journal import snapshot
+from orchestrator_svc.journal import snapshot, store
 from orchestrator_svc.journal.ledger import Group, folded
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.snapshot import FILE, Snapshots
@@ -44,6 +44,12 @@ class Counted:
 
     def restore(self, state: int) -> None:
         self.all = state
+
+
+@pytest.fixture(autouse=True)
+def the_end_waits_for_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run gives a snapshot up at its end after two seconds; a test must have it, however slow its machine is."""
+    monkeypatch.setattr(store, "_SNAPSHOT_S", 60.0)
 
 
 def opened(run_dir: Path, *, least: int = 10, settings: tuple[str, ...] = SETTINGS) -> tuple[Journal, Counted]:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from simulated_clock import SimulatedClock
 
-from sluice.sampling.served import Nowhere, OverdueError, Place, ServedDeadline, ServedTime, place_of
+from sluice.sampling.served import OverdueError, Place, ServedDeadline, ServedTime, WaitingRequests, place_of
 from sluice.v1 import rollout_pb2
 
 
@@ -129,17 +129,17 @@ async def test_a_block_without_a_limit_lasts_as_long_as_it_likes() -> None:
 
 
 async def test_deadlines_count_together_how_many_of_their_requests_wait_for_a_replica() -> None:
-    clock, waiting = SimulatedClock(), Nowhere()
+    clock, waiting = SimulatedClock(), WaitingRequests()
     one, other = (ServedDeadline(60.0, clock, waiting) for _ in range(2))
     with one.request() as first, other.request() as second:
-        assert waiting.requests == 2
+        assert waiting.count == 2
         first(Place.QUEUED)
         async with other.part() as part:
             with part.request():
-                assert (waiting.requests, one.nowhere, other.nowhere) == (2, False, True)
-            assert waiting.requests == 1
+                assert (waiting.count, one.nowhere, other.nowhere) == (2, False, True)
+            assert waiting.count == 1
         second(Place.SERVED)
-        assert (waiting.requests, other.nowhere) == (0, False)
+        assert (waiting.count, other.nowhere) == (0, False)
         first(Place.NOWHERE)
-        assert (waiting.requests, one.nowhere) == (1, True)
-    assert waiting.requests == 0
+        assert (waiting.count, one.nowhere) == (1, True)
+    assert waiting.count == 0
