@@ -1,4 +1,4 @@
-"""wordle: find a secret word in six guesses, of which each letter is marked. The reward is the higher, the fewer guesses it took."""
+"""wordle: find a secret word in six guesses; each letter of a guess is marked. Fewer guesses earn a higher reward."""
 
 from __future__ import annotations
 
