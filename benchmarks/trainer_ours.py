@@ -20,7 +20,7 @@ from benchmarks.trainer_workload import (
     UpdateBatch,
     side_arguments,
 )
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
@@ -99,11 +99,11 @@ def config(*, threads: int, budget: int = 8192, fold: bool = True, replicate: in
     )
 
 
-def sequence(row: Row) -> Sequence:
+def sequence(row: Row) -> TrainingRow:
     """Return a sample as the trainer takes it."""
     length = len(row.prompt) + len(row.completion)
     trained = torch.arange(length) >= len(row.prompt)
-    return Sequence(
+    return TrainingRow(
         input_ids=torch.cat([row.prompt, row.completion]),
         loss_mask=trained,
         behaviour_logprobs=torch.cat([torch.full((len(row.prompt),), torch.nan), row.behaviour]),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from sluice.render import ChatRenderer
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.config import ObjectiveConfig
@@ -103,7 +103,7 @@ def measure_deltas(model: Path, lr: float, *, steps: int, measured: int, threads
     return dict(classes)
 
 
-def _batches(model: Path) -> Iterator[list[Sequence]]:
+def _batches(model: Path) -> Iterator[list[TrainingRow]]:
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model))
     random = Random(0)  # noqa: S311 - tasks, not secrets
     while True:
@@ -115,19 +115,19 @@ def _batches(model: Path) -> Iterator[list[Sequence]]:
         ]
 
 
-def _row(renderer: ChatRenderer, task: str, answer: str, advantage: float, group: str) -> Sequence:
+def _row(renderer: ChatRenderer, task: str, answer: str, advantage: float, group: str) -> TrainingRow:
     messages = [{"role": "user", "content": f"Reverse: {task}"}, {"role": "assistant", "content": answer}]
     rendered = renderer.render_sft(messages)
     ids = torch.tensor(rendered.ids)
     mask = torch.tensor(rendered.loss_mask, dtype=torch.bool)
     nothing = torch.full((len(ids),), torch.nan)
-    return Sequence(ids, mask, nothing, torch.full((len(ids),), advantage), group_id=group)
+    return TrainingRow(ids, mask, nothing, torch.full((len(ids),), advantage), group_id=group)
 
 
-def _on_policy(engine: TrainEngine, rows: list[Sequence]) -> list[Sequence]:
+def _on_policy(engine: TrainEngine, rows: list[TrainingRow]) -> list[TrainingRow]:
     logprobs = engine.forward(rows)
     return [
-        Sequence(row.input_ids, row.loss_mask, values, row.advantages, group_id=row.group_id)
+        TrainingRow(row.input_ids, row.loss_mask, values, row.advantages, group_id=row.group_id)
         for row, values in zip(rows, logprobs, strict=True)
     ]
 

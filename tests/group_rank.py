@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sluice.rpc import SluiceError
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.compute_config import ParallelDims
 from trainer_svc.parallel.mesh import make_mesh
 from trainer_svc.service.rank_group import RankFailedError, RankGroup, RankLink
@@ -32,11 +32,11 @@ POLL_S = 0.02
 NOTES: dict[str, object] = {}
 
 
-def row(name: str, length: int) -> Sequence:
+def row(name: str, length: int) -> TrainingRow:
     mask = torch.zeros(length, dtype=torch.bool)
     mask[1:] = True
     values = torch.full((length,), 0.5)
-    return Sequence(torch.arange(length), mask, values, values, trajectory_id=name)
+    return TrainingRow(torch.arange(length), mask, values, values, trajectory_id=name)
 
 
 def limit(link: RankLink, seconds: float) -> None:

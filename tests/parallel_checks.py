@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tokens
+from trainer_svc.batch.rows import MicroBatch, Outputs, TrainingRow, count_loss_tokens
 from trainer_svc.compute_config import MESH_AXES, ParallelDims
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
@@ -60,7 +60,7 @@ def engine(model: Path, mesh: Mesh, **settings: Any) -> TrainEngine:
     )
 
 
-def share(mesh: Mesh, seed: int = 3) -> list[Sequence]:
+def share(mesh: Mesh, seed: int = 3) -> list[TrainingRow]:
     return ragged_batch(seed=seed)[mesh.rank :: mesh.dims.data_parallel]
 
 

@@ -23,7 +23,7 @@ from parallel_checks import checks, connected, gathered
 from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 
-from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tokens
+from trainer_svc.batch.rows import MicroBatch, Outputs, TrainingRow, count_loss_tokens
 from trainer_svc.compute_config import ParallelConfig, ParallelDims
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
@@ -39,7 +39,7 @@ from trainer_svc.update.policy import PolicyUpdate
 TIMEOUT_S = 60.0
 STEPS = 2
 
-Step = Callable[[TrainEngine, list[Sequence]], Any]
+Step = Callable[[TrainEngine, list[TrainingRow]], Any]
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class Case:
 
     model: str
     step: Step
-    rows: list[Sequence]
+    rows: list[TrainingRow]
     settings: dict[str, Any]
     head: Any = "language"
 
 
 def rl(**objective: Any) -> Step:
-    def step(engine: TrainEngine, rows: list[Sequence]) -> Any:
+    def step(engine: TrainEngine, rows: list[TrainingRow]) -> Any:
         return PolicyUpdate(engine, Objective.of(ObjectiveConfig(**objective))).apply(rows).metrics
 
     return step
 
 
-def values_and_tokens(engine: TrainEngine, rows: list[Sequence]) -> Any:
+def values_and_tokens(engine: TrainEngine, rows: list[TrainingRow]) -> Any:
     def loss(outputs: Outputs, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         squared = (outputs.values - batch.advantages) ** 2
         return (squared - outputs.logprobs).sum(), {"squared": squared.detach().sum()}
@@ -68,7 +68,7 @@ def values_and_tokens(engine: TrainEngine, rows: list[Sequence]) -> Any:
     return engine.train_batch(rows, loss, count_loss_tokens)
 
 
-def values_alone(engine: TrainEngine, rows: list[Sequence]) -> Any:
+def values_alone(engine: TrainEngine, rows: list[TrainingRow]) -> Any:
     def loss(outputs: Outputs, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return ((outputs.values - batch.advantages) ** 2).sum(), {}
 
@@ -182,7 +182,7 @@ def known(metrics: Any) -> dict[str, float]:
     return {name: float(getattr(metrics, name)) for name in names} | measured | dict(metrics.sums)
 
 
-def mine(rows: list[Sequence], mesh: Mesh) -> list[Sequence]:
+def mine(rows: list[TrainingRow], mesh: Mesh) -> list[TrainingRow]:
     share = balance(rows, mesh.dims.data_parallel)[mesh.dims.data_rank(mesh.rank)]
     return [rows[place] for place in share]
 

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.capture.records import TRAINED, Trajectory, read_run
 from sluice.versions import BASE, Version
-from trainer_svc.batch.rows import Sequence as Row
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from weightsync.format.manifest import version_directory
@@ -122,11 +122,11 @@ def _sampled_by(trajectory: Trajectory, version: Version) -> np.ndarray:
     return mask
 
 
-def _row(trajectory: Trajectory) -> Row:
+def _row(trajectory: Trajectory) -> TrainingRow:
     mask = torch.from_numpy(_mask(trajectory))
     behaviour = torch.full((len(mask),), torch.nan)
     behaviour[mask] = torch.from_numpy(trajectory.logprobs)
-    return Row(
+    return TrainingRow(
         input_ids=torch.from_numpy(trajectory.ids.astype(np.int64)),
         loss_mask=mask,
         behaviour_logprobs=behaviour,

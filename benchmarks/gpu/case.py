@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from sluice.cli.init_model import ModelShape, character_tokenizer
 from sluice.host_files import whole_directory
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 
 PROMPT_SHARE = 16
 """One token in this many is part of the prompt, which is not trained."""
@@ -158,14 +158,14 @@ class Case:
             tokenizer.save_pretrained(staging)
         return directory
 
-    def rows(self, tokens: int, count: int) -> list[Sequence]:
+    def rows(self, tokens: int, count: int) -> list[TrainingRow]:
         """Draw sequences without common prompts, so that neither folding nor skipping helps; advantages have both signs."""
         generator = torch.Generator().manual_seed(0)
         trained = torch.arange(tokens) >= max(1, tokens // PROMPT_SHARE)
         vocabulary = self.shape.vocabulary
         behaviour = torch.full((tokens,), -float(torch.tensor(float(vocabulary)).log()))
         return [
-            Sequence(
+            TrainingRow(
                 input_ids=torch.randint(vocabulary, (tokens,), generator=generator),
                 loss_mask=trained,
                 behaviour_logprobs=behaviour,
@@ -174,7 +174,7 @@ class Case:
             for number in range(count)
         ]
 
-    def batch(self, tokens: int) -> list[Sequence]:
+    def batch(self, tokens: int) -> list[TrainingRow]:
         """Draw a whole batch of sequences of a length."""
         return self.rows(tokens, max(2, self.shape.batch_tokens // tokens))
 

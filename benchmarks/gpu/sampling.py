@@ -16,7 +16,7 @@ from benchmarks.pauses import stage_files, update_in_flight
 from rollout_svc.engines.base import GenerationRequest, InferenceEngine, Sampling
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.engine.engine import TrainEngine
 
 SAMPLE_S = 240.0
@@ -98,7 +98,7 @@ async def _log_probabilities(case: Case, engine: InferenceEngine) -> Figures:
         ids = torch.tensor([*request.prompt_ids, *sample.token_ids])
         logprobs = torch.full((len(ids),), torch.nan)
         logprobs[PROMPT_TOKENS:] = torch.tensor(sample.logprobs)
-        rows.append(Sequence(ids, torch.arange(len(ids)) >= PROMPT_TOKENS, logprobs, torch.zeros(len(ids))))
+        rows.append(TrainingRow(ids, torch.arange(len(ids)) >= PROMPT_TOKENS, logprobs, torch.zeros(len(ids))))
     trainer = TrainEngine(settings(case), case.model())
     ours = torch.cat(await asyncio.to_thread(trainer.forward, rows)).double()
     theirs = torch.cat([row.behaviour_logprobs for row in rows]).double()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.parts import Figures, Measurements, NotRunError
 from sluice.config import CommonConfig, ConfigError
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.engine.out_of_memory import MemoryShortError
@@ -93,7 +92,7 @@ def _peak(case: Case, metrics: StepMetrics) -> int | None:
     return None if case.device.type != "cuda" or peak is None else int(peak)
 
 
-def train(case: Case, trained: Trained, rows: Rows[Sequence]) -> dict[str, Any]:
+def train(case: Case, trained: Trained, rows: Sequence[TrainingRow]) -> dict[str, Any]:
     """Make the update again and again on the same rows; return medians over the counted ones, the first of which allocates."""
     first = trained.update.apply(rows).metrics
     steps = [trained.update.apply(rows).metrics for _ in range(case.shape.rounds)]
@@ -223,7 +222,7 @@ def _out_of_memory(case: Case) -> Figures:
     }
 
 
-def _reserved(case: Case, config: TrainerConfig, rows: Rows[Sequence]) -> tuple[int | None, float]:
+def _reserved(case: Case, config: TrainerConfig, rows: Sequence[TrainingRow]) -> tuple[int | None, float]:
     """Return the memory that PyTorch takes from the device for an update after the first, and its loss; None on a CPU."""
     if case.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -239,7 +238,7 @@ def _reserved(case: Case, config: TrainerConfig, rows: Rows[Sequence]) -> tuple[
     return peak, loss
 
 
-def _few(rows: Rows[Sequence]) -> Rows[Sequence]:
+def _few(rows: Sequence[TrainingRow]) -> Sequence[TrainingRow]:
     return rows[: max(1, len(rows) // 4)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from trainer_svc.batch.rows import Sequence, count_loss_tokens
+from trainer_svc.batch.rows import TrainingRow, count_loss_tokens
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
@@ -32,7 +32,7 @@ rows = []
 for sentence in ("the quick brown fox", "jumps over the lazy dog", "and sleeps", "until the morning"):
     ids = torch.tensor(tokenizer(sentence)["input_ids"])
     nothing = torch.full(ids.shape, torch.nan)  # no behaviour, no advantages: every token but the first is learned
-    rows.append(Sequence(ids, torch.arange(len(ids)) > 0, behaviour_logprobs=nothing, advantages=nothing))
+    rows.append(TrainingRow(ids, torch.arange(len(ids)) > 0, behaviour_logprobs=nothing, advantages=nothing))
 share = balance(rows, mesh.dims.data_parallel)[mesh.dims.data_rank(mesh.rank)]
 
 for step in range(20):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.batch.rows import Sequence, count_loss_tokens, pack
+from trainer_svc.batch.rows import TrainingRow, count_loss_tokens, pack
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.attention_choice import LARGEST_ERROR, choose_attention, kernel_error
 from trainer_svc.engine.engine import TrainEngine
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def rows(seed: int = 0) -> list[Sequence]:
+def rows(seed: int = 0) -> list[TrainingRow]:
     """Four groups of three samples that share their prompt."""
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -55,7 +55,7 @@ def rows(seed: int = 0) -> list[Sequence]:
             ids = torch.cat([prompt, torch.randint(100, (count,), generator=generator)])
             mask = torch.arange(len(ids)) >= len(prompt)
             nothing = torch.zeros(len(ids))
-            made.append(Sequence(ids, mask, nothing, nothing, group_id=str(group), temperature=0.8))
+            made.append(TrainingRow(ids, mask, nothing, nothing, group_id=str(group), temperature=0.8))
     return made
 
 

@@ -16,7 +16,7 @@ from statistics import median_low
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainer_svc.batch.rows import Sequence, count_loss_tokens
+from trainer_svc.batch.rows import TrainingRow, count_loss_tokens
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.parallel.mesh import join
@@ -26,11 +26,11 @@ STEPS = 7
 """Steps that are measured of several ranks; of one, all take the same."""
 
 
-def row(seed: int, tokens: int, vocabulary: int) -> Sequence:
+def row(seed: int, tokens: int, vocabulary: int) -> TrainingRow:
     """A sequence that is trained but for its first token."""
     ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed))
     nothing = torch.zeros(len(ids))
-    return Sequence(ids, torch.arange(len(ids)) > 0, nothing, nothing, trajectory_id=str(seed))
+    return TrainingRow(ids, torch.arange(len(ids)) > 0, nothing, nothing, trajectory_id=str(seed))
 
 
 def peak_of_a_step(model: str, settings: dict[str, object], lengths: list[int]) -> dict[str, int]:
@@ -43,7 +43,7 @@ def peak_of_a_step(model: str, settings: dict[str, object], lengths: list[int]) 
     engine = TrainEngine(config, model, mesh=join(config.parallel, "cpu"))
     rows = [row(seed, tokens, engine.network.vocabulary) for seed, tokens in enumerate(lengths)]
 
-    def step(trained: list[Sequence]) -> None:
+    def step(trained: list[TrainingRow]) -> None:
         engine.train_batch(trained, lambda outputs, _: (-outputs.logprobs.sum(), {}), count_loss_tokens)
 
     step([row(0, 16, engine.network.vocabulary)])  # makes the moments

@@ -12,7 +12,7 @@ from tiny_policy import ragged_batch
 from sluice.config import CommonConfig
 from sluice.v1 import trainer_pb2
 from sluice.versions import BASE, Version, VersionSpan
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.batches import Batch, Sample, judge
 from trainer_svc.service.learner import Learner
@@ -31,7 +31,7 @@ def train(policy: Learner, *numbers: int) -> None:
 
 
 def batch(
-    policy: Learner, number: int, rows: Iterable[Sequence], *, has_advantages: bool = True, **header: object
+    policy: Learner, number: int, rows: Iterable[TrainingRow], *, has_advantages: bool = True, **header: object
 ) -> Batch:
     """A batch of the policy's present epoch, as the trainer accepts it."""
     values = {

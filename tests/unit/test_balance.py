@@ -11,14 +11,14 @@ from small_learner import learner
 from tiny_policy import ragged_batch, row, tiny_model
 from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
 
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.parallel.balance import TOKENS, Cost, balance
 
 QUADRATIC = Cost(token=100.0, pair=1.0, loss_token=30.0)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[Sequence]:
+def batches(draw: st.DrawFn) -> list[TrainingRow]:
     """Groups of rows with a common prompt, and rows without a group; some without a loss token."""
     rows = []
     for group in range(draw(st.integers(0, 6))):
@@ -29,7 +29,7 @@ def batches(draw: st.DrawFn) -> list[Sequence]:
     return rows
 
 
-def alone(each: Sequence, cost: Cost) -> float:
+def alone(each: TrainingRow, cost: Cost) -> float:
     """What a row costs that shares nothing."""
     trained = each.loss_mask.nonzero()
     tokens = int(trained[-1]) if len(trained) else 0

@@ -12,7 +12,7 @@ from tiny_policy import ragged_batch, tiny_model
 
 from sluice.v1 import tokens_pb2
 from sluice.versions import Version
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.learner import Applied, Learner
 from trainer_svc.update.critic import Critic
@@ -40,7 +40,7 @@ def update(model: Path) -> PolicyUpdate:
     return PolicyUpdate.load(config, model, seed=1)
 
 
-def rewarded(seed: int, scale: float = 1.0) -> list[Sequence]:
+def rewarded(seed: int, scale: float = 1.0) -> list[TrainingRow]:
     rows = ragged_batch(seed=seed, groups=3)
     return [replace(each, reward=scale * (i % 3), truncated=i % 4 == 0) for i, each in enumerate(rows)]
 

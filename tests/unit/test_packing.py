@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from trainer_svc.batch.rows import Sequence, pack
+from trainer_svc.batch.rows import TrainingRow, pack
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import load_network
@@ -30,7 +30,7 @@ from trainer_svc.engine.loading import load_network
 lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=25)
 
 
-def rows_of(sizes: list[tuple[int, int, int]]) -> list[Sequence]:
+def rows_of(sizes: list[tuple[int, int, int]]) -> list[TrainingRow]:
     """Rows whose prompts are equal within a group and differ between groups."""
     return [
         row([10 + group] * prompt, [50 + index % 50] * completion, group=f"g{group}", name=str(index))
@@ -86,7 +86,7 @@ def test_sequences_without_loss_tokens_are_not_forwarded():
 def test_malformed_sequences_are_refused_with_their_name():
     good = row([1, 2], [3], name="bad-row")
     with pytest.raises(ValueError, match=r"bad-row.*first token"):
-        Sequence(
+        TrainingRow(
             good.input_ids,
             torch.ones(3, dtype=torch.bool),
             good.behaviour_logprobs,
@@ -94,7 +94,7 @@ def test_malformed_sequences_are_refused_with_their_name():
             trajectory_id="bad-row",
         )
     with pytest.raises(ValueError, match="advantages of sequence"):
-        Sequence(good.input_ids, good.loss_mask, good.behaviour_logprobs, good.advantages[:2])
+        TrainingRow(good.input_ids, good.loss_mask, good.behaviour_logprobs, good.advantages[:2])
     with pytest.raises(ValueError, match="temperature"):
         row([1], [2], temperature=0.0)
     with pytest.raises(ValueError, match="token_budget"):

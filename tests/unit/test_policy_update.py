@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.versions import Version, VersionSpan
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.network import PACKED_ATTENTION
@@ -35,7 +35,7 @@ def update_of(model_dir: Path, config: TrainerConfig) -> PolicyUpdate:
     return PolicyUpdate.load(config, model_dir, seed=1, frozen=load_frozen(config, model_dir))
 
 
-def on_policy(update: PolicyUpdate, rows: list[Sequence]) -> list[Sequence]:
+def on_policy(update: PolicyUpdate, rows: list[TrainingRow]) -> list[TrainingRow]:
     """The rows as the current policy would have sampled them."""
     logprobs = update.engine.forward(rows)
     return [replace(each, behaviour_logprobs=values) for each, values in zip(rows, logprobs, strict=True)]
@@ -48,7 +48,7 @@ def opinionated(critic: TrainEngine) -> TrainEngine:
     return critic
 
 
-def rewarded(rows: list[Sequence]) -> list[Sequence]:
+def rewarded(rows: list[TrainingRow]) -> list[TrainingRow]:
     """The rows with rewards, every third one cut off by its length."""
     return [replace(each, reward=float(i % 4) - 1.0, truncated=i % 3 == 0) for i, each in enumerate(rows)]
 
@@ -210,7 +210,7 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def first_ratios(update: PolicyUpdate, rows: list[Sequence]) -> torch.Tensor:
+def first_ratios(update: PolicyUpdate, rows: list[TrainingRow]) -> torch.Tensor:
     """Train on the rows; return |log t - log o| of the tokens of the first optimizer step."""
     gaps: list[list[torch.Tensor]] = []
     train_batch = update.engine.train_batch
@@ -250,7 +250,7 @@ RECOMPUTED = {
 PRESET_OF = {"shared critic": "ppo", "KL in the reward": "reinforce_pp", "process": "grpo"}
 
 
-def with_silent_rows(rows: list[Sequence]) -> list[Sequence]:
+def with_silent_rows(rows: list[TrainingRow]) -> list[TrainingRow]:
     """The rows, every third one without an advantage and a reward, so that most objectives do not forward it."""
     told = []
     for place, each in enumerate(rewarded(rows)):
@@ -395,7 +395,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_the_others_are_made(model_dir
 # PPO on a task.
 
 
-def _sampled(update: PolicyUpdate, seed: int, count: int = 24, length: int = 4) -> list[Sequence]:
+def _sampled(update: PolicyUpdate, seed: int, count: int = 24, length: int = 4) -> list[TrainingRow]:
     """Completions of two prompts as the policy samples them; the reward is the share of tokens with an odd id."""
     rows = [row([5 + i % 2], [6] * length, name=f"{seed}/{i}", group=f"{seed}/{i % 2}") for i in range(count)]
     ids = torch.stack([each.input_ids for each in rows])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.versions import Version, VersionSpan
-from trainer_svc.batch.rows import OPTIONAL_COLUMNS, Sequence
+from trainer_svc.batch.rows import OPTIONAL_COLUMNS, TrainingRow
 from trainer_svc.service.rank_group import decode_rows, encode_rows
 
 names = st.text(max_size=12)
@@ -26,11 +26,11 @@ def column(name: str, length: int) -> st.SearchStrategy[torch.Tensor]:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Sequence:
+def rows(draw: st.DrawFn) -> TrainingRow:
     length = draw(st.integers(1, 6))
     columns = {name: draw(column(name, length)) for name in ("loss_mask", "behaviour_logprobs", "advantages")}
     columns |= {name: draw(column(name, length)) for name in draw(st.sets(st.sampled_from(OPTIONAL_COLUMNS)))}
-    return Sequence(
+    return TrainingRow(
         input_ids=torch.tensor(draw(st.lists(st.integers(0, 2**31), min_size=length, max_size=length))),
         versions=tuple(
             VersionSpan(start, Version(epoch, 1 << 40))
@@ -47,8 +47,8 @@ def rows(draw: st.DrawFn) -> Sequence:
     )
 
 
-def alike(one: Sequence, other: Sequence) -> bool:
-    for name in (field.name for field in fields(Sequence)):
+def alike(one: TrainingRow, other: TrainingRow) -> bool:
+    for name in (field.name for field in fields(TrainingRow)):
         left, right = getattr(one, name), getattr(other, name)
         if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
             if left.dtype != right.dtype or not torch.equal(left.nan_to_num(7.0), right.nan_to_num(7.0)):
@@ -60,7 +60,7 @@ def alike(one: Sequence, other: Sequence) -> bool:
 
 @settings(max_examples=30)
 @given(st.lists(rows(), max_size=5))
-def test_rows_arrive_as_they_were_sent(sent: list[Sequence]) -> None:
+def test_rows_arrive_as_they_were_sent(sent: list[TrainingRow]) -> None:
     arrived = decode_rows(encode_rows(sent))
     assert len(arrived) == len(sent)
     assert all(map(alike, arrived, sent))

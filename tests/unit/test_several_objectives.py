@@ -15,7 +15,7 @@ from tiny_policy import ragged_batch, tiny_model
 from sluice.config import ConfigError, check_tables_fit, load_run
 from sluice.v1 import tokens_pb2
 from sluice.versions import BASE
-from trainer_svc.batch.rows import Outputs, Sequence, pack
+from trainer_svc.batch.rows import Outputs, TrainingRow, pack
 from trainer_svc.config import TrainerConfig
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective, with_group_tokens
@@ -44,7 +44,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("several"))
 
 
-def gradient(model_dir: Path, rows: list[Sequence], **settings) -> tuple[torch.Tensor, float]:
+def gradient(model_dir: Path, rows: list[TrainingRow], **settings) -> tuple[torch.Tensor, float]:
     """The gradient of one step, and its loss."""
     reads = any(each.get("kl_coef") for each in (settings["objective"], *settings.get("objectives", {}).values()))
     settings |= {"reference": {"model": "base"}} if reads else {}
@@ -63,7 +63,7 @@ def gradient(model_dir: Path, rows: list[Sequence], **settings) -> tuple[torch.T
     return found, loss
 
 
-def batch() -> list[Sequence]:
+def batch() -> list[TrainingRow]:
     return [replace(each, reference_logprobs=None) for each in ragged_batch(seed=11, groups=6)]
 
 
@@ -139,7 +139,7 @@ def test_ranks_that_share_a_batch_add_up_to_one_that_has_it_all(aggregation) -> 
     }
     rows = [replace(each, objective="other" if each.group_id == "g1" else "") for each in with_group_tokens(batch())]
 
-    def part(own: list[Sequence], ranks: Ranks) -> float:
+    def part(own: list[TrainingRow], ranks: Ranks) -> float:
         loss, weight = mixed(objectives, own, ranks)
         total = 0.0
         for each in pack(own, 256):

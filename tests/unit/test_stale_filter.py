@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sluice.advantages import BATCH_SCALES, ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version, VersionSpan
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.service.batches import Batch, Sample, judge
 
@@ -43,7 +43,7 @@ def sample(
     mask = torch.zeros(PROMPT + tokens, dtype=torch.bool)
     mask[PROMPT:] = True
     spans = tuple(VersionSpan(start, Version(epoch, number)) for start, number in versions or [(0, NOW.number)])
-    sequence = Sequence(
+    sequence = TrainingRow(
         input_ids=torch.arange(PROMPT + tokens),
         loss_mask=mask,
         behaviour_logprobs=torch.where(mask, logprob, torch.nan),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.objective import Objective
@@ -35,14 +35,14 @@ def row(
     group: str = "",
     name: str = "t",
     reference: float | None = None,
-) -> Sequence:
+) -> TrainingRow:
     """A prompt that is not trained and a completion that is."""
     length = len(prompt) + len(completion)
     mask = torch.zeros(length, dtype=torch.bool)
     mask[len(prompt) :] = True
     logprobs = torch.full((length,), torch.nan)
     logprobs[mask] = behaviour
-    return Sequence(
+    return TrainingRow(
         input_ids=torch.tensor([*prompt, *completion]),
         loss_mask=mask,
         behaviour_logprobs=logprobs,
@@ -54,7 +54,7 @@ def row(
     )
 
 
-def ragged_batch(seed: int = 0, groups: int = 5, vocabulary: int = 128) -> list[Sequence]:
+def ragged_batch(seed: int = 0, groups: int = 5, vocabulary: int = 128) -> list[TrainingRow]:
     """Groups of 1 to 4 samples of one prompt, with random lengths, temperatures, advantages and behaviour."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -81,7 +81,7 @@ def ragged_batch(seed: int = 0, groups: int = 5, vocabulary: int = 128) -> list[
     return rows
 
 
-def policy_step(engine: TrainEngine, rows: list[Sequence], objective: Objective | None = None) -> StepMetrics:
+def policy_step(engine: TrainEngine, rows: list[TrainingRow], objective: Objective | None = None) -> StepMetrics:
     """One step with the objective that the engine's settings name, or another."""
     return PolicyUpdate(engine, objective or Objective.of(engine.config.objective)).apply(rows).metrics
 

@@ -7,8 +7,7 @@ parts and shared beginnings (CPU), and as bounds of sequences of varying length 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -60,7 +59,7 @@ class PrefixPlan:
     crossings: tuple[Crossing, ...]
 
     @classmethod
-    def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self | None:
+    def of(cls, segments: Sequence[NDArray[np.int64]], packed_tokens: int) -> Self | None:
         """Split sequences, given as packed indices in order, into shared beginnings and parts of their own.
 
         Returns:
@@ -115,7 +114,7 @@ class VarlenPlan:
     longest_key: int
 
     @classmethod
-    def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self | None:
+    def of(cls, segments: Sequence[NDArray[np.int64]], packed_tokens: int) -> Self | None:
         """Plan the sequences given as packed indices in order.
 
         Returns:
@@ -186,7 +185,7 @@ class AttentionPlan:
     varlen: VarlenPlan | None
 
     @classmethod
-    def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self:
+    def of(cls, segments: Sequence[NDArray[np.int64]], packed_tokens: int) -> Self:
         """Plan the attention of sequences given as packed indices in order; sequences with a common beginning may share indices.
 
         Each token of the packed row must belong to a sequence.
@@ -225,7 +224,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _blocks(
-    rows: Rows[NDArray[np.int64]], packed_tokens: int, size_class: Callable[[int], int], *, padding: int
+    rows: Sequence[NDArray[np.int64]], packed_tokens: int, size_class: Callable[[int], int], *, padding: int
 ) -> tuple[tuple[Block, ...], Indices]:
     """Stack rows of packed indices of one size class into blocks; return them and each token's place in the flattened blocks."""
     by_size: dict[int, list[NDArray[np.int64]]] = defaultdict(list)

@@ -9,8 +9,7 @@ depends on that sequence's earlier tokens alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias
 
@@ -47,7 +46,7 @@ OPTIONAL_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class TrainingRow:
     """One root-to-leaf row of training data.
 
     Attributes:
@@ -139,10 +138,10 @@ class MicroBatch:
         predictor_places: A copy of `predictors` that stays in host memory, so that context parallelism can size its slices
             without waiting for the device.
 
-    The other columns are those of `Sequence` at each loss token; the optional ones are None unless all sequences carry them.
+    The other columns are those of `TrainingRow` at each loss token; the optional ones are None unless all sequences carry them.
     """
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TrainingRow, ...]
     order: tuple[int, ...]
     input_ids: PackedIds
     position_ids: PackedIds
@@ -211,16 +210,16 @@ class Outputs:
 LossFn: TypeAlias = Callable[[Outputs, MicroBatch], tuple[Scalar, dict[str, Scalar]]]
 """Returns the sum of the losses of a micro-batch's tokens, and named sums for the report (``max_...``: maxima)."""
 
-LossWeight: TypeAlias = Callable[[Rows[Sequence]], float]
+LossWeight: TypeAlias = Callable[[Sequence[TrainingRow]], float]
 """Returns what these sequences contribute to the divisor of the summed loss. The contributions of all ranks add up."""
 
 
-def count_loss_tokens(sequences: Rows[Sequence]) -> float:
+def count_loss_tokens(sequences: Sequence[TrainingRow]) -> float:
     """Return the divisor of a mean over loss tokens."""
     return float(sum(sequence.loss_tokens for sequence in sequences))
 
 
-def tokens_to_forward(sequence: Sequence) -> Ids:
+def tokens_to_forward(sequence: TrainingRow) -> Ids:
     """Return the tokens that a loss token depends on: all before the last loss token."""
     trained = np.flatnonzero(sequence.loss_mask.numpy())
     ids: Ids = sequence.input_ids.numpy()
@@ -247,7 +246,7 @@ class _Unit:
 
 
 def pack(
-    sequences: Rows[Sequence], token_budget: int, *, fold: bool = True, whole_groups: bool = False
+    sequences: Sequence[TrainingRow], token_budget: int, *, fold: bool = True, whole_groups: bool = False
 ) -> list[MicroBatch]:
     """Pack sequences into micro-batches of at most `token_budget` forwarded tokens, first fit by decreasing size.
 
@@ -281,13 +280,13 @@ def empty_batch(ranks: int = 1) -> MicroBatch:
     """
     zeros = torch.zeros(2 * ranks)
     columns = {name: zeros.bool() if name == "kept" else zeros for name in OPTIONAL_COLUMNS}
-    row = Sequence(zeros.long(), zeros.bool(), zeros, zeros, **columns)
+    row = TrainingRow(zeros.long(), zeros.bool(), zeros, zeros, **columns)
     batch = _micro_batch([row], [row.input_ids.numpy()], [_Unit([0], 0, len(row))])
     return replace(batch, sequences=(), order=())
 
 
 def _units(
-    sequences: Rows[Sequence], inputs: list[Ids], budget: int, fold: bool, whole_groups: bool
+    sequences: Sequence[TrainingRow], inputs: list[Ids], budget: int, fold: bool, whole_groups: bool
 ) -> Iterable[_Unit]:
     groups: dict[str, list[int]] = defaultdict(list)
     for index, (sequence, ids) in enumerate(zip(sequences, inputs, strict=True)):
@@ -318,7 +317,7 @@ def _fold(members: list[int], inputs: list[Ids], prefix: int, budget: int) -> It
     yield unit
 
 
-def _micro_batch(sequences: Rows[Sequence], inputs: list[Ids], units: list[_Unit]) -> MicroBatch:
+def _micro_batch(sequences: Sequence[TrainingRow], inputs: list[Ids], units: list[_Unit]) -> MicroBatch:
     order: list[int] = []
     token_ids: list[Ids] = []
     positions: list[Ids] = []
@@ -347,7 +346,7 @@ def _micro_batch(sequences: Rows[Sequence], inputs: list[Ids], units: list[_Unit
     )
 
 
-def _loss_tokens(members: tuple[Sequence, ...], segments: list[Ids]) -> dict[str, Any]:
+def _loss_tokens(members: tuple[TrainingRow, ...], segments: list[Ids]) -> dict[str, Any]:
     """Return what the loss reads about each loss token, sequence by sequence."""
     places = [np.flatnonzero(sequence.loss_mask.numpy()) for sequence in members]
     counts = torch.tensor([len(place) for place in places])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -28,7 +27,7 @@ from trainer_svc.batch.rows import (
     LossWeight,
     MicroBatch,
     Outputs,
-    Sequence,
+    TrainingRow,
     empty_batch,
     pack,
     tokens_to_forward,
@@ -144,11 +143,11 @@ class TrainEngine:
 
     def train_batch(
         self,
-        sequences: Rows[Sequence],
+        sequences: Sequence[TrainingRow],
         loss_fn: LossFn,
         loss_weight_fn: LossWeight,
         *,
-        contributes: Callable[[Sequence], bool] | None = None,
+        contributes: Callable[[TrainingRow], bool] | None = None,
         entropy: Entropy = "none",
         whole_groups: bool = False,
     ) -> StepMetrics:
@@ -191,11 +190,11 @@ class TrainEngine:
     def add_gradients(
         self,
         record: StepRecord,
-        sequences: Rows[Sequence],
+        sequences: Sequence[TrainingRow],
         loss_fn: LossFn,
         loss_weight_fn: LossWeight,
         *,
-        contributes: Callable[[Sequence], bool] | None = None,
+        contributes: Callable[[TrainingRow], bool] | None = None,
         entropy: Entropy = "none",
         whole_groups: bool = False,
     ) -> None:
@@ -211,7 +210,7 @@ class TrainEngine:
 
     def eval_batch(
         self,
-        sequences: Rows[Sequence],
+        sequences: Sequence[TrainingRow],
         loss_fn: LossFn,
         loss_weight_fn: LossWeight,
         *,
@@ -235,7 +234,7 @@ class TrainEngine:
 
         return self._within_memory(attempt).finish()
 
-    def forward(self, sequences: Rows[Sequence], *, values: bool = False) -> list[torch.Tensor]:
+    def forward(self, sequences: Sequence[TrainingRow], *, values: bool = False) -> list[torch.Tensor]:
         """Compute log-probabilities (after temperature) or values of the loss tokens under the current weights.
 
         `values` reads the value head of a network that has a language head as well.
@@ -249,7 +248,7 @@ class TrainEngine:
         """
         return self._within_memory(lambda: self._forward(sequences, values=values))
 
-    def _forward(self, sequences: Rows[Sequence], *, values: bool) -> list[torch.Tensor]:
+    def _forward(self, sequences: Sequence[TrainingRow], *, values: bool) -> list[torch.Tensor]:
         batches, _ = self._micro_batches(sequences)
         columns: list[torch.Tensor] = []
 
@@ -324,9 +323,9 @@ class TrainEngine:
 
     def _micro_batches(
         self,
-        sequences: Rows[Sequence],
+        sequences: Sequence[TrainingRow],
         loss_weight_fn: LossWeight = lambda _: 0.0,
-        contributes: Callable[[Sequence], bool] | None = None,
+        contributes: Callable[[TrainingRow], bool] | None = None,
         *,
         whole_groups: bool = False,
     ) -> tuple[list[MicroBatch], float]:
@@ -352,7 +351,7 @@ class TrainEngine:
         batches += [empty_batch(self.mesh.dims.cp) for _ in range(int(totals["max_batches"]) - len(batches))]
         return batches, totals["weight"] or 1.0
 
-    def _accumulate(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, entropy: Entropy) -> None:
+    def _accumulate(self, batches: Sequence[MicroBatch], loss_of: LossOf, record: StepRecord, entropy: Entropy) -> None:
         """Add the gradients of the losses to those of the parameters; at the end they are summed over all ranks."""
         network = self.network
         if self.pipeline is not None:
@@ -371,7 +370,7 @@ class TrainEngine:
                     (loss if batch.sequences else connected(loss, outputs)).backward()
 
     def _evaluate(
-        self, batches: Rows[MicroBatch], consume: Callable[[Outputs, MicroBatch], object], entropy: Entropy = "none"
+        self, batches: Sequence[MicroBatch], consume: Callable[[Outputs, MicroBatch], object], entropy: Entropy = "none"
     ) -> None:
         """Pass the outputs of each micro-batch to `consume`, in order and without a gradient."""
         network = self.network
@@ -579,7 +578,7 @@ def _recorded_loss(loss_fn: LossFn, weight: float, record: StepRecord, outputs: 
     return loss
 
 
-def _check_rows(sequences: Rows[Sequence], network: Network) -> None:
+def _check_rows(sequences: Sequence[TrainingRow], network: Network) -> None:
     vocabulary = network.vocabulary
     for sequence in sequences:
         low, high = (int(value) for value in sequence.input_ids.aminmax())

@@ -11,8 +11,7 @@ import math
 import resource
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from time import perf_counter
@@ -20,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.rows import MicroBatch, TrainingRow
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.parallel.balance import TOKENS, Cost
 from trainer_svc.parallel.ranks import ALONE, Ranks
@@ -126,7 +125,7 @@ class StepRecord:
         meter: Measures operations and memory; None: neither is measured.
     """
 
-    def __init__(self, sequences: Rows[Sequence], ranks: Ranks = ALONE, meter: Meter | None = None) -> None:
+    def __init__(self, sequences: Sequence[TrainingRow], ranks: Ranks = ALONE, meter: Meter | None = None) -> None:
         self._start = perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._loss: list[Scalar] = []

@@ -12,8 +12,7 @@ for a float64 model), whatever precision the layers compute in.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -57,7 +56,7 @@ class Pipeline:
         wide = any(parameter.dtype == torch.float64 for parameter in network.model.parameters())
         self._stage = _Stage(mesh.stages, network.width, network.device, wide=wide)
 
-    def train(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, *, entropy: Entropy) -> None:
+    def train(self, batches: Sequence[MicroBatch], loss_of: LossOf, record: StepRecord, *, entropy: Entropy) -> None:
         """Add the gradients of the losses to those of the parameters, summed over all ranks.
 
         Every data-parallel rank has as many micro-batches. `loss_of` is called once for each.
@@ -95,7 +94,7 @@ class Pipeline:
             self._stage.add_tied_gradients(self.tied)
 
     def evaluate(
-        self, batches: Rows[MicroBatch], consume: Callable[[Outputs, MicroBatch], object], *, entropy: Entropy
+        self, batches: Sequence[MicroBatch], consume: Callable[[Outputs, MicroBatch], object], *, entropy: Entropy
     ) -> None:
         """Pass the outputs of each micro-batch to `consume`, in order and without a gradient."""
         moved = [batch.to(self.network.device) for batch in batches]
@@ -167,7 +166,7 @@ class _Stage:
         """Whether this stage computes the outputs."""
         return self.next is None
 
-    def train(self, tokens: Rows[int], forward: _Forward, backward: _Backward) -> None:
+    def train(self, tokens: Sequence[int], forward: _Forward, backward: _Backward) -> None:
         """Run the schedule: every stage calls it with the same micro-batches.
 
         `tokens` counts those of each micro-batch whose hidden states are computed here. `forward` and `backward` are called

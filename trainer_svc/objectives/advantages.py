@@ -7,14 +7,14 @@ with its own rows; they compute over the rows of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
 import torch
 
 from sluice.advantages import STD_OFFSET
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.batch.shapes import MaskOfSequence, PerSequenceToken, PerToken, Scalar
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.presets import kl_estimate
@@ -25,12 +25,12 @@ BATCH = "batch"
 
 
 def with_advantages(
-    sequences: Rows[Sequence],
+    sequences: Sequence[TrainingRow],
     objective: ResolvedObjective,
     *,
-    bootstraps: Rows[float] | None = None,
+    bootstraps: Sequence[float] | None = None,
     ranks: Ranks = ALONE,
-) -> list[Sequence]:
+) -> list[TrainingRow]:
     """Return the rows with the advantages (and for a critic the returns) of an estimator that the trainer runs.
 
     Args:
@@ -53,7 +53,7 @@ def with_advantages(
     return with_column(sequences, "advantages", whiten(returns, [BATCH] * len(returns), ranks))
 
 
-def check_rewards(sequence: Sequence, objective: ResolvedObjective) -> None:
+def check_rewards(sequence: TrainingRow, objective: ResolvedObjective) -> None:
     """Refuse a row that lacks the reward which the trainer's estimator reads.
 
     Raises:
@@ -65,7 +65,7 @@ def check_rewards(sequence: Sequence, objective: ResolvedObjective) -> None:
         _environment_rewards(sequence)
 
 
-def token_rewards(sequence: Sequence, objective: ResolvedObjective) -> PerToken:
+def token_rewards(sequence: TrainingRow, objective: ResolvedObjective) -> PerToken:
     """Return the reward at each loss token: the environment's, or the episode's at the last token; minus the KL in the reward.
 
     The KL in the reward is `kl_coef` KL(o, ref) with the proximal policy o (the behaviour policy, unless o is recomputed),
@@ -90,7 +90,7 @@ def token_rewards(sequence: Sequence, objective: ResolvedObjective) -> PerToken:
     return rewards
 
 
-def _environment_rewards(sequence: Sequence) -> PerToken:
+def _environment_rewards(sequence: TrainingRow) -> PerToken:
     if sequence.token_rewards is not None:
         return at_loss_tokens(sequence, sequence.token_rewards)
     if sequence.reward is None:
@@ -103,8 +103,8 @@ def _environment_rewards(sequence: Sequence) -> PerToken:
 
 
 def _with_gae(
-    sequences: Rows[Sequence], objective: ResolvedObjective, bootstraps: Rows[float] | None
-) -> list[Sequence]:
+    sequences: Sequence[TrainingRow], objective: ResolvedObjective, bootstraps: Sequence[float] | None
+) -> list[TrainingRow]:
     advantages, returns = [], []
     for index, sequence in enumerate(sequences):
         if sequence.values is None:
@@ -126,7 +126,7 @@ def _with_gae(
     return with_column(with_column(sequences, "advantages", advantages), "returns", returns)
 
 
-def _process(sequences: Rows[Sequence], objective: ResolvedObjective, ranks: Ranks) -> list[PerToken]:
+def _process(sequences: Sequence[TrainingRow], objective: ResolvedObjective, ranks: Ranks) -> list[PerToken]:
     discount = objective.estimator_parameters["turn_discount"]
     credited = [
         process_returns(_process_rewards(each), turns_of(each.loss_mask), turn_discount=discount) for each in sequences
@@ -141,7 +141,7 @@ def _process(sequences: Rows[Sequence], objective: ResolvedObjective, ranks: Ran
             return credited
 
 
-def _process_rewards(sequence: Sequence) -> PerToken:
+def _process_rewards(sequence: TrainingRow) -> PerToken:
     if sequence.token_rewards is None:
         raise ValueError(
             f"process needs rewards per token or turn, and sequence {sequence.trajectory_id!r} has none: send them, or "
@@ -150,7 +150,7 @@ def _process_rewards(sequence: Sequence) -> PerToken:
     return at_loss_tokens(sequence, sequence.token_rewards)
 
 
-def proximal_of(sequence: Sequence, objective: ResolvedObjective) -> PerSequenceToken:
+def proximal_of(sequence: TrainingRow, objective: ResolvedObjective) -> PerSequenceToken:
     """Return log o of a row: log b, unless a forward pass computes it.
 
     Raises:
@@ -165,12 +165,12 @@ def proximal_of(sequence: Sequence, objective: ResolvedObjective) -> PerSequence
     return sequence.proximal_logprobs
 
 
-def at_loss_tokens(sequence: Sequence, column: PerSequenceToken) -> PerToken:
+def at_loss_tokens(sequence: TrainingRow, column: PerSequenceToken) -> PerToken:
     """Return a column's values at the loss tokens, in float64."""
     return column[sequence.loss_mask].double()
 
 
-def with_column(sequences: Rows[Sequence], name: str, values: Rows[PerToken]) -> list[Sequence]:
+def with_column(sequences: Sequence[TrainingRow], name: str, values: Sequence[PerToken]) -> list[TrainingRow]:
     """Return the rows with a column set at their loss tokens, 0 elsewhere, in the precision of their log-probabilities."""
     rows = []
     for sequence, each in zip(sequences, values, strict=True):
@@ -267,7 +267,7 @@ def carried_back(rewards: PerSequenceToken, loss_mask: MaskOfSequence, kept: Mas
     return rewards.masked_fill(lost, 0.0).index_add(0, heirs[inherited], rewards[inherited])
 
 
-def whiten(values: Rows[PerToken], groups: Rows[str], ranks: Ranks = ALONE) -> list[PerToken]:
+def whiten(values: Sequence[PerToken], groups: Sequence[str], ranks: Ranks = ALONE) -> list[PerToken]:
     """Return (x - mean) / (std + 1e-6) over the tokens of each group; std is unbiased, a lone token gives 0.
 
     Args:
@@ -296,7 +296,9 @@ def _key(group: str) -> float:
     return float(int.from_bytes(blake2b(group.encode(), digest_size=6).digest(), "big"))
 
 
-def _group_totals(keys: Rows[float], rows: Rows[list[float]], width: int, ranks: Ranks) -> dict[float, torch.Tensor]:
+def _group_totals(
+    keys: Sequence[float], rows: Sequence[list[float]], width: int, ranks: Ranks
+) -> dict[float, torch.Tensor]:
     """Return the sums of each group's rows over all ranks."""
     own = torch.tensor([[key, *row] for key, row in zip(keys, rows, strict=True)], dtype=torch.float64)
     totals: dict[float, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sluice.advantages import Episode, estimate
 from sluice.config import ConfigError
-from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, pack
+from trainer_svc.batch.rows import MicroBatch, Outputs, TrainingRow, pack
 from trainer_svc.objectives.advantages import clipped_value_loss, with_advantages
 from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.objective import (
@@ -261,7 +261,7 @@ def evaluate(case: Case) -> dict[str, Any]:
     return result | _value_loss(case, objective, kept)
 
 
-def _rows(case: Case, objective: Objective) -> list[Sequence]:
+def _rows(case: Case, objective: Objective) -> list[TrainingRow]:
     """Return the sequences as the trainer receives them, with advantages that need only rewards."""
     rows = [_row(each, index, objective) for index, each in enumerate(case.sequences)]
     settings = objective.resolved
@@ -270,7 +270,7 @@ def _rows(case: Case, objective: Objective) -> list[Sequence]:
     return rows
 
 
-def _prepared(case: Case, objective: Objective, rows: list[Sequence]) -> list[Sequence]:
+def _prepared(case: Case, objective: Objective, rows: list[TrainingRow]) -> list[TrainingRow]:
     """Return the rows with the facts about the whole batch, computed over the trainable tokens, as in the trainer."""
     settings = objective.resolved
     if settings.proximal == "loglinear":
@@ -286,7 +286,7 @@ def _prepared(case: Case, objective: Objective, rows: list[Sequence]) -> list[Se
     return with_selection(rows, settings) if settings.selects_tokens else rows
 
 
-def _row(case: CaseSequence, index: int, objective: Objective) -> Sequence:
+def _row(case: CaseSequence, index: int, objective: Objective) -> TrainingRow:
     """Return a training row. It has one token more, before the first one, because something must predict that."""
     if objective.resolved.needs_behaviour and case.behaviour_logp is None:
         raise ValueError(f"sequences[{index}] has no behaviour_logp, which {objective.resolved.name} reads: add it")
@@ -305,7 +305,7 @@ def _row(case: CaseSequence, index: int, objective: Objective) -> Sequence:
         "returns": case.returns,
         "token_rewards": case.token_rewards,
     }
-    return Sequence(
+    return TrainingRow(
         input_ids=torch.zeros(len(case.logp) + 1, dtype=torch.int64),
         loss_mask=torch.tensor([False, *case.mask]),
         behaviour_logprobs=_shifted(case.behaviour_logp or case.logp),
@@ -319,7 +319,7 @@ def _row(case: CaseSequence, index: int, objective: Objective) -> Sequence:
     )
 
 
-def _estimated(case: Case, rows: list[Sequence], estimator: str) -> list[Sequence]:
+def _estimated(case: Case, rows: list[TrainingRow], estimator: str) -> list[TrainingRow]:
     if any(each.reward is None for each in case.sequences):
         raise ValueError("give every sequence an advantage, or every one a reward to compute it from")
     episodes = [Episode(row.episode_id, row.group_id, row.reward, row.loss_tokens) for row in rows]
@@ -327,7 +327,7 @@ def _estimated(case: Case, rows: list[Sequence], estimator: str) -> list[Sequenc
     return [replace(row, advantages=torch.full_like(row.advantages, values[row.episode_id])) for row in rows]
 
 
-def _value_loss(case: Case, objective: Objective, rows: list[Sequence]) -> dict[str, Any]:
+def _value_loss(case: Case, objective: Objective, rows: list[TrainingRow]) -> dict[str, Any]:
     """Return the critic's loss as a mean over the loss tokens, if the case has what it reads."""
     if not all(each.values is not None for each in case.sequences) or not all(row.returns is not None for row in rows):
         return {}

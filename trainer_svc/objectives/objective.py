@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from sluice.versions import Version
-from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence
+from trainer_svc.batch.rows import MicroBatch, Outputs, TrainingRow
 from trainer_svc.batch.shapes import MaskPerToken, PerSequenceToken, PerToken, Scalar
 from trainer_svc.objectives.advantages import at_loss_tokens, carried_back, check_rewards, proximal_of, with_column
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
@@ -69,12 +68,12 @@ class Objective:
         """How the entropy must be computed: with a gradient, or only for the report."""
         return "train" if self.resolved.entropy_coef > 0 else "measure"
 
-    def contributes(self, sequence: Sequence) -> bool:
+    def contributes(self, sequence: TrainingRow) -> bool:
         """Return whether a sequence can have a gradient."""
         advantages, mask = sequence.advantages.numpy(), sequence.loss_mask.numpy()
         return not self.resolved.vanishes_without_advantage or bool(advantages[mask].any())
 
-    def weight(self, sequences: Rows[Sequence]) -> float:
+    def weight(self, sequences: Sequence[TrainingRow]) -> float:
         """Return these sequences' share of the divisor; a `LossWeight`."""
         return divisor(self.resolved.aggregation, sequences, self.resolved.max_tokens)
 
@@ -218,7 +217,7 @@ CAUSES = ("behaviour_not_finite", "advantage_not_finite", "reference_not_finite"
 """Why a token leaves the loss. A token counts under its first cause."""
 
 
-def check_columns(sequences: Rows[Sequence], objective: ResolvedObjective) -> None:
+def check_columns(sequences: Sequence[TrainingRow], objective: ResolvedObjective) -> None:
     """Refuse rows that a later step would refuse, before ranks wait for each other.
 
     Raises:
@@ -244,7 +243,9 @@ def check_columns(sequences: Rows[Sequence], objective: ResolvedObjective) -> No
             )
 
 
-def keep_trainable(sequences: Rows[Sequence], objective: ResolvedObjective) -> tuple[list[Sequence], dict[str, int]]:
+def keep_trainable(
+    sequences: Sequence[TrainingRow], objective: ResolvedObjective
+) -> tuple[list[TrainingRow], dict[str, int]]:
     """Take the tokens that cannot be trained out of the loss and out of its divisor.
 
     If earlier tokens are credited with later rewards, a dropped token's reward moves to the last kept token before it.
@@ -252,7 +253,7 @@ def keep_trainable(sequences: Rows[Sequence], objective: ResolvedObjective) -> t
     Returns:
         The rows with narrowed masks, and the number of dropped tokens by cause.
     """
-    kept: list[Sequence] = []
+    kept: list[TrainingRow] = []
     dropped: Counter[str] = Counter()
     for sequence in sequences:
         mask = sequence.loss_mask
@@ -274,8 +275,8 @@ def keep_trainable(sequences: Rows[Sequence], objective: ResolvedObjective) -> t
 
 
 def with_batch_facts(
-    sequences: Rows[Sequence], objective: ResolvedObjective, staleness: Callable[[Version], int]
-) -> list[Sequence]:
+    sequences: Sequence[TrainingRow], objective: ResolvedObjective, staleness: Callable[[Version], int]
+) -> list[TrainingRow]:
     """Return the rows with what must be known about the whole batch before ranks share it out.
 
     These are the number of loss tokens of the row's group and, for `proximal = loglinear`, `proximal_share`.
@@ -291,7 +292,7 @@ def with_batch_facts(
     return with_proximal_share(rows, [_ages(each, staleness) for each in rows])
 
 
-def with_group_tokens(sequences: Rows[Sequence]) -> list[Sequence]:
+def with_group_tokens(sequences: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Return the rows with the number of loss tokens of their group, unless they have it. A row without a group is its own."""
     counts: Counter[str] = Counter()
     for sequence in sequences:
@@ -314,12 +315,12 @@ def loglinear_share(ages: torch.Tensor) -> torch.Tensor:
     return ((aged - 1) / aged.clamp(min=1)).clamp(0, 1)
 
 
-def with_proximal_share(sequences: Rows[Sequence], ages: Rows[torch.Tensor]) -> list[Sequence]:
+def with_proximal_share(sequences: Sequence[TrainingRow], ages: Sequence[torch.Tensor]) -> list[TrainingRow]:
     """Return the rows with `proximal_share`, from the age of each loss token."""
     return with_column(sequences, "proximal_share", [loglinear_share(each) for each in ages])
 
 
-def _ages(sequence: Sequence, staleness: Callable[[Version], int]) -> torch.Tensor:
+def _ages(sequence: TrainingRow, staleness: Callable[[Version], int]) -> torch.Tensor:
     """Return the staleness of each loss token, in versions; 0 before the first version span."""
     ages = torch.zeros(len(sequence), dtype=torch.int64)
     for span in sequence.versions:
@@ -327,7 +328,7 @@ def _ages(sequence: Sequence, staleness: Callable[[Version], int]) -> torch.Tens
     return ages[sequence.loss_mask]
 
 
-def _loss_inputs(sequence: Sequence, objective: ResolvedObjective) -> dict[str, PerSequenceToken]:
+def _loss_inputs(sequence: TrainingRow, objective: ResolvedObjective) -> dict[str, PerSequenceToken]:
     """Return the columns that the objective reads and the row has, by the cause under which their gaps count."""
     inputs: dict[str, PerSequenceToken] = {}
     if objective.needs_behaviour:
@@ -342,7 +343,9 @@ def _loss_inputs(sequence: Sequence, objective: ResolvedObjective) -> dict[str, 
 # M2PO's selection of tokens.
 
 
-def with_selection(sequences: Rows[Sequence], objective: ResolvedObjective, ranks: Ranks = ALONE) -> list[Sequence]:
+def with_selection(
+    sequences: Sequence[TrainingRow], objective: ResolvedObjective, ranks: Ranks = ALONE
+) -> list[TrainingRow]:
     """Return the rows with the tokens marked that m2po keeps.
 
     Raises:
@@ -361,7 +364,7 @@ def with_selection(sequences: Rows[Sequence], objective: ResolvedObjective, rank
 
 
 def keep_small_moments(
-    behaviour: Rows[PerToken], proximal: Rows[PerToken], *, tau: float, ranks: Ranks = ALONE
+    behaviour: Sequence[PerToken], proximal: Sequence[PerToken], *, tau: float, ranks: Ranks = ALONE
 ) -> list[MaskPerToken]:
     """Drop the tokens with the largest (log b - log o)^2 until the mean of the rest is below tau (M2PO, arXiv 2510.01161).
 

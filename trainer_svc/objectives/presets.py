@@ -8,8 +8,7 @@ tensors are called, because `--help` reads the table without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-    from trainer_svc.batch.rows import MicroBatch, Sequence
+    from trainer_svc.batch.rows import MicroBatch, TrainingRow
     from trainer_svc.batch.shapes import Indices, MaskPerToken, PerToken, Scalar
 
 MAX_LOG_DIFFERENCE = 20.0
@@ -374,7 +373,7 @@ def token_factors(aggregation: Aggregation, batch: MicroBatch, dtype: torch.dtyp
             return batch.group_tokens.to(dtype).reciprocal()
 
 
-def divisor(aggregation: Aggregation, sequences: Rows[Sequence], max_tokens: int | None = None) -> float:
+def divisor(aggregation: Aggregation, sequences: Sequence[TrainingRow], max_tokens: int | None = None) -> float:
     """Return these sequences' share of the divisor of the summed loss.
 
     Args:

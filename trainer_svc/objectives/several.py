@@ -8,8 +8,7 @@ ranks, nor the other objectives of the batch change an objective's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from trainer_svc.batch.attention_plan import to_device
-from trainer_svc.batch.rows import OPTIONAL_COLUMNS, LossFn, LossWeight, MicroBatch, Outputs, Sequence
+from trainer_svc.batch.rows import OPTIONAL_COLUMNS, LossFn, LossWeight, MicroBatch, Outputs, TrainingRow
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.ranks import ALONE, Ranks
@@ -27,8 +26,8 @@ _PER_TOKEN = ("behaviour_logprobs", "advantages", "sequence_tokens", "group_toke
 
 
 def among(
-    rows: Rows[Sequence], names: Collection[str], work: Callable[[list[Sequence]], list[Sequence]]
-) -> list[Sequence]:
+    rows: Sequence[TrainingRow], names: Collection[str], work: Callable[[list[TrainingRow]], list[TrainingRow]]
+) -> list[TrainingRow]:
     """Replace the rows of some objectives by what `work` makes of them. It is called on every rank, also without rows."""
     places = [place for place, row in enumerate(rows) if row.objective in names]
     changed = list(rows)
@@ -37,7 +36,7 @@ def among(
     return changed
 
 
-def with_common_columns(rows: Rows[Sequence]) -> list[Sequence]:
+def with_common_columns(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Give all rows the optional columns that any of them has, so that they can share micro-batches.
 
     What is filled in belongs to objectives that do not read the column.
@@ -48,11 +47,13 @@ def with_common_columns(rows: Rows[Sequence]) -> list[Sequence]:
     ]
 
 
-def _unread(row: Sequence, name: str) -> torch.Tensor:
+def _unread(row: TrainingRow, name: str) -> torch.Tensor:
     return torch.ones_like(row.loss_mask) if name == "kept" else torch.full_like(row.behaviour_logprobs, torch.nan)
 
 
-def mixed(objectives: Mapping[str, Objective], part: Rows[Sequence], ranks: Ranks = ALONE) -> tuple[LossFn, LossWeight]:
+def mixed(
+    objectives: Mapping[str, Objective], part: Sequence[TrainingRow], ranks: Ranks = ALONE
+) -> tuple[LossFn, LossWeight]:
     """Return the loss of a minibatch under several objectives, with the divisor that the engine applies.
 
     Args:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from sluice.host_files import remove_tree
 from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import Version
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.checkpoint.checkpoints import Checkpoints
 from trainer_svc.checkpoint.saver import SAVE_S, CheckpointDamagedError, Saver, write_durably
 from trainer_svc.checkpoint.state import POLICY, training_state
@@ -152,7 +151,9 @@ class RunCheckpoints:
         state = training_state({POLICY: self._engine}, self._engine.mesh.rank)
         self._writing = self._kept.begin(manifest, state)
 
-    def require_fit(self, step: int, dtype: torch.dtype | None = None, *, rows: Rows[Sequence] | None = None) -> None:
+    def require_fit(
+        self, step: int, dtype: torch.dtype | None = None, *, rows: Sequence[TrainingRow] | None = None
+    ) -> None:
         """Refuse weights that are not finite, or compute nothing finite; what is on disk stays as it is.
 
         Args:
@@ -221,7 +222,7 @@ class RunCheckpoints:
             ) from error
 
 
-def _computes_nan(engine: TrainEngine, rows: Rows[Sequence]) -> bool:
+def _computes_nan(engine: TrainEngine, rows: Sequence[TrainingRow]) -> bool:
     """Return whether the network computes NaN for the loss tokens of the rows of any rank."""
     computed = zip(rows, engine.forward(rows), strict=True)
     count = sum(int(values[row.loss_mask].isnan().sum()) for row, values in computed)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Container, Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
@@ -24,12 +23,12 @@ from sluice.config import ConfigError
 from sluice.environments.datasets import Row, mixed_rows
 from sluice.progress import doing
 from sluice.render import ChatRenderer, Rendered, TemplateError
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.offline.config import OfflineConfig
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-Render: TypeAlias = Callable[[Row], Rows[tuple[Rendered, ...]]]
+Render: TypeAlias = Callable[[Row], Sequence[tuple[Rendered, ...]]]
 """Makes the examples of a row: one row for a demonstration, the chosen and the rejected one for a pair."""
 
 CHOSEN, REJECTED = 1.0, 0.0
@@ -85,7 +84,7 @@ def render_demonstration(
     )
 
 
-_Messages: TypeAlias = Rows[Mapping[str, Any]]
+_Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 def _learned(
@@ -192,7 +191,7 @@ class Examples:
     """Examples to train on, by index."""
 
     count: int
-    rows: Callable[[int], list[Sequence]]
+    rows: Callable[[int], list[TrainingRow]]
     """Returns the training rows of one example: one for a demonstration, the chosen and the rejected one for a pair."""
     dropped_long: int = 0
     """Rows of the data that were left out as too long."""
@@ -223,7 +222,7 @@ class _TokenFile:
             raise _unwritable(error) from error
         self._rows, self._examples = array("Q", [0]), array("Q", [0])
 
-    def append(self, rows: Rows[Rendered]) -> None:
+    def append(self, rows: Sequence[Rendered]) -> None:
         """Add the rows of an example.
 
         Raises:
@@ -261,7 +260,7 @@ class _TokenFile:
 
 
 def load_examples(
-    data: str | Rows[str],
+    data: str | Sequence[str],
     split: str,
     render: Render,
     *,
@@ -308,7 +307,7 @@ def load_examples(
     if not len(kept):
         raise ConfigError(f"{data} holds no usable row ({dropped} were longer than max_length): raise max_length")
 
-    def rows(index: int) -> list[Sequence]:
+    def rows(index: int) -> list[TrainingRow]:
         bare = [_row(ids, mask, str(index)) for ids, mask in kept[index]]
         if len(bare) == 1:
             return bare
@@ -321,8 +320,8 @@ def load_examples(
     return Examples(len(kept), rows, dropped)
 
 
-def _row(ids: np.ndarray, mask: np.ndarray, name: str) -> Sequence:
-    return Sequence(
+def _row(ids: np.ndarray, mask: np.ndarray, name: str) -> TrainingRow:
+    return TrainingRow(
         input_ids=torch.from_numpy(ids.astype(np.int64)),
         loss_mask=torch.from_numpy(mask),
         behaviour_logprobs=torch.full((len(ids),), torch.nan),
@@ -338,7 +337,7 @@ def scored(pairs: Examples, padding: int | None) -> Examples:
     token that is not padding. Padding at the end of an answer, such as an end token that also pads, is cut off here too.
     """
 
-    def with_mark(row: Sequence) -> Sequence:
+    def with_mark(row: TrainingRow) -> TrainingRow:
         ids = row.input_ids.tolist()
         while len(ids) > 1 and ids[-1] == padding:
             ids.pop()
@@ -402,7 +401,7 @@ def hold_out(examples: Examples, share: float, seed: int) -> Data:
 
 def batches(
     examples: Examples, size: int, seed: int, ranks: Ranks = ALONE, *, first: int = 0
-) -> Iterator[list[Sequence]]:
+) -> Iterator[list[TrainingRow]]:
     """Yield batches without end. Every pass is a fresh permutation; a batch may span two passes.
 
     Args:
@@ -422,12 +421,12 @@ def batches(
         del waiting[:size]
 
 
-def every_row(examples: Examples, ranks: Ranks = ALONE) -> list[Sequence]:
+def every_row(examples: Examples, ranks: Ranks = ALONE) -> list[TrainingRow]:
     """Return this rank's share of all examples, in order."""
     return _rows(examples, list(range(ranks.index, len(examples), ranks.size)))
 
 
-def _rows(examples: Examples, chosen: list[int]) -> list[Sequence]:
+def _rows(examples: Examples, chosen: list[int]) -> list[TrainingRow]:
     """Return the rows of some examples. Groups get new numbers, since a batch can have one example twice."""
     return [
         replace(row, group_id=str(place)) if row.group_id else row
@@ -466,7 +465,7 @@ def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column)
     if ranks.group is not None:
         dist.all_reduce(flat, group=ranks.group)  # each place is filled by one rank and 0 on the others
 
-    def rows_of(index: int) -> list[Sequence]:
+    def rows_of(index: int) -> list[TrainingRow]:
         rows = examples.rows(index)
         parts = logprobs[index].split([row.loss_tokens for row in rows])
         columns = [torch.full((len(row),), torch.nan) for row in rows]

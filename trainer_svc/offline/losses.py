@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainer_svc.batch.rows import LossFn, LossWeight, MicroBatch, Outputs, Sequence
+from trainer_svc.batch.rows import LossFn, LossWeight, MicroBatch, Outputs, TrainingRow
 from trainer_svc.batch.shapes import Indices, PerPair, PerToken, Scalar
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
@@ -84,7 +83,7 @@ def pair_places(batch: MicroBatch) -> tuple[Indices, Indices]:
     return torch.tensor(first, dtype=torch.int64), torch.tensor(second, dtype=torch.int64)
 
 
-def count_pairs(sequences: Rows[Sequence]) -> float:
+def count_pairs(sequences: Sequence[TrainingRow]) -> float:
     """Return the divisor of a mean over pairs; a `LossWeight`."""
     return len(sequences) / 2
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TypeAlias, TypeVar
@@ -20,7 +19,7 @@ from sluice.end_tokens import EndTokens, find_padding, read_end_tokens
 from sluice.environments.datasets import Row
 from sluice.progress import doing
 from sluice.render import ChatRenderer, Rendered
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.compute_config import LoraConfig, check_decay
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
@@ -102,7 +101,7 @@ def _fine_tune(config: SftConfig, renderer: ChatRenderer, say: Say, mesh: Mesh) 
 def _learning(config: SftConfig, renderer: ChatRenderer, seen: set[str]) -> Render:
     """Return what renders a demonstration; it adds the roles of its messages to those that were seen."""
 
-    def render(row: Row) -> Rows[tuple[Rendered, ...]]:
+    def render(row: Row) -> Sequence[tuple[Rendered, ...]]:
         examples = render_demonstration(renderer, row, config.learn_roles)
         seen.update(roles_of(row))
         return examples
@@ -262,7 +261,7 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
     evaluations = Evaluations(engine, config, save_dtype)
     evaluations.resume(first)
 
-    def evaluate(step: int, rows: list[Sequence] | None) -> bool:
+    def evaluate(step: int, rows: list[TrainingRow] | None) -> bool:
         """Evaluate the current weights, and say the results; return whether training ends."""
         if data.held_out is None and not config.evaluation:
             return False
@@ -284,7 +283,7 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
 
     tally = _Tally(training)
     start = perf_counter()
-    rows: list[Sequence] | None = None
+    rows: list[TrainingRow] | None = None
     done = first
     drawn = batches(examples, config.batch_size, config.seed, engine.ranks, first=first)
     with doing("train", steps, "steps", before=first) as shown:

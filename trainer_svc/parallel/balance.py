@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
 from typing import Any, Self
 
 import numpy as np
 
-from trainer_svc.batch.rows import Sequence, common_prefix, tokens_to_forward
+from trainer_svc.batch.rows import TrainingRow, common_prefix, tokens_to_forward
 
 SIZES = (
     "hidden_size",
@@ -85,13 +84,13 @@ class _Row:
 
 
 def balance(
-    rows: Rows[Sequence],
+    rows: Sequence[TrainingRow],
     ranks: int,
     *,
     cost: Cost = TOKENS,
     fold: bool = True,
     whole_groups: bool = False,
-    contributes: Callable[[Sequence], bool] | None = None,
+    contributes: Callable[[TrainingRow], bool] | None = None,
 ) -> list[list[int]]:
     """Distribute rows over ranks.
 
@@ -120,7 +119,7 @@ def balance(
 
 
 def _weigh(
-    rows: Rows[Sequence], cost: Cost, contributes: Callable[[Sequence], bool] | None, *, fold: bool
+    rows: Sequence[TrainingRow], cost: Cost, contributes: Callable[[TrainingRow], bool] | None, *, fold: bool
 ) -> tuple[list[_Row], list[list[int]]]:
     """Return the cost of each row, and the rows of each group; a row without a group is a group of its own."""
     members: dict[object, list[int]] = defaultdict(list)
@@ -146,7 +145,7 @@ def _split_group(group: list[int], count: int) -> Iterable[list[int]]:
     return (group[part * len(group) // count : (part + 1) * len(group) // count] for part in range(count))
 
 
-def _distribute(weighed: Rows[_Row], parts: Rows[list[int]], ranks: int) -> list[list[int]]:
+def _distribute(weighed: Sequence[_Row], parts: Sequence[list[int]], ranks: int) -> list[list[int]]:
     loads = [_load(weighed, part) for part in parts]
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0.0, rank) for rank in range(ranks)]
@@ -157,7 +156,7 @@ def _distribute(weighed: Rows[_Row], parts: Rows[list[int]], ranks: int) -> list
     return assigned
 
 
-def _load(weighed: Rows[_Row], places: Iterable[int]) -> float:
+def _load(weighed: Sequence[_Row], places: Iterable[int]) -> float:
     """Return the cost of rows together: the common beginning of each group counts once."""
     shared: dict[int, float] = {}
     own = 0.0

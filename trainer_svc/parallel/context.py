@@ -8,7 +8,7 @@ heads; after attention they exchange back. Attention itself runs as in one proce
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class Context:
         )
         return part, own
 
-    def gather(self, columns: Rows[PerToken | None], own: Indices, tokens: int) -> list[PerToken | None]:
+    def gather(self, columns: Sequence[PerToken | None], own: Indices, tokens: int) -> list[PerToken | None]:
         """Join the slices' columns to columns over all loss tokens; gradients flow back to this process's slice only.
 
         Args:
@@ -72,7 +72,7 @@ class Context:
         whole = iter(_Gather.apply(torch.stack(given, 1), own, tokens, self.group).unbind(1) if given else ())
         return [None if column is None else next(whole) for column in columns]
 
-    def gather_tokens(self, states: Rows[torch.Tensor], tokens: int) -> list[torch.Tensor]:
+    def gather_tokens(self, states: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
         """Exchange this slice's tokens of all heads for all tokens of this process's heads.
 
         Args:

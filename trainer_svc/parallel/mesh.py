@@ -6,8 +6,7 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from itertools import groupby
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.compute_config import MESH_AXES, ParallelConfig, ParallelDims
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
@@ -72,7 +71,7 @@ class Mesh:
             return None
         return self.weights["fsdp"] if self.dims.dp_replicate == 1 else self.weights["dp_replicate", "fsdp"]
 
-    def check_same_rows(self, sequences: Rows[Sequence]) -> None:
+    def check_same_rows(self, sequences: Sequence[TrainingRow]) -> None:
         """Compare the rows of processes that share a forward pass: with different rows they would hang or compute nonsense.
 
         All processes call this.
@@ -250,7 +249,7 @@ def _ask_for_start(store: dist.Store, rank: int, timeout: timedelta) -> str:
     return start
 
 
-def _rows_digest(sequences: Rows[Sequence]) -> int:
+def _rows_digest(sequences: Sequence[TrainingRow]) -> int:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for sequence in sequences:
         for each in fields(sequence):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -33,7 +32,7 @@ from sluice.limits import (
 from sluice.rows_at_fault import rows_of
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, VersionSpan, span_lengths
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.objective import keep_trainable, with_batch_facts
 from trainer_svc.objectives.several import among
@@ -67,7 +66,7 @@ class Sample:
         branch_offsets: At each trained token, by how much the reward of its branches exceeds the episode's; None if no branch has one.
     """
 
-    sequence: Sequence
+    sequence: TrainingRow
     spans: tuple[VersionSpan, ...]
     trained_tokens: int
     has_advantages: bool
@@ -87,7 +86,7 @@ class Decision:
     """
 
     sample: Sample
-    sequence: Sequence | None
+    sequence: TrainingRow | None
     reason: str
     oldest: int
     ages: Ages
@@ -113,7 +112,7 @@ class Batch:
 
     header: trainer_pb2.BatchHeader
     digests: tuple[bytes, ...]
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TrainingRow, ...]
     decisions: tuple[Decision, ...]
     metrics: Mapping[str, float]
 
@@ -167,7 +166,7 @@ class Expectations:
 
 
 def convert(
-    trajectories: Rows[tokens_pb2.Trajectory],
+    trajectories: Sequence[tokens_pb2.Trajectory],
     expected: Expectations,
     named: Mapping[str, Expectations] = MappingProxyType({}),
 ) -> tuple[list[Sample], dict[str, str]]:
@@ -199,7 +198,7 @@ def convert(
     return samples, violations | _contradictions(trajectories)
 
 
-def of_settings(violations: Mapping[str, str], trajectories: Rows[tokens_pb2.Trajectory]) -> bool:
+def of_settings(violations: Mapping[str, str], trajectories: Sequence[tokens_pb2.Trajectory]) -> bool:
     """Return whether every trajectory with tokens to train lacks what the trainer's settings need, so that no other batch would fit."""
     rows = rows_of(field for field, fault in violations.items() if fault.startswith((ABSENT, GIVEN, UNKNOWN)))
     return bool(rows) and len(rows) >= sum(len(each.mask_runs) > 1 for each in trajectories)
@@ -308,7 +307,7 @@ def _faulty_branch_rewards(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[
         yield "reward", "is missing, although its branches have rewards"
 
 
-def _faulty_spans(spans: Rows[tokens_pb2.VersionSpan], trained: int, newest: Version) -> Iterator[tuple[str, str]]:
+def _faulty_spans(spans: Sequence[tokens_pb2.VersionSpan], trained: int, newest: Version) -> Iterator[tuple[str, str]]:
     starts = [span.start for span in spans]
     if not starts or starts[0] != 0:
         yield "version_spans", "say nothing about the first trained token; give a span with start 0"
@@ -378,7 +377,7 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask, *, process: bool) -> 
     spans = tuple(VersionSpan.from_proto(span) for span in trajectory.version_spans)
     if not places.size:
         spans = ()
-    sequence = Sequence(
+    sequence = TrainingRow(
         input_ids=torch.from_numpy(np.array(trajectory.token_ids, dtype=np.int64)),
         loss_mask=torch.from_numpy(mask),
         behaviour_logprobs=_spread(trajectory.logprobs, places, len(mask), np.nan),
@@ -459,11 +458,11 @@ def applied_to(header: trainer_pb2.BatchHeader) -> Version:
 
 
 def judge(
-    samples: Rows[Sample],
+    samples: Sequence[Sample],
     header: trainer_pb2.BatchHeader,
     lineage: Lineage,
     objective: ResolvedObjective,
-    digests: Rows[bytes],
+    digests: Sequence[bytes],
     *,
     named: Mapping[str, ResolvedObjective] = MappingProxyType({}),
 ) -> Batch:
@@ -533,7 +532,7 @@ def _is_late(decision: Decision) -> bool:
     return decision.reason in (STALE, RETIRED_EPOCH)
 
 
-def _estimators(header: trainer_pb2.BatchHeader, samples: Rows[Sample]) -> dict[str, tuple[int, str]]:
+def _estimators(header: trainer_pb2.BatchHeader, samples: Sequence[Sample]) -> dict[str, tuple[int, str]]:
     """Return of each group the number of those that it is estimated with, and their estimator.
 
     Raises:
@@ -555,7 +554,7 @@ def _estimators(header: trainer_pb2.BatchHeader, samples: Rows[Sample]) -> dict[
     return named or dict.fromkeys(groups, (0, header.advantage_estimator))
 
 
-def _estimated(decisions: Rows[Decision], estimators: Mapping[str, tuple[int, str]]) -> list[Decision]:
+def _estimated(decisions: Sequence[Decision], estimators: Mapping[str, tuple[int, str]]) -> list[Decision]:
     """Estimate the advantages that are missing, and again those of the groups that lost an episode to staleness.
 
     Where an estimator scales by the whole batch, all groups that it estimates together are estimated again.
@@ -593,7 +592,7 @@ def _with_advantages(decision: Decision, by_episode: Mapping[str, tuple[float, f
     return replace(decision, sequence=replace(sequence, advantages=torch.where(sequence.loss_mask, advantages, 0.0)))
 
 
-def _lacks_reward(sequence: Sequence | None) -> bool:
+def _lacks_reward(sequence: TrainingRow | None) -> bool:
     return sequence is not None and sequence.reward is None and sequence.token_rewards is None
 
 
@@ -601,7 +600,7 @@ def _without_reward(decision: Decision) -> Decision:
     return _dropped(decision.sample, MISSING_REWARD, decision.oldest)
 
 
-def _episodes(samples: Rows[Sample]) -> list[Episode]:
+def _episodes(samples: Sequence[Sample]) -> list[Episode]:
     """Return one entry per episode, with the trained tokens of all its trajectories."""
     tokens: Counter[str] = Counter()
     facts: dict[str, Sample] = {}
@@ -614,7 +613,7 @@ def _episodes(samples: Rows[Sample]) -> list[Episode]:
     ]
 
 
-def _batch_metrics(samples: Rows[Sample]) -> dict[str, float]:
+def _batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Describe the batch as it arrived; a missing reward counts once per episode."""
     return {
         "trajectories": float(len(samples)),
@@ -623,7 +622,7 @@ def _batch_metrics(samples: Rows[Sample]) -> dict[str, float]:
     }
 
 
-def _drop_metrics(decisions: Rows[Decision]) -> dict[str, float]:
+def _drop_metrics(decisions: Sequence[Decision]) -> dict[str, float]:
     """Count the trajectories and tokens that are not trained, by cause."""
     trajectories = Counter(each.reason.lower() for each in decisions if each.reason)
     tokens: Counter[str] = Counter()
@@ -654,7 +653,9 @@ def _result(
     )
 
 
-def token_staleness(spans: Rows[VersionSpan], trained_tokens: int, lineage: Lineage, now: Version) -> NDArray[np.int64]:
+def token_staleness(
+    spans: Sequence[VersionSpan], trained_tokens: int, lineage: Lineage, now: Version
+) -> NDArray[np.int64]:
     """Return the staleness of each trained token.
 
     Args:

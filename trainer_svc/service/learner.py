@@ -9,8 +9,7 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS, BatchRecordFiles
 from trainer_svc.checkpoint.checkpoints import Checkpoints, origin_of
 from trainer_svc.checkpoint.saver import CheckpointDamagedError, Saver, export_state
@@ -280,7 +279,7 @@ class Learner:
         held = self.record.held_by(self.version, self.checkpoints.lineage, KEPT_REPORTS) if self.leads else []
         return Restored(self.version, origin, self.last_batch_id, tuple(held))
 
-    def restore_first_whole(self, epoch: int, names: Rows[str]) -> tuple[Version, str]:
+    def restore_first_whole(self, epoch: int, names: Sequence[str]) -> tuple[Version, str]:
         """Begin an epoch from the first of some checkpoints that is whole; from the base model if none is named.
 
         Returns:
@@ -340,13 +339,13 @@ class Learner:
         self.last_batch_id = record.batch_id
         return Applied(record, metrics, 0 if updated is None else updated.skipped_steps, seconds)
 
-    def _refuse_unfit(self, names: Rows[str], what: str) -> None:
+    def _refuse_unfit(self, names: Sequence[str], what: str) -> None:
         if names:
             raise SluiceError.failed_precondition(
                 "NON_FINITE", f"{what}: {describe_unfit(names, self.publish_dtype)}; no such version is published"
             )
 
-    def _train_on_all_ranks(self, batch_id: str, sequences: Rows[Sequence]) -> tuple[Updated, NDArray[np.int64]]:
+    def _train_on_all_ranks(self, batch_id: str, sequences: Sequence[TrainingRow]) -> tuple[Updated, NDArray[np.int64]]:
         """Train on a batch. Return what was done, and `Updated.rows` in the batch's order."""
         halved = self.shortages.halves(batch_id)
         if self.ranks is None:
@@ -364,7 +363,7 @@ class Learner:
             updated, rows = self.train(batch_id, assignment.rows, halved=halved)
         return updated, rows.numpy()[np.argsort(list(chain(*assignment.places)))]
 
-    def train(self, batch_id: str, rows: Rows[Sequence], *, halved: bool) -> tuple[Updated, torch.Tensor]:
+    def train(self, batch_id: str, rows: Sequence[TrainingRow], *, halved: bool) -> tuple[Updated, torch.Tensor]:
         """Train on this rank's rows of a batch; the other ranks train on theirs at the same time.
 
         Args:

@@ -9,7 +9,7 @@ The next epoch begins from weights before the batch. Each rank notes a shortage 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from sluice.rows_at_fault import ROWS, ranges, rows_of
 from sluice.rpc import SluiceError
 from sluice.v1.checkpoint_pb2 import MemoryShortage
-from trainer_svc.batch.rows import Sequence, tokens_to_forward
+from trainer_svc.batch.rows import TrainingRow, tokens_to_forward
 from trainer_svc.checkpoint.saver import write_durably
 from trainer_svc.engine.out_of_memory import MemoryShortError
 
@@ -76,7 +76,7 @@ class MemoryShortages:
         if batch_id in self._found:
             self._forget()
 
-    def check(self, batch_id: str, rows: Rows[Sequence | None]) -> None:
+    def check(self, batch_id: str, rows: Sequence[TrainingRow | None]) -> None:
         """Refuse a batch that does not fit with half the token budget. It is then forgotten: sent again, it gets another try.
 
         Args:

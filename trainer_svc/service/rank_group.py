@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -24,14 +23,14 @@ from safetensors.torch import load, save
 
 from sluice.rpc import SluiceError
 from sluice.versions import Version, VersionSpan
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.mesh import Mesh
 
 OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
 """Errors after which ranks do different things: one is gone, or it is not known how far the others are."""
 
-Assign: TypeAlias = Callable[[Rows[Sequence], int], list[list[int]]]
+Assign: TypeAlias = Callable[[Sequence[TrainingRow], int], list[list[int]]]
 """Takes rows and the number of data-parallel ranks; returns the places of each rank's rows."""
 
 log = structlog.get_logger(__name__)
@@ -41,7 +40,7 @@ log = structlog.get_logger(__name__)
 class Assignment:
     """This rank's rows, and for each data-parallel rank the places of its rows in the batch."""
 
-    rows: list[Sequence]
+    rows: list[TrainingRow]
     places: list[list[int]]
 
 
@@ -62,7 +61,7 @@ class RankGroup:
     def on_all_ranks(
         self,
         do: str,
-        rows: Rows[Sequence] | None = None,
+        rows: Sequence[TrainingRow] | None = None,
         *,
         assign: Assign = balance,
         may_fail: bool = False,
@@ -128,7 +127,7 @@ class RankGroup:
         return self.broken
 
 
-def _distribute(link: RankLink, rows: Rows[Sequence], assign: Assign) -> Assignment:
+def _distribute(link: RankLink, rows: Sequence[TrainingRow], assign: Assign) -> Assignment:
     places = assign(rows, link.dims.data_parallel)
     by_rank = [[rows[place] for place in part] for part in places]
     link.send_rows(by_rank)
@@ -276,7 +275,7 @@ class RankLink:
         for key in (*keys, f"compute/{number}"):
             store.delete_key(key)
 
-    def send_rows(self, by_rank: Rows[Rows[Sequence]]) -> None:
+    def send_rows(self, by_rank: Sequence[Sequence[TrainingRow]]) -> None:
         """Send each rank the rows of its data-parallel rank.
 
         Raises:
@@ -290,7 +289,7 @@ class RankLink:
             pending.append(dist.isend(data, rank, group=self._group))
         _wait(pending, self._timeout)
 
-    def receive_rows(self) -> list[Sequence]:
+    def receive_rows(self) -> list[TrainingRow]:
         """Receive this rank's rows.
 
         Raises:
@@ -323,7 +322,7 @@ HOLDERS = "rows."
 """Prefix of the tensor that says which rows have a column, if not all do."""
 
 
-def encode_rows(rows: Rows[Sequence]) -> bytes:
+def encode_rows(rows: Sequence[TrainingRow]) -> bytes:
     """Encode rows.
 
     Raises:
@@ -331,7 +330,7 @@ def encode_rows(rows: Rows[Sequence]) -> bytes:
     """
     tensors: dict[str, torch.Tensor] = {}
     plain: list[dict[str, Any]] = [{"tokens": len(row)} for row in rows]
-    for name in (field.name for field in fields(Sequence)):
+    for name in (field.name for field in fields(TrainingRow)):
         values = [getattr(row, name) for row in rows]
         holders = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
         if not holders:
@@ -347,7 +346,7 @@ def encode_rows(rows: Rows[Sequence]) -> bytes:
     return data
 
 
-def decode_rows(data: bytes) -> list[Sequence]:
+def decode_rows(data: bytes) -> list[TrainingRow]:
     """Decode what `encode_rows` returned.
 
     Raises:
@@ -369,4 +368,4 @@ def decode_rows(data: bytes) -> list[Sequence]:
             plain[place][name] = part
     for row in plain:
         row["versions"] = tuple(VersionSpan(start, Version(*version)) for start, *version in row["versions"])
-    return [Sequence(**row) for row in plain]
+    return [TrainingRow(**row) for row in plain]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -210,8 +209,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 def admitted(
     header: trainer_pb2.BatchHeader,
-    digests: Rows[bytes],
-    trajectories: Rows[tokens_pb2.Trajectory],
+    digests: Sequence[bytes],
+    trajectories: Sequence[tokens_pb2.Trajectory],
     *,
     config: TrainerConfig,
     vocabulary: int,
@@ -376,7 +375,7 @@ async def receive(
     return trajectories
 
 
-def _oversize(trajectories: Rows[tokens_pb2.Trajectory]) -> dict[str, str]:
+def _oversize(trajectories: Sequence[tokens_pb2.Trajectory]) -> dict[str, str]:
     size = sum(report_bytes(each.trajectory_id) for each in trajectories)
     if size <= MAX_REPORT_BYTES:
         return {}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.finite import UnfitWeightsError, some_of, unfit_weights
 from trainer_svc.engine.metrics import StepRecord
@@ -177,7 +176,7 @@ class AdapterBank:
                 parameter.grad = None
 
     def add_gradient(
-        self, state: AdapterState, rows: Rows[Sequence], objective: Objective, divisor: float | None
+        self, state: AdapterState, rows: Sequence[TrainingRow], objective: Objective, divisor: float | None
     ) -> Gradient:
         """Add the gradient of the loss of these rows to that of an adapter.
 

@@ -21,7 +21,7 @@ from sluice.rpc import SluiceError
 from sluice.tasks import settle
 from sluice.v1 import training_pb2
 from sluice.versions import BASE, Version
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.engine.finite import UnfitWeightsError
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.service.learner import ComputeThread
@@ -48,7 +48,7 @@ log = structlog.get_logger(__name__)
 class AddGradient:
     """Add the gradient of a loss."""
 
-    rows: tuple[Sequence, ...]
+    rows: tuple[TrainingRow, ...]
     objective: Objective
     divisor: float | None
 

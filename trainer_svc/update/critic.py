@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from trainer_svc.batch.rows import LossFn, MicroBatch, Outputs, Sequence, count_loss_tokens
+from trainer_svc.batch.rows import LossFn, MicroBatch, Outputs, TrainingRow, count_loss_tokens
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
@@ -45,7 +45,7 @@ class Critic:
         """Whether the critic still learns alone. Its own optimizer steps decide, which checkpoints hold."""
         return self.engine.optimizer_steps < self.freeze_policy_steps
 
-    def step(self, sequences: Rows[Sequence]) -> StepMetrics:
+    def step(self, sequences: Sequence[TrainingRow]) -> StepMetrics:
         """Make one step of a critic with its own network, on the mean value loss per token."""
         return self.engine.train_batch(sequences, self.loss, count_loss_tokens)
 
@@ -66,7 +66,7 @@ class Critic:
             "error": (outputs.values.detach() - batch.returns).square().sum(),
         }
 
-    def beside(self, objective: Objective, sequences: Rows[Sequence], ranks: Ranks = ALONE) -> LossFn:
+    def beside(self, objective: Objective, sequences: Sequence[TrainingRow], ranks: Ranks = ALONE) -> LossFn:
         """Return the policy's loss and the value loss of a shared network as one loss with the objective's divisor.
 
         `sequences` are this rank's share of the minibatch.
@@ -84,7 +84,7 @@ class Critic:
         return loss
 
 
-def value_facts(sequences: Rows[Sequence], ranks: Ranks = ALONE) -> dict[str, float]:
+def value_facts(sequences: Sequence[TrainingRow], ranks: Ranks = ALONE) -> dict[str, float]:
     """Measure how well the critic predicted a batch before it learned from it.
 
     Returns:
@@ -122,7 +122,7 @@ def value_facts(sequences: Rows[Sequence], ranks: Ranks = ALONE) -> dict[str, fl
     return facts
 
 
-def with_values(sequences: Rows[Sequence], engine: TrainEngine) -> tuple[list[Sequence], list[float]]:
+def with_values(sequences: Sequence[TrainingRow], engine: TrainEngine) -> tuple[list[TrainingRow], list[float]]:
     """Add the critic's value of the state before each loss token.
 
     Returns:
@@ -134,9 +134,9 @@ def with_values(sequences: Rows[Sequence], engine: TrainEngine) -> tuple[list[Se
     return rows, after
 
 
-def _with_last_state(sequence: Sequence) -> Sequence:
+def _with_last_state(sequence: TrainingRow) -> TrainingRow:
     """Return the row with one more loss token, which the last state predicts; the token itself is never forwarded."""
-    return Sequence(
+    return TrainingRow(
         input_ids=torch.cat([sequence.input_ids, sequence.input_ids[-1:]]),
         loss_mask=torch.cat([sequence.loss_mask, torch.ones(1, dtype=torch.bool)]),
         behaviour_logprobs=torch.cat([sequence.behaviour_logprobs, torch.full((1,), torch.nan)]),

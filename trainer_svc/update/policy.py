@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +22,7 @@ import numpy as np
 import structlog
 import torch
 
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.compute_config import LoraConfig
 from trainer_svc.config import BASE, IN_BATCH, ReferenceConfig, TeacherConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
@@ -162,7 +161,7 @@ class PolicyUpdate:
         """All objectives by the name that rows have; "" is that of rows which name none."""
         return {"": self.objective, **self.named}
 
-    def contributes(self, sequence: Sequence) -> bool:
+    def contributes(self, sequence: TrainingRow) -> bool:
         """Return whether a sequence can have a gradient under its objective."""
         return self.objectives[sequence.objective].contributes(sequence)
 
@@ -184,7 +183,7 @@ class PolicyUpdate:
         frozen = [each for each in (self.reference, self.teacher) if each is not None]
         return [*self.engines.values(), *frozen]
 
-    def apply(self, sequences: Rows[Sequence], *, halved: bool = False) -> Updated:
+    def apply(self, sequences: Sequence[TrainingRow], *, halved: bool = False) -> Updated:
         """Train on a batch.
 
         Tokens that cannot be trained leave the loss and its divisor, and are counted. Sequences whose advantages are all zero
@@ -222,7 +221,7 @@ class PolicyUpdate:
         )
         return replace(updated, metrics=metrics)
 
-    def _with_frozen(self, sequences: Rows[Sequence]) -> list[Sequence]:
+    def _with_frozen(self, sequences: Sequence[TrainingRow]) -> list[TrainingRow]:
         """Add the log-probabilities of the models that never change."""
         rows = list(sequences)
         readers = self._readers(lambda each: each.needs_reference)
@@ -237,10 +236,10 @@ class PolicyUpdate:
         """Return the names of the objectives that read something."""
         return [name for name, each in self.objectives.items() if reads(each.resolved)]
 
-    def _trainable(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], dict[str, int]]:
+    def _trainable(self, sequences: Sequence[TrainingRow]) -> tuple[list[TrainingRow], dict[str, int]]:
         dropped: Counter[str] = Counter()
 
-        def kept(rows: list[Sequence], objective: ResolvedObjective) -> list[Sequence]:
+        def kept(rows: list[TrainingRow], objective: ResolvedObjective) -> list[TrainingRow]:
             check_columns(rows, objective)
             trainable, lost = keep_trainable(rows, objective)
             dropped.update(lost)
@@ -251,7 +250,7 @@ class PolicyUpdate:
             rows = among(rows, [name], partial(kept, objective=each.resolved))
         return rows, dict(dropped)
 
-    def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
+    def _prepared(self, rows: list[TrainingRow], seconds: dict[str, float]) -> list[TrainingRow]:
         """Add what the present weights compute (values, proximal log-probabilities), advantages, and selections.
 
         Advantages decide which rows the update forwards, so they come before the proximal log-probabilities, unless the reward needs those.
@@ -276,7 +275,7 @@ class PolicyUpdate:
                 rows = among(rows, [name], partial(with_selection, objective=reader, ranks=ranks))
             return with_common_columns(rows) if self.named else rows
 
-    def _with_proximal(self, rows: list[Sequence], readers: Rows[str]) -> list[Sequence]:
+    def _with_proximal(self, rows: list[TrainingRow], readers: Sequence[str]) -> list[TrainingRow]:
         """Add log o to the rows of these objectives that lack it, computed in the micro-batches of the update's first epoch.
 
         How a product rounds depends on the rows that are computed with it. In the same micro-batches t / o is exactly 1 in the first
@@ -298,7 +297,7 @@ class PolicyUpdate:
                     filled[place] = replace(rows[place], proximal_logprobs=logprobs)
         return filled
 
-    def _train(self, rows: list[Sequence]) -> Updated:
+    def _train(self, rows: list[TrainingRow]) -> Updated:
         """Train the policy for all epochs, then a critic with its own network.
 
         The whole batch belongs to the critic's warm-up, or none of it.
@@ -336,13 +335,13 @@ class PolicyUpdate:
         return own if own is not None and own.warming_up else None
 
     @property
-    def _contributes(self) -> Callable[[Sequence], bool] | None:
+    def _contributes(self) -> Callable[[TrainingRow], bool] | None:
         """Whether a policy step forwards a sequence; None: it forwards all."""
         if self.critic is not None and self.critic.shared:
             return None  # with a shared trunk every sequence trains the value head
         return self.contributes
 
-    def _minibatches(self, rows: Rows[Sequence], epoch: int) -> list[list[int]]:
+    def _minibatches(self, rows: Sequence[TrainingRow], epoch: int) -> list[list[int]]:
         """Return the places of the rows in each minibatch of an epoch.
 
         The seed depends on the number of earlier steps, so that a resumed run cuts the same minibatches.
@@ -351,12 +350,12 @@ class PolicyUpdate:
         seed = f"{self.passes.seed}/{before}/{epoch}"
         return split_by_group(rows, self.passes.minibatches, seed=seed, ranks=self.engine.ranks)
 
-    def _judged(self, rows: Rows[Sequence]) -> StepMetrics:
+    def _judged(self, rows: Sequence[TrainingRow]) -> StepMetrics:
         """Measure the policy's loss and its distance from the sampler, by a forward pass alone."""
         objective = self.objective
         return self.engine.eval_batch(rows, objective.loss, objective.weight, entropy=objective.entropy)
 
-    def _policy_step(self, part: Rows[Sequence]) -> StepMetrics:
+    def _policy_step(self, part: Sequence[TrainingRow]) -> StepMetrics:
         objective = self.objective
         if self.named:
             entropy: Entropy = "train" if self._readers(lambda each: each.entropy_coef > 0) else "measure"
@@ -403,7 +402,9 @@ def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE
     return engines
 
 
-def _row_outcomes(rows: Rows[Sequence], parts: Iterable[Rows[int]], steps: Iterable[StepMetrics]) -> torch.Tensor:
+def _row_outcomes(
+    rows: Sequence[TrainingRow], parts: Iterable[Sequence[int]], steps: Iterable[StepMetrics]
+) -> torch.Tensor:
     """Return for each row its loss tokens and how many of the steps that it was part of were applied."""
     applied = [0] * len(rows)
     for part, step in zip(parts, steps, strict=True):
@@ -420,7 +421,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = seconds.get(phase, 0.0) + perf_counter() - start
 
 
-def _advantage_sums(sequences: Rows[Sequence]) -> dict[str, float]:
+def _advantage_sums(sequences: Sequence[TrainingRow]) -> dict[str, float]:
     trained = [each.advantages.numpy()[each.loss_mask.numpy()] for each in sequences]
     values = np.concatenate([np.zeros(0, np.float32), *trained])
     return {
@@ -441,7 +442,7 @@ def _with_fractions(facts: Mapping[str, float]) -> dict[str, float]:
     return measured
 
 
-def with_logprobs(sequences: Rows[Sequence], column: FrozenColumn, engine: TrainEngine) -> list[Sequence]:
+def with_logprobs(sequences: Sequence[TrainingRow], column: FrozenColumn, engine: TrainEngine) -> list[TrainingRow]:
     """Add a model's log-probabilities to this rank's rows that lack them.
 
     Every rank calls this, also one whose rows lack nothing: the model may be sharded over several.
@@ -463,7 +464,7 @@ KEY_BYTES = 7
 """Bytes of a group's digest: its numbers are not negative and fit int64."""
 
 
-def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: Ranks = ALONE) -> list[list[int]]:
+def split_by_group(sequences: Sequence[TrainingRow], count: int, *, seed: str, ranks: Ranks = ALONE) -> list[list[int]]:
     """Cut this rank's rows of a batch into minibatches.
 
     Groups are assigned from large to small, each to the minibatch with the fewest loss tokens; the seed decides the order
@@ -507,7 +508,7 @@ def _places(tokens: Counter[int], count: int, seed: str) -> dict[int, int]:
     return places
 
 
-def _key(sequence: Sequence) -> int:
+def _key(sequence: TrainingRow) -> int:
     """Return a number for a sequence's group; without a group, for its id, else for its tokens."""
     if sequence.group_id:
         return _digest(b"group/" + sequence.group_id.encode())
@@ -526,7 +527,7 @@ FIRST_FORWARD = ("mismatch_kl", "max_abs_log_difference", "effective_sample_size
 """Measures of the distance between trainer and sampler; they hold for the weights that the update began with."""
 
 
-def update_report(epochs: Rows[Rows[StepMetrics]]) -> StepMetrics:
+def update_report(epochs: Sequence[Sequence[StepMetrics]]) -> StepMetrics:
     """Return the report of a whole update.
 
     Loss and gradient norm are means over the steps that were applied (over all, if none was), sizes are those of the batch,
@@ -568,7 +569,7 @@ def update_report(epochs: Rows[Rows[StepMetrics]]) -> StepMetrics:
     )
 
 
-def warmup_report(judged: StepMetrics, critic_steps: Rows[StepMetrics]) -> StepMetrics:
+def warmup_report(judged: StepMetrics, critic_steps: Sequence[StepMetrics]) -> StepMetrics:
     """Return the report of an update in which the critic learned alone.
 
     Gradient norm and learning rate are the policy's, and 0. The batch counts as skipped if all of the critic's steps were.
@@ -584,7 +585,7 @@ def warmup_report(judged: StepMetrics, critic_steps: Rows[StepMetrics]) -> StepM
     )
 
 
-def critic_report(steps: Rows[StepMetrics], *, shared: bool) -> dict[str, float]:
+def critic_report(steps: Sequence[StepMetrics], *, shared: bool) -> dict[str, float]:
     """Return what is reported about the critic's steps.
 
     Returns:
@@ -609,7 +610,7 @@ def critic_report(steps: Rows[StepMetrics], *, shared: bool) -> dict[str, float]
     return {CRITIC + name: value for name, value in report.items()}
 
 
-def _policy_sums(steps: Rows[StepMetrics]) -> dict[str, float]:
+def _policy_sums(steps: Sequence[StepMetrics]) -> dict[str, float]:
     return _merged([{k: v for k, v in step.sums.items() if not k.startswith(CRITIC)} for step in steps])
 
 
@@ -634,6 +635,6 @@ def _mean(values: Iterable[float]) -> float:
     return sum(given) / len(given)
 
 
-def _weighted(values: Rows[float], weights: Rows[int]) -> float:
+def _weighted(values: Sequence[float], weights: Sequence[int]) -> float:
     total = sum(weights)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else 0.0

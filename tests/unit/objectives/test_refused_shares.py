@@ -9,7 +9,7 @@ import pytest
 from objective_rows import training_row
 from thread_ranks import on_ranks
 
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective, check_columns, keep_trainable
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
@@ -32,11 +32,11 @@ def test_what_a_row_of_one_rank_lacks_is_refused_by_all(objective: dict[str, Any
     columns = ("token_rewards", "proximal_share", "reference_logprobs", "teacher_logprobs")
     has = replace(lacks, **dict.fromkeys(columns, lacks.behaviour_logprobs))
 
-    def trainable(rows: list[Sequence]) -> int:
+    def trainable(rows: list[TrainingRow]) -> int:
         check_columns(rows, chosen.resolved)
         return len(keep_trainable(rows, chosen.resolved)[0])
 
-    def said(rows: list[Sequence], ranks: Ranks) -> str:
+    def said(rows: list[TrainingRow], ranks: Ranks) -> str:
         with pytest.raises(ValueError, match=f"rank 1 raised ValueError|{lack}") as refused:
             agree(ranks, lambda: trainable(rows))
         return str(refused.value)
