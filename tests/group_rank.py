@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from sluice.rpc import SluiceError
+from sluice.versions import Version
 from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.compute_config import ParallelDims
 from trainer_svc.parallel.mesh import make_mesh
-from trainer_svc.service.rank_group import RankFailedError, RankGroup, RankLink
+from trainer_svc.service.rank_group import Load, Position, RankFailedError, RankGroup, RankLink, Save, Train
 
 TIMEOUT_S = 250.0
 """What a collective, or the answer to a command, may take."""
@@ -28,6 +29,9 @@ SHORT_S = 1.0
 """The same where it is exceeded on purpose: nothing that works has to be done within it."""
 
 POLL_S = 0.02
+
+TRAIN = Train("b1", halved=False, changed_lr=None)
+SAVE = Save(Position(Version(2, 7), Version(2, 7), "b1"), journal_position=3)
 
 NOTES: dict[str, object] = {}
 
@@ -56,32 +60,32 @@ def lead(data: RankLink, tensor: RankLink, silent: RankLink) -> None:
     rows = [row(name, length) for name, length in (("a", 9), ("b", 5), ("c", 4))]
     broken: list[bool] = []
     ranks = RankGroup(data, on_broken=lambda: broken.append(True))
-    with ranks.on_all_ranks("train", rows) as assignment:
+    with ranks.on_all_ranks(TRAIN, rows) as assignment:
         NOTES["data"] = [each.trajectory_id for each in assignment.rows]
-    with RankGroup(tensor).on_all_ranks("train", rows) as assignment:
+    with RankGroup(tensor).on_all_ranks(TRAIN, rows) as assignment:
         NOTES["tensor"] = [each.trajectory_id for each in assignment.rows]
     limit(data, SHORT_S)
     while not note("waits").exists():
         time.sleep(POLL_S)
     time.sleep(2 * SHORT_S)  # a run that pauses: nobody is in a collective meanwhile
     limit(data, TIMEOUT_S)
-    with ranks.on_all_ranks("train", rows[:1]) as assignment:
+    with ranks.on_all_ranks(TRAIN, rows[:1]) as assignment:
         NOTES["after a pause"] = [each.trajectory_id for each in assignment.rows]
     try:
-        with ranks.on_all_ranks("save", may_fail=True):
+        with ranks.on_all_ranks(SAVE):
             Path("/not/there/at/all").touch()
     except OSError as error:
         NOTES["save"] = type(error).__name__
     for _ in range(2):
         try:
-            with ranks.on_all_ranks("train", rows):
+            with ranks.on_all_ranks(TRAIN, rows):
                 pass
         except SluiceError as error:
             NOTES["failed"] = f"{error.code.name} {error.reason} {error.message}"
     NOTES["told"] = len(broken)
     limit(silent, SHORT_S)
     try:
-        with RankGroup(silent).on_all_ranks("load"):
+        with RankGroup(silent).on_all_ranks(Load()):
             pass
     except SluiceError as error:
         NOTES["silent"] = error.message
@@ -96,7 +100,7 @@ def follow(data: RankLink, tensor: RankLink, _silent: RankLink) -> None:
         limit(link, TIMEOUT_S)
         NOTES[what] = [each.trajectory_id for each in link.receive_rows()]
         link.done()
-    NOTES["save"] = link.next("compute")["do"]
+    NOTES["save"] = link.next("compute") == SAVE
     link.done()
     link.next("compute")
     link.receive_rows()

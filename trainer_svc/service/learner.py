@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 import grpc
 import numpy as np
@@ -50,7 +50,20 @@ from trainer_svc.service.admission import Known
 from trainer_svc.service.batches import Batch
 from trainer_svc.service.out_of_memory import MemoryShortages
 from trainer_svc.service.publication import Offer, PolicyPublisher
-from trainer_svc.service.rank_group import Command, RankGroup, RankLink
+from trainer_svc.service.rank_group import (
+    MAY_FAIL,
+    Command,
+    Encode,
+    Load,
+    Position,
+    Publish,
+    RankGroup,
+    RankLink,
+    Restore,
+    Save,
+    Stop,
+    Train,
+)
 from trainer_svc.update.policy import PolicyUpdate, Updated, load_frozen
 
 FOR_GOOD_S = 366 * 86400.0
@@ -217,6 +230,15 @@ class Learner:
         return self._update
 
     @property
+    def position(self) -> Position:
+        """What rank 0 alone counts; the other ranks set it to what rank 0 says."""
+        return Position(self.version, self.made_as, self.last_batch_id)
+
+    @position.setter
+    def position(self, given: Position) -> None:
+        self.version, self.made_as, self.last_batch_id = given.version, given.made_as, given.last_batch_id
+
+    @property
     def engine(self) -> TrainEngine:
         """The policy's network and optimizer; raise RuntimeError before `load`."""
         return self.update.engine
@@ -236,7 +258,7 @@ class Learner:
     def load(self) -> None:
         """Load the base model, and read the checkpoints and epochs of the run."""
         arguments = self.common.chat_template_kwargs
-        with self._on_all_ranks("load"):
+        with self._on_all_ranks(Load()):
             self._chat_template = template_text(self.common.chat_template)
             self._frozen = load_frozen(self.config, self.common.model, mesh=self.mesh)
             self._make_abandonable(self._frozen.values())
@@ -268,7 +290,7 @@ class Learner:
             names = self._choose(checkpoint)
         except OSError as error:
             raise _unreadable("the list of checkpoints", error) from error
-        with self._on_all_ranks("restore", epoch=epoch, checkpoints=names, **self._position()):
+        with self._on_all_ranks(Restore(self.position, epoch, names)):
             origin, damage = self.restore_first_whole(epoch, names)
         if damage:
             raise SluiceError.data_loss("CHECKPOINT_DAMAGED", damage)
@@ -354,12 +376,8 @@ class Learner:
             except MemoryShortError as error:
                 raise SluiceError.failed_precondition("OUT_OF_MEMORY", str(error)) from error
             return updated, rows.numpy()
-        arguments: dict[str, Any] = {
-            "batch_id": batch_id,
-            "halved": halved,
-            "changed_lr": self.engine.optimizer.changed_lr,
-        }
-        with self.ranks.on_all_ranks("train", sequences, assign=self._balance, **arguments) as assignment:
+        command = Train(batch_id, halved, self.engine.optimizer.changed_lr)
+        with self.ranks.on_all_ranks(command, sequences, assign=self._balance) as assignment:
             updated, rows = self.train(batch_id, assignment.rows, halved=halved)
         return updated, rows.numpy()[np.argsort(list(chain(*assignment.places)))]
 
@@ -436,7 +454,7 @@ class Learner:
         Raises:
             SluiceError: DEADLINE_EXCEEDED if the push of the version before takes longer than `deadline_s`.
         """
-        with self._on_all_ranks("encode", deadline_s=deadline_s, **self._position()):
+        with self._on_all_ranks(Encode(self.position, deadline_s)):
             return publisher.encode(self.engine, self.version, dtype=self.publish_dtype, deadline_s=deadline_s)
 
     def begin_save(self, journal_position: int) -> Future[Checkpoint]:
@@ -457,7 +475,7 @@ class Learner:
         if existing is not None:
             done.set_result(existing.checkpoint)
             return done
-        with self._on_all_ranks("save", may_fail=True, journal_position=journal_position, **self._position()):
+        with self._on_all_ranks(Save(self.position, journal_position)):
             writing = self.snapshot(journal_position)
         writing.add_done_callback(lambda written: self._saved(written, done))
         return done
@@ -513,12 +531,8 @@ class Learner:
             )
         return [name]
 
-    def _on_all_ranks(self, do: str, **arguments: Any) -> AbstractContextManager[object]:  # noqa: ANN401  JSON values
-        return nullcontext() if self.ranks is None else self.ranks.on_all_ranks(do, **arguments)
-
-    def _position(self) -> dict[str, Any]:
-        """Return what rank 0 alone counts, for the other ranks."""
-        return {"version": str(self.version), "made_as": str(self.made_as), "last_batch_id": self.last_batch_id}
+    def _on_all_ranks(self, command: Command) -> AbstractContextManager[object]:
+        return nullcontext() if self.ranks is None else self.ranks.on_all_ranks(command)
 
     def _restore_base(self) -> None:
         if not self._is_base:
@@ -620,49 +634,50 @@ class FollowingRank:
         return computed.result()
 
     def _compute(self) -> int:
-        while (command := self._link.next("compute"))["do"] != "stop":
+        while not isinstance(command := self._link.next("compute"), Stop):
             try:
                 self._carry_out(command)
             except BaseException as error:
-                if command["may_fail"] and isinstance(error, Exception):
-                    log.warning("a command failed that may fail", command=command["do"], error=str(error))
+                if isinstance(command, MAY_FAIL) and isinstance(error, Exception):
+                    log.warning("a command failed that may fail", command=type(command).__name__, error=str(error))
                 else:
                     self._link.done(f"{type(error).__name__}: {error}")
                     raise
             self._link.done()
-        return int(command["exit_code"])
+        return command.exit_code
 
     def _carry_out(self, command: Command) -> None:
         learner = self._learner
-        if "version" in command:  # rank 0 alone counts these
-            learner.version, learner.made_as = (Version.parse(command[name]) for name in ("version", "made_as"))
-            learner.last_batch_id = command["last_batch_id"]
-        match command["do"]:
-            case "load":
+        if isinstance(command, Restore | Encode | Save):
+            learner.position = command.position
+        match command:
+            case Load():
                 learner.load()
-            case "restore":
-                learner.restore_first_whole(command["epoch"], command["checkpoints"])
-            case "train":
-                learner.engine.optimizer.changed_lr = command["changed_lr"]
-                learner.train(command["batch_id"], self._link.receive_rows(), halved=command["halved"])
-            case "encode":
-                self._offer = learner.encode(self._publisher, command["deadline_s"])
-            case "save":
-                learner.snapshot(command["journal_position"])  # rank 0 learns of a failure and reports it
-            case unknown:
-                raise RuntimeError(f"rank 0 gave the unknown command {unknown!r}: run the same release on every rank")
+            case Restore():
+                learner.restore_first_whole(command.epoch, command.checkpoints)
+            case Train():
+                learner.engine.optimizer.changed_lr = command.changed_lr
+                learner.train(command.batch_id, self._link.receive_rows(), halved=command.halved)
+            case Encode():
+                self._offer = learner.encode(self._publisher, command.deadline_s)
+            case Save():
+                learner.snapshot(command.journal_position)  # rank 0 learns of a failure and reports it
+            case Publish() | Stop():
+                raise RuntimeError(f"{command} is not a command that computes; this is a defect")
+            case _:
+                assert_never(command)
 
     async def _publish(self) -> None:
         """Push this rank's part whenever rank 0 pushes its own. Rank 0 sees every failure and decides about retries."""
-        while (command := await asyncio.to_thread(self._link.next, "publish"))["do"] != "stop":
+        while isinstance(command := await asyncio.to_thread(self._link.next, "publish"), Publish):
             offer = self._offer
-            if offer is None or str(offer.version) != command["version"]:
-                raise RuntimeError(f"rank 0 publishes {command['version']}, this rank holds {offer and offer.version}")
+            if offer is None or offer.version != command.version:
+                raise RuntimeError(f"rank 0 publishes {command.version}, this rank holds {offer and offer.version}")
             try:
-                await offer.push(deadline_s=command["deadline_s"])
+                await offer.push(deadline_s=command.deadline_s)
             except SluiceError as error:
                 if error.reason == "RANK_LOST":
                     raise
                 log.warning(
-                    "push failed; rank 0 decides whether to retry", version=command["version"], error=str(error)
+                    "push failed; rank 0 decides whether to retry", version=str(command.version), error=str(error)
                 )

@@ -16,7 +16,7 @@ from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
 from sluice.versions import Version
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.service.rank_group import RankGroup
+from trainer_svc.service.rank_group import Publish, RankGroup
 from weightsync.publisher import AdapterPublisher, PushReport, Update, WeightPublisher
 
 RETRIED = {
@@ -88,7 +88,7 @@ class PolicyPublisher:
         """
         if self._ranks is None:
             return await self._weights.publish(update, deadline_s=deadline_s)
-        self._ranks.publish(version=str(update.version), deadline_s=deadline_s)
+        self._ranks.publish(Publish(update.version, deadline_s))
         self._pushing = asyncio.create_task(self._weights.publish(update, deadline_s=deadline_s))
         discard_outcome(self._pushing)
         return await asyncio.shield(self._pushing)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import structlog
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from safetensors.torch import load, save
 
 from sluice.rpc import SluiceError
@@ -34,6 +35,101 @@ Assign: TypeAlias = Callable[[Sequence[TrainingRow], int], list[list[int]]]
 """Takes rows and the number of data-parallel ranks; returns the places of each rank's rows."""
 
 log = structlog.get_logger(__name__)
+
+
+# What rank 0 has the others do.
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What rank 0 alone counts: the version of the weights, the one that they were made as, and the last batch in them."""
+
+    version: Version
+    made_as: Version
+    last_batch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load the base model, and read the checkpoints of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Begin an epoch from the first of some checkpoints that is whole."""
+
+    position: Position
+    epoch: int
+    checkpoints: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Train on this rank's rows of a batch, which come next."""
+
+    batch_id: str
+    halved: bool
+    changed_lr: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Encode the weights for publication."""
+
+    position: Position
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy the state for a checkpoint, and write this rank's part in the background."""
+
+    position: Position
+    journal_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Push this rank's part of the version that was encoded last."""
+
+    version: Version
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process."""
+
+    exit_code: int
+
+
+Command: TypeAlias = Load | Restore | Train | Encode | Save | Publish | Stop
+
+MAY_FAIL = (Save,)
+"""Commands after whose failure the ranks stay together, because it is a failure of all."""
+
+_KINDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
+
+
+def encode_command(command: Command) -> str:
+    """Return a command as JSON: its name and its fields."""
+    kind = type(command)
+    return json.dumps([kind.__name__, TypeAdapter(kind).dump_python(command, mode="json")])
+
+
+def decode_command(text: str | bytes) -> Command:
+    """Read what `encode_command` returned.
+
+    Raises:
+        RuntimeError: if this release knows no such command.
+    """
+    name, given = json.loads(text)
+    if name not in _KINDS:
+        raise RuntimeError(f"rank 0 gave the unknown command {name!r}: run the same release on every rank")
+    return TypeAdapter(_KINDS[name]).validate_python(given)
+
+
+# The group.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +155,14 @@ class RankGroup:
 
     @contextmanager
     def on_all_ranks(
-        self,
-        do: str,
-        rows: Sequence[TrainingRow] | None = None,
-        *,
-        assign: Assign = balance,
-        may_fail: bool = False,
-        **arguments: Any,  # noqa: ANN401  JSON values
+        self, command: Command, rows: Sequence[TrainingRow] | None = None, *, assign: Assign = balance
     ) -> Iterator[Assignment]:
         """Run a command on every rank: the others carry it out, this rank runs the body of the block.
 
         Args:
-            do: Name of the command.
+            command: What the others do.
             rows: Rows to distribute over the data-parallel ranks.
             assign: Decides which rank gets which rows.
-            may_fail: Whether the ranks stay together after a failure of the body, because it is a failure of all.
-            arguments: What else the others must know: JSON values.
 
         Yields:
             Which rows are whose.
@@ -86,13 +174,12 @@ class RankGroup:
             raise self.broken
         failure: Exception | None = None
         try:
-            command = {"do": do, "rows": rows is not None, "may_fail": may_fail, **arguments}
             number = self._link.post("compute", command)
             assignment = Assignment([], []) if rows is None else _distribute(self._link, rows, assign)
             try:
                 yield assignment
             except Exception as error:
-                if not may_fail:
+                if not isinstance(command, MAY_FAIL):
                     raise
                 failure = error
             self._link.wait_done(number)
@@ -104,15 +191,15 @@ class RankGroup:
         if failure is not None:
             raise failure
 
-    def publish(self, **arguments: Any) -> None:  # noqa: ANN401  JSON values
+    def publish(self, command: Publish) -> None:
         """Have the other ranks publish beside this one."""
-        self._link.post("publish", {"do": "publish", **arguments})
+        self._link.post("publish", command)
 
     def stop_others(self, exit_code: int) -> None:
         """Tell the other ranks to end with this exit code; this process ends next. The launcher's is that of the rank that ends first."""
         if self.broken is None:
-            for stream in ("compute", "publish"):
-                self._link.post(stream, {"do": "stop", "exit_code": exit_code})
+            for stream in _STREAMS:
+                self._link.post(stream, Stop(exit_code))
 
     def give_up(self, error: BaseException) -> SluiceError:
         """Note that the ranks cannot continue.
@@ -154,11 +241,10 @@ def _lost(reason: str) -> SluiceError:
 
 # The connection between the ranks.
 
-Command: TypeAlias = Mapping[str, Any]
-"""What to do: JSON values by name, with `do` as the name of the command."""
-
 Stream: TypeAlias = Literal["compute", "publish"]
 """Commands of one stream run one after another; the two streams run side by side."""
+
+_STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 IDLE = timedelta(hours=1)
 """Longest single wait for a command; a rank then waits again."""
@@ -214,7 +300,7 @@ class RankLink:
         """Post the next command for the other ranks, as rank 0. Return its number in its stream."""
         number = self._numbers[stream] = self._numbers[stream] + 1
         store = self._stores[stream]
-        store.set(f"{stream}/{number}", json.dumps(command))
+        store.set(f"{stream}/{number}", encode_command(command))
         if stream == "publish" and number > PUBLISHES_KEPT:
             store.delete_key(f"{stream}/{number - PUBLISHES_KEPT}")
         return number
@@ -224,6 +310,7 @@ class RankLink:
 
         Raises:
             RankFailedError: if rank 0 is gone.
+            RuntimeError: if this release knows no such command.
         """
         number = self._numbers[stream] = self._numbers[stream] + 1
         key = f"{stream}/{number}"
@@ -231,12 +318,13 @@ class RankLink:
         while True:
             try:
                 store.wait([key], IDLE)
-                return dict(json.loads(store.get(key)))
+                text = store.get(key)
             except dist.DistStoreError:
                 continue  # no command within the longest single wait
             except RuntimeError as error:
                 first_line = str(error).partition("\n")[0]
                 raise RankFailedError(f"rank 0 is gone ({first_line})") from error
+            return decode_command(text)
 
     def done(self, failure: str = "") -> None:
         """Report to rank 0 that the last compute command is done, or why this rank ends instead.
