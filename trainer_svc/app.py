@@ -20,7 +20,8 @@ from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.finite import IncompleteWeightsError, UnfitWeightsError
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join
-from trainer_svc.service.learner import ComputeThread, FollowingRank, Learner
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.learner import FollowingRank, Learner
 from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.rank_group import RankGroup, RankLink
 from trainer_svc.service.servicer import TrainerServicer

@@ -34,7 +34,7 @@ from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2, training_pb2_gr
 from sluice.versions import Version
 from trainer_svc.compute_config import LoraConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.service.learner import ComputeThread
+from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.tuner.adapters import AdapterBank
 from trainer_svc.tuner.config import LimitsConfig as TunerLimits
 from trainer_svc.tuner.config import TunerConfig

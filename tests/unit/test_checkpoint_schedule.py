@@ -12,7 +12,8 @@ from lone_link import lone_link
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.learner import ComputeThread, Learner
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.learner import Learner
 from trainer_svc.service.rank_group import RankGroup
 from trainer_svc.service.trainer import CheckpointWriter
 

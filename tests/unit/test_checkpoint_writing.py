@@ -36,7 +36,7 @@ from trainer_svc.checkpoint.state import (
 )
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.service.learner import ComputeThread
+from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.trainer import CheckpointWriter
 
 WAIT_S = 30.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer_svc.service.learner import ComputeThread
+from trainer_svc.service.compute_thread import ComputeThread
 
 
 async def test_an_error_that_meets_the_cancellation_of_its_caller_is_no_error_of_the_loop() -> None:

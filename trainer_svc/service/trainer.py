@@ -25,7 +25,8 @@ from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
 from trainer_svc.service.admission import Admission, Ticket
 from trainer_svc.service.batches import Batch
-from trainer_svc.service.learner import Applied, ComputeThread, Learner, Restored
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.learner import Applied, Learner, Restored
 from trainer_svc.service.metrics import SKIPPED_STEPS, STEP_SECONDS, WAITED_SECONDS, observe_checkpoint, observe_step
 from trainer_svc.service.publication import PolicyPublisher, Publication
 from trainer_svc.service.rank_group import OUT_OF_STEP

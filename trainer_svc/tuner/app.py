@@ -15,7 +15,7 @@ from sluice.rpc import RpcServer
 from sluice.tasks import settle
 from sluice.v1 import training_pb2_grpc
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.service.learner import ComputeThread
+from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.tuner.adapters import AdapterBank
 from trainer_svc.tuner.config import TunerConfig
 from trainer_svc.tuner.sampler import Sampler

@@ -24,7 +24,7 @@ from sluice.versions import BASE, Version
 from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.engine.finite import UnfitWeightsError
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.service.learner import ComputeThread
+from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.tuner.adapters import AdapterBank, AdapterState, NoGradientError, StateError, load_state, save_state
 from trainer_svc.tuner.config import TunerConfig
 from trainer_svc.tuner.order import Entry, Refusal, RefusedError, Training, Turns
