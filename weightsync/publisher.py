@@ -119,6 +119,8 @@ class WeightPublisher:
         self._committed: Version | None = None
         """Version that the kept copy holds, if its commit was answered."""
         self._serial = self._noted = 0
+        self._push: VersionPush | None = None
+        """The push that is under way."""
 
     def encode(
         self,
@@ -170,8 +172,8 @@ class WeightPublisher:
     ) -> PushReport:
         """Push and commit what `encode` kept: visible as a whole when this returns.
 
-        Idempotent while the copy holds the version. A transfer that broke is repeated once, from where it broke. If the
-        service no longer holds a delta's base, the dense version is sent at once.
+        Idempotent while the copy holds the version. What failed and may pass is repeated until the deadline, from where it broke.
+        If the service no longer holds a delta's base, the dense version is sent at once.
         `labels` are free facts for the manifest.
 
         Raises:
@@ -192,7 +194,9 @@ class WeightPublisher:
                 self._noted = update.serial
             payloads = _payloads(copy, update, agreement, labels or {})
             directory = self._directory if self._hand_overs.due() else None
-            push = VersionPush(to, payloads, self._exchange, chunk_bytes=self._chunk_bytes, directory=directory)
+            self._push = push = VersionPush(
+                to, payloads, self._exchange, chunk_bytes=self._chunk_bytes, directory=directory
+            )
             report = await push.run()
             if push.handed_over is not None:
                 self._hand_overs.note(worth=push.handed_over)
@@ -204,7 +208,13 @@ class WeightPublisher:
                 changed_fraction=agreement.changed_fraction,
             )
         finally:
+            self._push = None
             self._in_use.release()
+
+    def give_up(self) -> None:
+        """End a push that is under way at its next attempt, on all ranks: its `publish` raises FAILED_PRECONDITION GIVEN_UP."""
+        if self._push is not None:
+            self._push.give_up()
 
     async def update(
         self,
@@ -377,6 +387,8 @@ class AdapterPublisher:
         labels: Mapping[str, str] | None = None,
     ) -> PushReport:
         """Publish an adapter. It is visible as a whole when this returns, or not at all if it raises before the commit.
+
+        What failed and may pass is repeated until the deadline.
 
         Args:
             version: Which policy it makes of its base.

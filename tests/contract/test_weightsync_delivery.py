@@ -37,6 +37,9 @@ from weightsync.publisher import WeightPublisher
 from weightsync.service.store import read_form
 
 TIMEOUT_S = 60.0
+REFUSED_S = 3.0
+"""Deadline of a push that is refused, and repeated until then."""
+
 LEASE_S = 30.0
 HEARTBEAT_S = 5.0
 
@@ -272,7 +275,7 @@ async def test_a_full_disk_refuses_the_push_and_the_old_version_stays(tmp_path: 
         assert await stack.visible() == [Version(1, 3), Version(1, 2)]
         await report(stack, "a", Version(1, 2))
         with pytest.raises(SluiceError) as caught:
-            await push(stack, 4)
+            await stack.push(Version(1, 4), weights(4), deadline_s=REFUSED_S)
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.retry_after_s
         source = ShardSource("model", weights(3))

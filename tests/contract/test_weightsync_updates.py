@@ -13,6 +13,7 @@ import pytest_asyncio
 import torch
 from held_ports import held_ports
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from weightsync_stack import RESOURCE, Stack, equal_bits, eventually, running_stack, weights
 
 from sluice.cli.init_model import ModelShape, init_model
@@ -283,6 +284,17 @@ async def test_a_push_whose_service_restarts_in_the_middle_of_it_is_repeated(
         assert report.kind == kind
         assert equal_bits(await dense(stack, Version(1, 2)), tensors)
         await channel.close()
+
+
+async def test_a_push_without_room_is_repeated_until_there_is_room(stack: Stack, publisher: WeightPublisher) -> None:
+    held = await stack.push(Version(1, 1), model(), deadline_s=DEADLINE_S)
+    stack.runs.config.max_bytes = int(1.5 * held.bytes_sent)
+    with capture_logs() as lines:
+        pushing = asyncio.create_task(publisher.update(Version(1, 2), model(2), deadline_s=DEADLINE_S))
+        await eventually(lambda: any(line["event"] == "push failed, retrying" for line in lines))
+    stack.runs.config.max_bytes = None
+    assert (await pushing).kind == "anchor"
+    assert await stack.visible() == [Version(1, 2), Version(1, 1)]
 
 
 async def test_a_tensor_that_cannot_travel_leaves_the_publisher_of_use(

@@ -27,6 +27,9 @@ _PATIENCE_S = 5.0
 _NEXT_S = 1.0
 """Seconds until a trainer publishes the next version."""
 
+_REFUSED_S = 10.0
+"""Deadline of a push that the service refuses as long as there is no room: the trainer repeats it until then."""
+
 _SILENCE_S = 2.0
 """Seconds without a sign of life after which an engine opens a stream again, where that is what it has to do."""
 
@@ -64,7 +67,7 @@ def _disk_full(world: World) -> float:
     """A push of whole tensors finds no room, the version before serves on; later there is room."""
     version = _new_trainer(world)
     _limit_files(world.service, _NO_ROOM_BYTES)
-    answer = world.try_push(version, DEADLINE_S)
+    answer = world.try_push(version, _REFUSED_S)
     expect(answer.get("code") == "RESOURCE_EXHAUSTED", f"a full disk was answered by {answer}")
     _expect_untouched(world)
     eventually(lambda: not rubbish(world.store("service")), "what came in of a refused push stays")
@@ -89,7 +92,7 @@ def _over_budget(world: World) -> float:
     """Whole tensors that pass the configured bytes are refused, the version before serves on."""
     _set_max_bytes(world, 3 * DENSE_BYTES // 2)
     version = _new_trainer(world)
-    answer = world.try_push(version, DEADLINE_S)
+    answer = world.try_push(version, _REFUSED_S)
     expect(answer.get("code") == "RESOURCE_EXHAUSTED", f"a push beyond max_bytes was answered by {answer}")
     _expect_untouched(world)
     world.given_up.add(Version(1, 1))  # what nobody needs gives way before a push is refused

@@ -605,16 +605,14 @@ class FollowingRank:
                 assert_never(command)
 
     async def _publish(self) -> None:
-        """Push this rank's part whenever rank 0 pushes its own. Rank 0 sees every failure and decides about retries."""
+        """Push this rank's part whenever rank 0 pushes its own. Rank 0 has the same outcome and decides what follows from it."""
         while isinstance(command := await asyncio.to_thread(self._link.next, "publish"), Publish):
             offer = self._offer
             if offer is None or offer.version != command.version:
                 raise RuntimeError(f"rank 0 publishes {command.version}, this rank holds {offer and offer.version}")
             try:
-                await offer.push(deadline_s=command.deadline_s)
+                await self._publisher.publish(offer, deadline_s=command.deadline_s)
             except SluiceError as error:
                 if error.reason == "RANK_LOST":
                     raise
-                log.warning(
-                    "push failed; rank 0 decides whether to retry", version=str(command.version), error=str(error)
-                )
+                log.warning("push failed", version=str(command.version), error=str(error))

@@ -1,15 +1,12 @@
-"""From the policy to weight sync: encode a version, its weights or its adapter, and push versions in their order."""
+"""From the policy to weight sync: encode a version, its weights or its adapter, and push it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from time import monotonic
+from typing import TypeAlias
 
-import grpc
-import structlog
 import torch
 
 from sluice.rpc import SluiceError
@@ -19,32 +16,18 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.service.rank_group import Publish, RankGroup
 from weightsync.publisher import AdapterPublisher, PushReport, Update, WeightPublisher
 
-RETRIED = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.DATA_LOSS,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
-"""Failures of a push that another attempt may cure. A refused version stays refused."""
-
-FIRST_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 5.0
-"""Pauses between attempts double from the first to the longest."""
-
-log = structlog.get_logger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A version that is ready to be published. Later steps do not change it.
-
-    Attributes:
-        push: Publishes it, given `deadline_s`; may be called again after a failure.
-    """
+class AdapterUpdate:
+    """An adapter that is ready to be published, with its settings as PEFT writes them. Later steps do not change it."""
 
     version: Version
-    push: Callable[..., Awaitable[PushReport]]
+    tensors: Mapping[str, torch.Tensor]
+    settings: Mapping[str, object]
+
+
+Offer: TypeAlias = Update | AdapterUpdate
+"""A version that is ready to be published."""
 
 
 class PolicyPublisher:
@@ -74,24 +57,47 @@ class PolicyPublisher:
         """
         adapter = engine.adapter
         if adapter is None or adapter.config.merges:
-            update = self._weights.encode(version, engine.live_tensors(), dtype=dtype, deadline_s=deadline_s)
-            return Offer(version, partial(self._push_weights, update))
-        tensors = adapter.tensors(dtype)
-        if self._adapters is None:
-            return Offer(version, _nothing)
-        return Offer(version, partial(self._adapters.push, version, tensors, adapter.settings))
+            return self._weights.encode(version, engine.live_tensors(), dtype=dtype, deadline_s=deadline_s)
+        return AdapterUpdate(version, adapter.tensors(dtype), adapter.settings)
 
-    async def _push_weights(self, update: Update, *, deadline_s: float) -> PushReport:
-        """Push weights on every rank.
+    async def publish(self, offer: Offer, *, deadline_s: float) -> PushReport:
+        """Push a version, which serves when this returns. Rank 0 pushes adapters; weights are pushed by all ranks together.
 
-        With several ranks a push runs to its end even if its caller is cancelled, because the other ranks do not stop.
+        With several ranks a push of weights runs on if its caller is cancelled, because the other ranks do not stop; it is then
+        given up at its next attempt.
+
+        Raises:
+            SluiceError: what the push failed with at last.
         """
-        if self._ranks is None:
-            return await self._weights.publish(update, deadline_s=deadline_s)
-        self._ranks.publish(Publish(update.version, deadline_s))
+        try:
+            if isinstance(offer, AdapterUpdate):
+                return await self._push_adapter(offer, deadline_s)
+            if self._ranks is None:
+                return await self._weights.publish(offer, deadline_s=deadline_s)
+            return await self._push_on_all_ranks(self._ranks, offer, deadline_s)
+        except SluiceError as error:
+            raise SluiceError(
+                error.code,
+                error.reason,
+                f"version {offer.version} could not be published within {deadline_s:g} s:"
+                f" {error.message} (is weightsync up at peers.weightsync?)",
+                retry_after_s=error.retry_after_s,
+            ) from error
+
+    async def _push_adapter(self, offer: AdapterUpdate, deadline_s: float) -> PushReport:
+        if self._adapters is None:
+            raise RuntimeError(f"this rank does not publish adapters, but was given {offer.version}; this is a defect")
+        return await self._adapters.push(offer.version, offer.tensors, offer.settings, deadline_s=deadline_s)
+
+    async def _push_on_all_ranks(self, ranks: RankGroup, update: Update, deadline_s: float) -> PushReport:
+        ranks.publish(Publish(update.version, deadline_s))
         self._pushing = asyncio.create_task(self._weights.publish(update, deadline_s=deadline_s))
         discard_outcome(self._pushing)
-        return await asyncio.shield(self._pushing)
+        try:
+            return await asyncio.shield(self._pushing)
+        except asyncio.CancelledError:
+            self._weights.give_up()
+            raise
 
     async def close(self, grace_s: float) -> None:
         """Release the kept copy, unless a push whose caller was cancelled still reads it after `grace_s` seconds."""
@@ -100,47 +106,3 @@ class PolicyPublisher:
             if not self._pushing.done():
                 return
         await self._weights.close()
-
-
-async def _nothing(*, deadline_s: float) -> PushReport:
-    raise RuntimeError(f"this rank has nothing to publish (deadline {deadline_s:g} s); this is a defect")
-
-
-class Publication:
-    """Publish the versions of one epoch in order, one at a time: the publisher's copy of the weights holds one.
-
-    Args:
-        deadline_s: Seconds for one version, retries included.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
-        self.published: Version | None = None
-        self.last_push: PushReport | None = None
-
-    async def publish(self, offered: Offer) -> None:
-        """Push one version; retry until the deadline.
-
-        Raises:
-            SluiceError: the failure of the last attempt.
-        """
-        deadline = monotonic() + self._deadline_s
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                self.last_push = await offered.push(deadline_s=deadline - monotonic())
-            except SluiceError as error:
-                if error.code not in RETRIED or monotonic() + pause_s >= deadline:
-                    raise SluiceError(
-                        error.code,
-                        error.reason,
-                        f"version {offered.version} could not be published within {self._deadline_s:g} s:"
-                        f" {error.message} (is weightsync up at peers.weightsync?)",
-                        retry_after_s=error.retry_after_s,
-                    ) from error
-                log.warning("push failed, retrying", version=str(offered.version), error=str(error), pause_s=pause_s)
-            else:
-                self.published = offered.version
-                return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

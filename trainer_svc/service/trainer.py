@@ -28,7 +28,7 @@ from trainer_svc.service.batches import Batch
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.learner import Applied, Learner, Restored
 from trainer_svc.service.metrics import SKIPPED_STEPS, STEP_SECONDS, WAITED_SECONDS, observe_checkpoint, observe_step
-from trainer_svc.service.publication import PolicyPublisher, Publication
+from trainer_svc.service.publication import Offer, PolicyPublisher
 from trainer_svc.service.rank_group import OUT_OF_STEP
 from weightsync.publisher import PushReport
 
@@ -66,7 +66,9 @@ class Trainer:
         self._compute = compute or ComputeThread()
         self.checkpoints = CheckpointWriter(learner, self._compute)
         self._publisher = publisher
-        self._publication = Publication(self.config.deadlines.push_s)
+        self.published: Version | None = None
+        """Newest version that weight sync has committed in this epoch."""
+        self._last_push: PushReport | None = None
         self._arrived = asyncio.Event()
         self._checkpoint_is_due = False
         self._doing: trainer_pb2.TrainerPhase.ValueType = trainer_pb2.TRAINER_PHASE_WAITING
@@ -114,11 +116,6 @@ class Trainer:
             yield f"an orchestrator that begins a newer epoch, since training stopped: {self._failure.reason}"
         elif self._training is None:
             yield "an orchestrator that begins an epoch"
-
-    @property
-    def published(self) -> Version | None:
-        """Newest version that weight sync has committed in this epoch."""
-        return self._publication.published
 
     def scrape(self) -> Iterator[Metric]:
         """Yield its state as Prometheus metrics."""
@@ -226,9 +223,9 @@ class Trainer:
             deadline_s=deadlines.push_s + deadlines.load_s,
             what="copying the weights",
         )
-        self._publication = Publication(deadlines.push_s)
+        self.published = self._last_push = None
         try:
-            await self._publication.publish(offer)
+            await self._publish(offer)
         except SluiceError as error:
             self._check_ranks(error)
             if error.code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
@@ -361,7 +358,7 @@ class Trainer:
             version = admission.finish()
             every = self.config.checkpoint.every_steps
             self._checkpoint_is_due = bool(every) and version.number % every == 0
-            report = _step_report(batch, applied, waited_s, push_wait_s, self._publication.last_push)
+            report = _step_report(batch, applied, waited_s, push_wait_s, self._last_push)
             steps.append(report)
             skipping = self._check_finite(applied, skipping)
             self._doing = trainer_pb2.TRAINER_PHASE_PUBLISHING
@@ -377,11 +374,16 @@ class Trainer:
             )
             compare_s = perf_counter() - comparing
             observe_step(applied.metrics, {"wait_batch": waited_s, "wait_push": push_wait_s, "compare": compare_s})
-            pushing = pushes.create_task(self._publication.publish(offer))
+            pushing = pushes.create_task(self._publish(offer))
             if self._checkpoint_is_due:
                 self._doing = trainer_pb2.TRAINER_PHASE_SAVING
                 await self.checkpoints.begin_scheduled()
                 self._checkpoint_is_due = False
+
+    async def _publish(self, offer: Offer) -> None:
+        """Push a version, after the one before: the publisher's copy of the weights holds one."""
+        self._last_push = await self._publisher.publish(offer, deadline_s=self.config.deadlines.push_s)
+        self.published = offer.version
 
     def _check_finite(self, applied: Applied, skipping: int) -> int:
         """Return how many batches in a row had a skipped step.

@@ -23,17 +23,27 @@ from weightsync.format.manifest import manifest_digest
 from weightsync.publish.ranks import Answer, RankExchange
 from weightsync.publish.shards import FileSource, KeptFile
 
-_REPEATABLE = {
+_PASSING = {
     grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.DATA_LOSS,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-"""How a broken connection or a damaged transfer shows. A repeat is harmless, because every step is idempotent."""
+"""Failures that pass: the push is repeated until its deadline. A repeat is harmless, because every step is idempotent."""
 
-_REPEATABLE_REASONS = {"SHARDS_MISSING", "PUSH_IDLE", "SHARD_OFFSET"}
-"""Refusals that a repeat answers: the service was restarted between push and commit, or this process stood still."""
+_PASSING_REASONS = {"SHARDS_MISSING", "SHARD_OFFSET"}
+"""Refusals that pass: the service was restarted between push and commit, or this process stood still."""
+
+_ONCE = {grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED}
+"""How a broken connection may show, but a defect too: such a push is repeated once."""
+
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 5.0
+"""The first repeat comes at once; the pauses before the next ones double from the first to the longest. All ranks pause alike."""
+
+_LATE = "PUSH_DEADLINE"
+"""Reason of the error that ends a push at its deadline."""
 
 _BASE_REASONS = {"BASE_UNKNOWN", "BASE_DAMAGED"}
 """Refusals of a delta that a push of the dense version answers."""
@@ -84,13 +94,18 @@ class Destination:
         """Return the service."""
         return weightsync_pb2_grpc.WeightSyncServiceStub(self.channel)
 
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; below 0 after the deadline."""
+        return self.deadline - time.monotonic()
+
     def remaining(self) -> float:
         """Return the seconds that are left; raise SluiceError DEADLINE_EXCEEDED if there are none."""
-        remaining = self.deadline - time.monotonic()
+        remaining = self.left_s
         if remaining <= 0:
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                "PUSH_DEADLINE",
+                _LATE,
                 f"version {self.version} was not published in time; the version before is still served: push again,"
                 " or allow more time",
             )
@@ -154,27 +169,44 @@ class VersionPush:
         self._payloads, self._exchange = list(payloads), exchange
         self._chunk_bytes, self._directory = chunk_bytes, directory
         self._bytes_sent = 0
+        self._given_up = False
         self.handed_over: bool | None = None
 
     async def run(self) -> PushReport:
-        """Push and commit. Repeat a broken transfer once, from where it broke; push a delta without its base dense.
+        """Push and commit. Repeat what failed and may pass, from where it broke, until the deadline. Push a delta without its base dense.
+
+        This alone repeats a push. A failure of one rank is one of all, so that all of them repeat, pause and end alike.
 
         Raises:
-            SluiceError: what any rank failed with; the same on all of them.
+            SluiceError: what any rank failed with; the same on all of them. At the deadline, what the attempts before failed with.
         """
-        resume, repeated = False, False
+        resume, failures = False, 0
+        failure: SluiceError | None = None
         while True:
             try:
                 return await self._attempt(self._payloads[0], resume=resume)
             except SluiceError as error:
+                if error.reason == _LATE and failure is not None:
+                    raise failure from error
+                pause_s = 0.0
                 if len(self._payloads) > 1 and error.reason in _BASE_REASONS:
                     del self._payloads[0]
                     resume = False
-                elif not repeated and (error.code in _REPEATABLE or error.reason in _REPEATABLE_REASONS):
-                    resume = repeated = True
+                elif _may_pass(error, first=not failures):
+                    if failure is None or error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which says least
+                        failure = error
+                    if failures:
+                        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (failures - 1))
+                    failures += 1
+                    resume = True
                 else:
                     raise
-                log.warning("push is repeated", version=str(self._to.version), error=str(error))
+                log.warning("push failed, retrying", version=str(self._to.version), error=str(error), pause_s=pause_s)
+            await asyncio.sleep(min(pause_s, max(0.0, self._to.left_s)))
+
+    def give_up(self) -> None:
+        """End the push at its next attempt, on all ranks."""
+        self._given_up = True
 
     async def _attempt(self, payload: Payload, *, resume: bool) -> PushReport:
         """Send every rank's shard, have rank 0 commit them, and tell all ranks the outcome."""
@@ -209,6 +241,9 @@ class VersionPush:
         return part.SerializeToString()
 
     async def _send_shard(self, payload: Payload, *, resume: bool) -> pb.Shard | None:
+        self._to.remaining()
+        if self._given_up:
+            raise SluiceError.failed_precondition("GIVEN_UP", f"the push of version {self._to.version} was given up")
         if payload.make is None:
             return None
         source, shard = await asyncio.to_thread(payload.make)
@@ -325,6 +360,13 @@ class _ShardTransfer:
             # Here and not in a thread: the way there and back takes longer than a chunk's sum and copy (0.15 ms).
             yield push_request(begin, self._source.views(begin, end))
             self.bytes_sent += end - begin
+
+
+def _may_pass(error: SluiceError, *, first: bool) -> bool:
+    """Return whether another attempt may succeed after a failure, the first one or a later one."""
+    if error.code in _ONCE:
+        return first
+    return error.reason != _LATE and (error.code in _PASSING or error.reason in _PASSING_REASONS)
 
 
 def _write(source: FileSource, directory: Path) -> KeptFile:
