@@ -19,12 +19,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from sluice.rpc import SluiceError
+from sluice.slices import TensorSlice
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
-from weightsync.format.manifest import ManifestError, box, check_manifest, check_sendable, run_resource
+from weightsync.format.manifest import ManifestError, check_manifest, check_sendable, run_resource
 from weightsync.publish.push import Destination, Payload, PushReport, VersionPush
-from weightsync.publish.ranks import RankExchange, assign_slices, total_bytes
+from weightsync.publish.ranks import RankExchange, share_out, total_bytes
 from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, local_slices
 
 __all__ = ["AdapterPublisher", "PushReport", "Update", "WeightPublisher"]
@@ -258,8 +259,8 @@ class WeightPublisher:
             if self._exchange is not None:
                 answers = self._exchange.all_gather(_PLAN, held[0].SerializeToString(), deadline)
                 held = [pb.Shard.FromString(answer) for answer in answers]
-                assigned = assign_slices(held)[self._exchange.rank]
-                mine = [each for each in layout if (each.name, box(each)) in assigned]
+                share = share_out(held)[self._exchange.rank]
+                mine = [each for each in layout if TensorSlice.from_proto(each) in share]
             else:
                 check_manifest(pb.Manifest(shards=held))
             check_sendable(held)

@@ -21,16 +21,16 @@ from transformers import AutoModelForCausalLM
 
 from sluice import checkpoint_files
 from sluice.rpc import SluiceError
+from sluice.slices import TensorSlice
 from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint import saver
 from trainer_svc.checkpoint.saver import CheckpointDamagedError, EngineCheckpoints, Saver, export_state
 from trainer_svc.checkpoint.state import (
     LiveState,
-    TensorSlice,
-    assign_slices,
     decode_slices,
     encode_slices,
     held_slices,
+    share_out,
     training_state,
     write_slices,
 )
@@ -336,7 +336,7 @@ def layouts(draw: st.DrawFn) -> list[list[TensorSlice]]:
 
 @given(layouts())
 def test_every_slice_is_written_once_by_one_that_holds_it(held: list[list[TensorSlice]]) -> None:
-    shares = assign_slices([decode_slices(encode_slices(each)) for each in held])
+    shares = share_out([decode_slices(encode_slices(each)) for each in held])
     assert all(share <= set(own) for share, own in zip(shares, held, strict=True))
     written = [each for share in shares for each in share]
     assert sorted(written) == sorted({each for own in held for each in own})
@@ -348,9 +348,9 @@ def test_every_slice_is_written_once_by_one_that_holds_it(held: list[list[Tensor
 
 def test_ranks_that_do_not_hold_a_whole_tensor_together_are_refused() -> None:
     whole = held_slices({"a": torch.zeros(4, 2), "b": torch.zeros(())})
-    assert assign_slices([whole]) == [set(whole)]
+    assert share_out([whole]) == [set(whole)]
     half = TensorSlice("a", (4, 2), (0, 0), (2, 2))
     with pytest.raises(ValueError, match="4 of the 8 values of 'a'"):
-        assign_slices([[half], [half]])
+        share_out([[half], [half]])
     with pytest.raises(ValueError, match="one rank and"):
-        assign_slices([[half], [TensorSlice("a", (2, 2), (0, 0), (2, 2))]])
+        share_out([[half], [TensorSlice("a", (2, 2), (0, 0), (2, 2))]])

@@ -13,11 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load
 from weightsync_stack import equal_bits, make_chunk, read_source, weights
 
+from sluice.slices import TensorSlice
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec.slices import Encoding, apply
 from weightsync.format.chunks import push_request
 from weightsync.format.manifest import ManifestError, entry_name
-from weightsync.publish.ranks import assign_slices, total_bytes
+from weightsync.publish.ranks import share_out, total_bytes
 from weightsync.publish.shards import Diff, KeptCopy, KeptFile, local_slices, sweep, tensor_bytes
 from weightsync.publisher import Trials
 
@@ -216,28 +217,28 @@ def shard(slices: list[pb.TensorSlice]) -> pb.Shard:
     return pb.Shard(name="s", tensors=slices)
 
 
-def names(shares: list[set[tuple[str, object]]]) -> list[list[str]]:
-    return [sorted(name for name, _ in share) for share in shares]
+def names(shares: list[set[TensorSlice]]) -> list[list[str]]:
+    return [sorted(each.name for each in share) for share in shares]
 
 
 def test_what_all_ranks_hold_is_sent_once_by_whoever_has_least_to_send() -> None:
     cut = [[part("cut", (8, 4), 0, 6)], [part("cut", (8, 4), 6, 2)]]
     common = [part("big", (5, 4)), part("small", (1, 4)), part("tiny", (1, 2))]
     held = [shard(rows + common) for rows in cut]
-    assert names(assign_slices(held)) == [["cut", "small", "tiny"], ["big", "cut"]]
+    assert names(share_out(held)) == [["cut", "small", "tiny"], ["big", "cut"]]
     assert total_bytes(held) == 2 * (32 + 20 + 4 + 2)
 
 
 def test_every_slice_is_sent_by_one_rank() -> None:
     pairs = [[part("cut", (4, 2), 2 * (rank % 2), 2)] for rank in range(4)]  # ranks 0 and 2 hold the same, 1 and 3 too
-    shares = assign_slices([shard(rows) for rows in pairs])
+    shares = share_out([shard(rows) for rows in pairs])
     assert [len(share) for share in shares] == [1, 1, 0, 0]
 
 
 def test_slices_that_leave_a_hole_are_found_before_anything_is_sent() -> None:
     held = [shard([part("cut", (8, 4), 0, 3)]), shard([part("cut", (8, 4), 4, 4)])]
     with pytest.raises(ManifestError, match="cover 28 of its 32"):
-        assign_slices(held)
+        share_out(held)
 
 
 def test_trials_in_vain_become_rare_and_one_that_pays_ends_the_pause() -> None:

@@ -27,17 +27,17 @@ from google.protobuf import json_format
 
 from sluice.checkpoint_files import MANIFEST, damaged, file_digest, read_manifest
 from sluice.host_files import remove_tree
+from sluice.slices import TensorSlice
 from sluice.v1.checkpoint_pb2 import CheckpointFile, CheckpointManifest
 from trainer_svc.checkpoint.state import (
     POLICY,
     LiveState,
-    TensorSlice,
-    assign_slices,
     decode_slices,
     encode_slices,
     held_slices,
     read_below,
     restore_state,
+    share_out,
     training_state,
     write_slices,
 )
@@ -207,7 +207,7 @@ class Saver:
             return held_slices(state)
 
         held = _agreed(self._ranks, prepare)
-        assigned = assign_slices([decode_slices(each) for each in self._ranks.exchange(encode_slices(held))])
+        assigned = share_out([decode_slices(each) for each in self._ranks.exchange(encode_slices(held))])
         return {each: tensor for each, tensor in held.items() if each in assigned[self._ranks.index]}
 
     def _copies(

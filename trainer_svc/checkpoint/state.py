@@ -1,7 +1,7 @@
 """The state of training on disk: which tensors it has, which rank writes which slice of them, and the files.
 
 A state is flat tensors named ``<engine>.model.<name>``, ``<engine>.optimizer.<moment>.<name>``, ``<engine>.scalars.<name>`` and
-``random.<device>.<rank>``. Each rank writes the slices that `assign_slices` gives it into safetensors files whose header says
+``random.<device>.<rank>``. Each rank writes the slices that `share_out` gives it into safetensors files whose header says
 where each slice begins, in the form of torch.distributed.checkpoint's HuggingFaceStorageWriter; its reader reads any range, so
 that a state loads on any number of ranks in any layout. That writer itself is not used: its plan travels pickled between the
 ranks, and its one table of files needs the same names on every rank.
@@ -14,7 +14,6 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
+from sluice.slices import TensorSlice, assign_slices
 from sluice.v1 import weightsync_pb2
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.parallel.sharding import local_slice
@@ -110,27 +110,6 @@ def _restore_random_state(tensors: Mapping[str, torch.Tensor], rank: int) -> Non
 # Which rank writes what.
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TensorSlice:
-    """A box of a tensor, as one rank holds it.
-
-    Attributes:
-        shape: Shape of the whole tensor.
-        offsets: Where the box begins, per dimension.
-        sizes: Its extent, per dimension.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """Number of values."""
-        return math.prod(self.sizes)
-
-
 def held_slices(tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.Tensor]:
     """Return the slices that this process holds, as live memory."""
     held: dict[TensorSlice, torch.Tensor] = {}
@@ -141,27 +120,14 @@ def held_slices(tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.
     return held
 
 
-def assign_slices(held: Sequence[Collection[TensorSlice]]) -> list[set[TensorSlice]]:
-    """Assign each slice to one of the ranks that hold it: the one with the least to write so far, largest slices first.
-
-    Args:
-        held: What each rank holds, by rank.
+def share_out(held: Sequence[Collection[TensorSlice]]) -> list[set[TensorSlice]]:
+    """Decide which rank writes which of the slices that the ranks hold.
 
     Raises:
         ValueError: if together they do not hold every tensor whole, or slices of one overlap.
     """
-    holders: dict[TensorSlice, list[int]] = defaultdict(list)
-    for rank, slices in enumerate(held):
-        for slice_ in slices:
-            holders[slice_].append(rank)
-    _check_cover(holders)
-    load = [0] * len(held)
-    assigned: list[set[TensorSlice]] = [set() for _ in held]
-    for slice_ in sorted(holders, key=lambda slice_: (len(holders[slice_]), -slice_.elements, slice_)):
-        rank = min(holders[slice_], key=lambda rank: (load[rank], rank))
-        assigned[rank].add(slice_)
-        load[rank] += slice_.elements
-    return assigned
+    _check_cover(dict.fromkeys(each for slices in held for each in slices))
+    return assign_slices([{each: each.elements for each in slices} for slices in held])
 
 
 def _check_cover(slices: Collection[TensorSlice]) -> None:
@@ -183,20 +149,12 @@ def _check_cover(slices: Collection[TensorSlice]) -> None:
 
 def encode_slices(slices: Collection[TensorSlice]) -> bytes:
     """Return the wire form, between the ranks of one trainer."""
-    return weightsync_pb2.Shard(
-        tensors=[
-            weightsync_pb2.TensorSlice(name=each.name, global_shape=each.shape, offsets=each.offsets, sizes=each.sizes)
-            for each in sorted(slices)
-        ]
-    ).SerializeToString()
+    return weightsync_pb2.Shard(tensors=[each.to_proto() for each in sorted(slices)]).SerializeToString()
 
 
 def decode_slices(content: bytes) -> list[TensorSlice]:
     """Read the wire form."""
-    return [
-        TensorSlice(each.name, tuple(each.global_shape), tuple(each.offsets), tuple(each.sizes))
-        for each in weightsync_pb2.Shard.FromString(content).tensors
-    ]
+    return [TensorSlice.from_proto(each) for each in weightsync_pb2.Shard.FromString(content).tensors]
 
 
 # Files.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeAlias
@@ -18,8 +17,9 @@ from google.rpc.status_pb2 import Status
 
 from sluice.rpc import SluiceError
 from sluice.rpc.errors import CODES
+from sluice.slices import TensorSlice, assign_slices
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.manifest import Box, box, check_manifest
+from weightsync.format.manifest import box, check_manifest
 from weightsync.format.safetensors import DTYPES
 
 _MOST_ANSWER_BYTES = 256 << 20
@@ -136,35 +136,15 @@ def _gone(why: str) -> SluiceError:
     )
 
 
-def assign_slices(held: Sequence[pb.Shard]) -> list[set[tuple[str, Box]]]:
-    """Assign each slice to exactly one of the ranks that hold it. Pure, and the same on every rank.
-
-    A slice that one rank alone holds is sent by that rank. What several hold (replicated DTensors, plain tensors) is
-    assigned, largest first, to the holder that has least to send so far.
-
-    Returns:
-        For each rank the slices that it sends: name and place.
+def share_out(held: Sequence[pb.Shard]) -> list[set[TensorSlice]]:
+    """Decide which rank sends which of the slices that the ranks hold.
 
     Raises:
         ManifestError: if the slices of all ranks do not cover every tensor exactly.
     """
-    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-    described: dict[tuple[str, Box], pb.TensorSlice] = {}
-    for rank, shard in enumerate(held):
-        for tensor in shard.tensors:
-            key = (tensor.name, box(tensor))
-            holders[key].append(rank)
-            described[key] = tensor
+    described = {TensorSlice.from_proto(tensor): tensor for shard in held for tensor in shard.tensors}
     _check_cover(list(described.values()))
-    sizes = {key: _size(described[key]) for key in described}
-    order = sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key], key))
-    load = [0] * len(held)
-    assigned: list[set[tuple[str, Box]]] = [set() for _ in held]
-    for key in order:
-        rank = min(holders[key], key=lambda rank: (load[rank], rank))
-        assigned[rank].add(key)
-        load[rank] += sizes[key]
-    return assigned
+    return assign_slices([{TensorSlice.from_proto(each): _size(each) for each in shard.tensors} for shard in held])
 
 
 def total_bytes(held: Sequence[pb.Shard]) -> int:
