@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from sluice.config import ConfigError, Section
 from sluice.models import ModelSizes, sizes_on_disk
-from trainer_svc.precision import frozen_precision
+from trainer_svc.precision import chosen_precision, frozen_precision
 
 COMPILERS = ("g++", "clang++", "gcc", "clang")
 """Compilers that `torch.compile` looks for."""
@@ -291,7 +291,7 @@ def on_device(config: _Compute, device: str) -> _Compute:
 
     On CUDA memory is the limit, so activations are recomputed and frozen weights stored in bfloat16. `device` is cpu or cuda.
     """
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    dtype = chosen_precision(config.dtype, device)
     recompute = device == "cuda" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
     base = frozen_precision(config.lora.base_dtype, dtype, device)
     lora = config.lora.model_copy(update={"base_dtype": base})

@@ -20,7 +20,7 @@ from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_dec
 from trainer_svc.memory import BFLOAT16, FLOAT32, Decisions, Memory, estimate, fit, host_bytes
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
 from trainer_svc.objectives.presets import PRESETS
-from trainer_svc.precision import Precision, frozen_precision
+from trainer_svc.precision import Precision, chosen_precision, frozen_precision
 
 BASE = "base"
 """Names the model that the run starts from, where another one could stand."""
@@ -431,8 +431,9 @@ class TrainerConfig(ComputeConfig):
         sizes, held = decoder_of(run.model), self._step(run, cuda=cuda)
         if sizes is None or held is None:
             return None
-        published = FLOAT32 if self.publish_dtype == "float32" else BFLOAT16
-        exact = self.device_memory_gb is not None or self._on(cuda=cuda) == "cpu"
+        device = self._on(cuda=cuda)
+        published = FLOAT32 if chosen_precision(self.publish_dtype, device) == "float32" else BFLOAT16
+        exact = self.device_memory_gb is not None or device == "cpu"
         return Footprint(
             what="a training step",
             device=held.total,

@@ -7,7 +7,7 @@ each weight that has moved. `trainer_svc.engine.rounding` does it. Logits are fl
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 Precision = Literal["auto", "float32", "bfloat16"]
 """Precision of a forward pass or of stored weights; auto depends on the device."""
@@ -20,6 +20,21 @@ VALUE_HEADS = ("score", "value_head")
 """Names of modules that predict returns, one in a model."""
 
 KINDS: tuple[Kind, ...] = ("matrix", "vector", "value head")
+
+
+Setting = TypeVar("Setting", bound=str)
+
+
+def chosen_precision(setting: Setting, device: str) -> Setting | Literal["float32", "bfloat16"]:
+    """Return the precision of a forward pass or of published weights.
+
+    Args:
+        setting: The setting, which counts unless it is `auto`.
+        device: Kind of the device that computes: cpu or cuda.
+    """
+    if setting != "auto":
+        return setting
+    return "bfloat16" if device == "cuda" else "float32"
 
 
 def frozen_precision(setting: Precision, dtype: Precision, device: str) -> Precision:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from trainer_svc.precision import VALUE_HEADS, Kind, Precision, computed, stored
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """PyTorch's types by the names in the settings."""
 
 _NAMES: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]

@@ -41,9 +41,11 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.finite import describe_unfit, some_of
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.engine.out_of_memory import REMEDY, MemoryShortError, first_line, is_out_of_memory
+from trainer_svc.engine.rounding import DTYPES
 from trainer_svc.objectives.objective import bypass_warning, estimator_warning, mismatch_warning
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
+from trainer_svc.precision import chosen_precision
 from trainer_svc.service.admission import Known
 from trainer_svc.service.batches import Batch
 from trainer_svc.service.compute_thread import ComputeThread
@@ -67,8 +69,6 @@ from trainer_svc.update.policy import PolicyUpdate, Updated, load_frozen
 
 FOR_GOOD_S = 366 * 86400.0
 """Seconds that a rank may serve, a year: each command has a deadline of its own, their number has no bound."""
-
-PUBLISH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 log = structlog.get_logger(__name__)
 
@@ -188,9 +188,7 @@ class Learner:
     @property
     def publish_dtype(self) -> torch.dtype:
         """Precision of the published weights."""
-        if self.config.publish_dtype == "auto":
-            return torch.bfloat16 if self.engine.device.type == "cuda" else torch.float32
-        return PUBLISH_DTYPES[self.config.publish_dtype]
+        return DTYPES[chosen_precision(self.config.publish_dtype, self.engine.device.type)]
 
     def load(self) -> None:
         """Load the base model, and read the checkpoints and epochs of the run."""
