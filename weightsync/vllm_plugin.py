@@ -42,7 +42,7 @@ def register() -> None:
     if current_platform.is_cpu():
         from weightsync.vllm import cpu_norms  # noqa: PLC0415 - only under vLLM
 
-        cpu_norms.register()
+        cpu_norms.register(CPU_KERNELS)
     os.register_at_fork(after_in_child=_after_fork)
     if multiprocessing.parent_process() is not None:
         _forking.tied = True  # a spawned engine process: its own workers are tied to it

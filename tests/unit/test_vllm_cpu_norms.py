@@ -18,10 +18,10 @@ from weightsync.vllm_plugin import CPU_KERNELS
 
 norm, add, load = ir.ops.rms_norm, ir.ops.fused_add_rms_norm, cpu_norms.current_platform.import_kernels
 cpu_norms.current_platform.import_kernels = lambda: None
-cpu_norms.register()
+cpu_norms.register(CPU_KERNELS)
 without = [op.impls.pop(CPU_KERNELS).supported for op in (norm, add)]
 cpu_norms.current_platform.import_kernels = load
-cpu_norms.register()
+cpu_norms.register(CPU_KERNELS)
 torch.manual_seed(0)
 wide = torch.randn(5, 3, 96)
 weight, residual = torch.randn(32), torch.randn(5, 3, 32)

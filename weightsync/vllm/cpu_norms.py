@@ -11,21 +11,19 @@ import torch
 from vllm import ir
 from vllm.platforms import current_platform
 
-from weightsync.vllm_plugin import CPU_KERNELS
-
 _VECTOR = 16
 """Elements that the kernels take at a time: rows have to be a multiple of them."""
 
 
-def register() -> None:
-    """Offer the kernels to vLLM under `CPU_KERNELS`. It takes them where `ir_op_priority` names them and the arguments fit."""
+def register(name: str) -> None:
+    """Offer the kernels to vLLM under a name. It takes them where `ir_op_priority` has that name and the arguments fit."""
     current_platform.import_kernels()
     norm = add = False  # vLLM takes its own definition if its kernels could not be loaded
     with contextlib.suppress(AttributeError):
         norm = torch.ops._C.rms_norm is not None  # noqa: SLF001 - vLLM's name for its kernels
         add = torch.ops._C.fused_add_rms_norm is not None  # noqa: SLF001 - likewise
-    ir.ops.rms_norm.register_impl(CPU_KERNELS, supported=norm, supports_args=_norm_fits)(_rms_norm)
-    ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supported=add, supports_args=_add_fits, inplace=True)(
+    ir.ops.rms_norm.register_impl(name, supported=norm, supports_args=_norm_fits)(_rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(name, supported=add, supports_args=_add_fits, inplace=True)(
         _fused_add_rms_norm
     )
 

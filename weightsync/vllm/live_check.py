@@ -18,27 +18,23 @@ from contextlib import ExitStack
 
 import torch
 from safetensors import safe_open
-from vllm._custom_ops import cpu_prepack_moe_weight
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from weightsync.vllm.cpu_weights import (
+    PACKED,
+    PARTS_OF_EXPERTS,
+    packed_expert,
+    packing_of_experts,
+    places_in_experts,
+    unpacked,
+)
 from weightsync.vllm.load_plan import LoadPlan, PlannedCopy
-
-PACKED = "cpu_linear"
-"""Attribute in which vLLM's CPU layers keep the kernel with the packed weight."""
-
-PARTS_OF_EXPERTS = {"w13_weight": 2, "w2_weight": 1}
-"""By parameter of vLLM's experts: how many tensors of a file it holds for one expert, below each other (gate and up, or down)."""
 
 _PACKED_ROWS = 32
 """Rows of an expert that vLLM packs by themselves; some of its kernels pack 16 or 4, which makes no difference."""
 
 _NOT_COPIED = "weights that the model's loader does not copy as they are"
-
-_IDENTITY_COLUMNS = 32
-"""Inputs per product; some milliseconds for the largest layers of today's models."""
 
 _PIECE_BYTES = 8 << 20
 """Most bytes of a tensor that are compared at a time."""
@@ -105,11 +101,11 @@ class LiveCheck:
                     unchecked = set()
                 if attribute == "weight" and PACKED in module.__dict__ and len(shape) == 2:
                     values = torch.empty(shape, dtype=dtype)
-                    yield from _unpack(module, values)
+                    yield from unpacked(module, values)
                     yield from self._compare(values, copies, exact=False)
                     unchecked = set()
             elif (packing := packing_of_experts(module)) and attribute in PARTS_OF_EXPERTS:
-                places = _places_in_experts(plain, shape, copies, PARTS_OF_EXPERTS[attribute])
+                places = places_in_experts(plain, shape, copies, PARTS_OF_EXPERTS[attribute])
                 for copy, place in places.items():
                     yield from self._compare_packed(place, copy, packing)
                 unchecked = {copy.name for copy in copies if copy not in places}
@@ -134,7 +130,7 @@ class LiveCheck:
             found = live[begin : begin + step]
             expected = torch.zeros_like(found)
             expected[: max(0, rows - begin), :columns] = wanted[begin : begin + step]
-            if not _same_bits(found, cpu_prepack_moe_weight(expected[None], packing)[0]):
+            if not _same_bits(found, packed_expert(expected, packing)):
                 self.different.add(copy.name)
                 break
             yield
@@ -170,57 +166,12 @@ def kind_of(module: torch.nn.Module) -> str:
     return type(module).__name__ if method is None else f"{type(module).__name__} ({type(method).__name__})"
 
 
-def packing_of_experts(module: torch.nn.Module) -> str:
-    """Return the instruction set for which vLLM packed the weights of experts; empty where that is not known."""
-    method = getattr(module, "quant_method", None)
-    if not isinstance(method, UnquantizedFusedMoEMethod) or method.moe_kernel is None:
-        return ""
-    experts = method.moe_kernel.fused_experts
-    known = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch  # noqa: SLF001 - no public name for it
-    return str(experts.isa) if known else ""
-
-
-def _places_in_experts(
-    live: torch.Tensor, shape: tuple[int, ...], copies: Sequence[PlannedCopy], parts: int
-) -> dict[PlannedCopy, torch.Tensor]:
-    """Return the packed rows [rows, columns] of each copy that fills one of the parts of an expert.
-
-    Args:
-        live: Packed weights [experts, rows, columns]; each part may have more rows and columns than was loaded.
-        shape: That of the weights before packing.
-        copies: What the loader copies into them.
-        parts: Tensors per expert.
-    """
-    if not live.is_contiguous():
-        return {}
-    experts, rows, columns = shape
-    rows //= parts
-    of_parts = live.detach().view(experts * parts, live.shape[1] // parts, live.shape[2])
-    filled = ((rows, columns), (columns, 1))
-    return {
-        copy: of_parts[copy.target.offset // (rows * columns)]
-        for copy in copies
-        if (copy.target.sizes, copy.target.strides) == filled and copy.target.offset % (rows * columns) == 0
-    }
-
-
 def _pieces(tensor: torch.Tensor) -> Iterator[slice | tuple[()]]:
     if tensor.dim() == 0:
         yield ()
         return
     rows = max(1, _PIECE_BYTES * tensor.shape[0] // max(1, tensor.nbytes))
     yield from (slice(begin, begin + rows) for begin in range(0, tensor.shape[0], rows))
-
-
-def _unpack(module: torch.nn.Module, values: torch.Tensor) -> Iterator[None]:
-    """Recover the weight [outputs, inputs] of a packed kernel, some columns at a time."""
-    inputs = values.shape[1]
-    for begin in range(0, inputs, _IDENTITY_COLUMNS):
-        count = min(_IDENTITY_COLUMNS, inputs - begin)
-        identity = torch.zeros(count, inputs, dtype=values.dtype)
-        identity[:, begin : begin + count].fill_diagonal_(1.0)
-        values[:, begin : begin + count] = module.__dict__[PACKED](identity, module.weight, None).t()
-        yield
 
 
 def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:

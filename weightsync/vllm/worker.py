@@ -13,29 +13,21 @@ on. Failures are kept, and the caller asks for them.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
-from vllm.config import CompilationMode
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import set_default_torch_dtype
 
-from weightsync.vllm.live_check import PACKED, LiveCheck
+from weightsync.vllm.cpu_weights import NextModel, experts_packed_again, refresh_tied_head, why_no_swap
+from weightsync.vllm.live_check import LiveCheck
 from weightsync.vllm.load_plan import LoadPlan, make_plan
 from weightsync.vllm.patch import Patch, why_no_patch
 
@@ -43,9 +35,6 @@ Answer: TypeAlias = tuple[str, Any]
 """What a worker answers: ("ok", value), ("pending", None), or a kind of failure and its reason."""
 
 TIED_HEAD = "lm_head.weight"
-
-NEXT_PREFIX = "sluice_next"
-"""Keeps the layers of the second model apart in vLLM's registry of layers."""
 
 
 @dataclass
@@ -215,134 +204,6 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                         yield name, file.get_tensor(name)
 
 
-# --- the second model of a CPU worker ---------------------------------------------------------------------------------
-
-
-def why_no_swap(vllm_config: Any, model: torch.nn.Module) -> str:  # noqa: ANN401 - vLLM's VllmConfig
-    """Return why this model's weights cannot be swapped; empty if they can."""
-    if not current_platform.is_cpu():
-        return "weights are copied in place on an accelerator"
-    if vllm_config.lora_config is not None or vllm_config.speculative_config is not None:
-        return "adapters and draft models hold on to layers"
-    if vllm_config.compilation_config.mode != CompilationMode.NONE:
-        return "compiled graphs hold on to weights"
-    known = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    methods = {type(method) for module in model.modules() if (method := getattr(module, "quant_method", None))}
-    strange = sorted(method.__name__ for method in methods if not issubclass(method, known))
-    return f"layers keep weights in forms that are not known here: {strange}" if strange else ""
-
-
-class NextModel:
-    """The second model of a CPU worker: the next version is loaded into it beside the one that samples, then swapped in.
-
-    On a CPU a weight is not only copied but packed for the matrix kernels, which takes many times as long as the copy. A thread
-    does that beside the engine's steps, so that the pause only swaps references. It costs the memory of the weights once more.
-    An accelerator copies in place instead: its memory is scarcer, and CUDA graphs hold on to addresses.
-
-    The modules are built at the first update, between two steps: vLLM's registry of layers and torch's default data type belong
-    to the process, so that a thread would change them under a step. That takes about 1 ms a layer, once: 35 ms for 30 layers.
-
-    Args:
-        vllm_config: The engine's configuration.
-        model: The model that samples.
-        reload: Loads a version into a model that was loaded before.
-    """
-
-    def __init__(
-        self,
-        vllm_config: Any,  # noqa: ANN401 - vLLM's VllmConfig
-        model: torch.nn.Module,
-        reload: Callable[[torch.nn.Module, list[str]], None],
-    ) -> None:
-        self._live = model
-        self._model_config = vllm_config.model_config
-        self._reload = reload
-        self._loaded = False
-        self._thread: threading.Thread | None = None
-        self._paths: list[str] = []
-        self._outcome: tuple[str, Any] = ("pending", None)
-        layers = vllm_config.compilation_config.static_forward_context
-        known = set(layers)
-        with set_default_torch_dtype(self._model_config.dtype), torch.device("cpu"):
-            self._next = initialize_model(vllm_config=vllm_config, prefix=NEXT_PREFIX)
-        for name in set(layers) - known:  # its attention layers never run and own no KV cache
-            del layers[name]
-        leave_out_shared(self._next, model)
-        self._pairs = pairs(model, self._next)
-
-    def begin(self, paths: list[str], tensors: Callable[[list[str]], Iterator[tuple[str, torch.Tensor]]]) -> None:
-        """Start to build a version in a thread."""
-        self.join()
-        self._paths, self._outcome = paths, ("pending", None)
-        self._thread = threading.Thread(target=self._build, args=(paths, tensors), name="sluice-next", daemon=True)
-        self._thread.start()
-
-    @property
-    def outcome(self) -> tuple[str, Any]:
-        """("pending", None), ("ok", seconds) or ("err", why)."""
-        return self._outcome
-
-    def holds(self, paths: list[str]) -> bool:
-        """Whether the version of these files is built. Wait for it if it is being built."""
-        if paths != self._paths:
-            return False
-        self.join()
-        return self._outcome[0] == "ok"
-
-    def join(self) -> None:
-        """Wait for the end of the build."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _build(self, paths: list[str], tensors: Callable[[list[str]], Iterator[tuple[str, torch.Tensor]]]) -> None:
-        begun = time.perf_counter()
-        try:
-            with torch.no_grad():
-                if self._loaded:
-                    self._reload(self._next, paths)
-                else:
-                    self._next.load_weights(tensors(paths))
-                    process_weights_after_loading(self._next, self._model_config, torch.device("cpu"))
-                    self._loaded = True
-        except Exception as error:  # noqa: BLE001 - nothing may be raised into vLLM; the caller asks for the outcome
-            self._outcome = ("err", f"{type(error).__name__}: {error}")
-        else:
-            self._outcome = ("ok", time.perf_counter() - begun)
-
-    def swap(self) -> None:
-        """Exchange the two sets of weights; the former ones are overwritten by the next build."""
-        for live, built in self._pairs:
-            live._parameters, built._parameters = built._parameters, live._parameters  # noqa: SLF001
-            if PACKED in built.__dict__:
-                live.__dict__[PACKED], built.__dict__[PACKED] = built.__dict__[PACKED], live.__dict__[PACKED]
-        self._paths = []
-
-
-def pairs(live: torch.nn.Module, built: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Return the modules of the same name that may exchange their weights: all but shared ones and attention, which owns KV cache."""
-    others = dict(built.named_modules())
-    return [
-        (module, other)
-        for name, module in live.named_modules()
-        if (other := others.get(name)) is not None
-        and type(other) is type(module)
-        and not is_deferred_attention_layer(module)
-    ]
-
-
-def leave_out_shared(model: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Put empty modules where a model uses modules of another one: vLLM shares rotary embeddings between all models.
-
-    A reload takes modules apart, and those are in use.
-    """
-    shared = {id(module) for module in other.modules()}
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if id(child) in shared:
-                setattr(parent, name, torch.nn.Module())
-
-
 # --- calls of the engine ----------------------------------------------------------------------------------------------
 
 
@@ -425,34 +286,6 @@ def _guarded(work: Callable[[], Any]) -> Answer:
         return ("ok", work())
     except Exception as error:  # noqa: BLE001 - see the docstring
         return ("err", f"{type(error).__name__}: {error}")
-
-
-def refresh_tied_head(model: torch.nn.Module) -> None:
-    """Pack the output layer again: on a CPU it holds a packed copy of the embedding, which the reload forgets."""
-    if not current_platform.is_cpu():
-        return
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-
-
-@contextmanager
-def experts_packed_again(model: torch.nn.Module) -> Iterator[None]:
-    """On a CPU, have vLLM pack the weights of experts that are loaded meanwhile.
-
-    vLLM packs them only for a layer that has no kernel yet. For a layer that has one it copies plain weights to the place of the
-    packed ones, which the kernel then misreads. On an accelerator the kernels stay: CUDA graphs hold on to their addresses.
-    """
-    methods = [getattr(module, "quant_method", None) for module in model.modules()] if current_platform.is_cpu() else []
-    kernels = {method: method.moe_kernel for method in methods if isinstance(method, UnquantizedFusedMoEMethod)}
-    for method in kernels:
-        method.moe_kernel = None
-    try:
-        yield
-    finally:
-        for method, kernel in kernels.items():
-            if method.moe_kernel is None:  # nothing was loaded into its layer
-                method.moe_kernel = kernel
 
 
 def forget_buffered(model: torch.nn.Module) -> None:
