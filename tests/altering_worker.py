@@ -8,8 +8,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from weightsync.vllm import live_check
-from weightsync.vllm.patch import why_no_patch
-from weightsync.vllm.worker import WorkerExtension
+from weightsync.vllm.worker import WorkerExtension, why_no_patch
 
 __all__ = ["NAME", "AlteringExtension"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from weightsync.vllm.patch import Patch
+    from weightsync.vllm.worker import Patch
 
 pytestmark = pytest.mark.slow
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def patches() -> ModuleType:
     """The module, which imports vLLM: that takes seconds, which a process that only collects tests need not spend."""
-    import weightsync.vllm.patch
+    import weightsync.vllm.worker
 
-    return weightsync.vllm.patch
+    return weightsync.vllm.worker
 
 
 class Fused(torch.nn.Module):

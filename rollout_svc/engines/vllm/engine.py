@@ -69,7 +69,7 @@ class VllmOptions:
         double_buffer: On CPU, build the next version beside the one that samples and swap them, at the cost of the
             weights' memory once more; otherwise the pause lasts as long as copying and packing.
         patch: On an accelerator, bring in only the values that differ from the version before; see
-            `weightsync.vllm.patch` on how far that is tested.
+            `weightsync.vllm.worker.Patch` on how far that is tested.
         phase_deadline_s: How long each of the three steps of an update may take (prepare; pause and load; go back if that
             fails) before the engine counts as broken.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
