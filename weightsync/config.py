@@ -1,4 +1,4 @@
-"""Settings of the weight service."""
+"""Settings of the weight service, and of `sluice weights`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from sluice.config import Section, ServerConfig
+from sluice.config import Section, SecurityConfig, ServerConfig
 
 _STORE_URL = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._=/-]*)?|file:///[^?#@]+")
 
@@ -142,6 +142,21 @@ class WeightSyncConfig(Section):
         if self.mirror is not None and self.mirror == self.upstream:
             raise ValueError("mirror and upstream are the same object store: a service either writes it or reads it")
         return self
+
+
+class WeightsConfig(Section):
+    """Settings of `sluice weights`; flat: its keys stand at the top level."""
+
+    address: str = Field("127.0.0.1:7101", description="Address of the weight service or of a relay, as host:port.")
+    run: str = Field("default", description="The run.")
+    replica: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of a replica, as host:port: `verify` then compares the weights in its memory. Unset: `verify` fetches a version.",
+    )
+    top: int = Field(10, ge=1, description="Rows of `diff`, tensors that changed most first.")
+    deadline_s: float = Field(600.0, gt=0, description="Seconds for the whole command.")
+    security: SecurityConfig = Field(default_factory=SecurityConfig, description="Tokens and TLS of the service.")
 
 
 CONFIG = WeightSyncConfig

@@ -24,8 +24,8 @@ from sluice.progress import doing
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.config import WeightsConfig
 from weightsync.format.manifest import run_resource
-from weightsync.inspect.weights_command import WeightsConfig
 from weightsync.receive.pull import PullError, PullLimits, VersionBuilder
 from weightsync.receive.sources import Sources
 from weightsync.receive.version_file import StagingError
