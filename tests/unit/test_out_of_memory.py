@@ -17,10 +17,10 @@ from tiny_policy import ragged_batch, row, tiny_model
 
 from sluice.rows_at_fault import ROWS
 from sluice.rpc import SluiceError
+from trainer_svc.checkpoint.batch_record import MemoryShortages
 from trainer_svc.engine import optimizers
 from trainer_svc.engine.out_of_memory import MemoryShortError, is_out_of_memory
 from trainer_svc.service.learner import Learner
-from trainer_svc.service.out_of_memory import MemoryShortages
 
 BUDGET = 160
 SETTINGS = {"token_budget": BUDGET, "minibatches": 2, "epochs": 2}

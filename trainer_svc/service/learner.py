@@ -32,7 +32,7 @@ from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
 from trainer_svc.batch.rows import TrainingRow
-from trainer_svc.checkpoint.batch_record import KEPT_REPORTS, BatchRecordFiles
+from trainer_svc.checkpoint.batch_record import KEPT_REPORTS, BatchRecordFiles, MemoryShortages
 from trainer_svc.checkpoint.checkpoints import Checkpoints, origin_of
 from trainer_svc.checkpoint.saver import CheckpointDamagedError, Saver, export_state
 from trainer_svc.checkpoint.state import training_state
@@ -49,7 +49,6 @@ from trainer_svc.precision import chosen_precision
 from trainer_svc.service.admission import Known
 from trainer_svc.service.batches import Batch
 from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.out_of_memory import MemoryShortages
 from trainer_svc.service.publication import Offer, PolicyPublisher
 from trainer_svc.service.rank_group import (
     MAY_FAIL,
