@@ -3,8 +3,10 @@
 import ast
 import functools
 import importlib
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +137,25 @@ def test_the_page_of_all_settings_is_fresh() -> None:
     page = markdown_reference(run_config_class())
     same = (ROOT / "docs/configuration.md").read_text() == page
     assert same, "run `.venv/bin/sluice config docs --output docs/configuration.md` and commit it"
+
+
+LIBRARIES_OF_MODELS = ("trainer_svc", "rollout_svc", "weightsync")
+"""Packages whose private names of other libraries docs/architecture.md lists."""
+
+
+def test_the_private_names_of_other_libraries_are_listed() -> None:
+    page = (ROOT / "docs/architecture.md").read_text().partition("## Private names of other libraries")[2]
+    listed: dict[str, list[str]] = defaultdict(list)
+    for row in page.splitlines():
+        if row.startswith("| ") and not row.startswith("| library"):
+            _, _, names, files, *_ = row.split("|")
+            for path in re.findall(r"\[`([^`]+)`\]", files):
+                listed[path] += re.findall("`([^`]+)`", names)
+    for path, names in listed.items():
+        code = (ROOT / path).read_text()
+        assert [name for name in names if name not in code] == [], path
+    uses = [path for package in LIBRARIES_OF_MODELS for path in sources(package) if "noqa: SLF001" in path.read_text()]
+    assert {str(path.relative_to(ROOT)) for path in uses} <= set(listed)
 
 
 def test_every_test_module_has_a_name_of_its_own() -> None:
