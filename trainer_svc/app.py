@@ -22,11 +22,10 @@ from trainer_svc.engine.finite import IncompleteWeightsError, UnfitWeightsError
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.learner import FollowingRank, Learner
-from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.rank_group import RankGroup, RankLink
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
-from weightsync.publisher import AdapterPublisher, WeightPublisher
+from weightsync.publisher import AdapterPublisher, PolicyPublisher, WeightPublisher
 
 SERVICE_NAME = "sluice.v1.TrainerService"
 
@@ -97,7 +96,9 @@ async def _lead(
     if link is not None:
         ranks = RankGroup(link, on_broken=lambda: loop.call_soon_threadsafe(failed.set))
     publisher = PolicyPublisher(
-        _weight_publisher(common, config, channel, link), AdapterPublisher(channel, common.run), ranks
+        _weight_publisher(common, config, channel, link),
+        AdapterPublisher(channel, common.run),
+        announce=None if ranks is None else ranks.publish,
     )
     server = RpcServer(
         "trainer",

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from sluice.rpc import SluiceError
 from sluice.slices import TensorSlice
+from sluice.tasks import discard_outcome
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
@@ -28,7 +29,7 @@ from weightsync.publish.push import Destination, Payload, PushReport, VersionPus
 from weightsync.publish.ranks import RankExchange, share_out, total_bytes
 from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, local_slices
 
-__all__ = ["AdapterPublisher", "PushReport", "Update", "WeightPublisher"]
+__all__ = ["AdapterPublisher", "AdapterUpdate", "PolicyPublisher", "PushReport", "Update", "WeightPublisher"]
 
 _SHARD = "model"
 """Name of the only shard of a version that one process pushes."""
@@ -422,6 +423,68 @@ class AdapterPublisher:
         tensors = await asyncio.to_thread(load_file, directory / "adapter_model.safetensors")
         config = json.loads((directory / "adapter_config.json").read_text())
         return await self.push(version, tensors, config, deadline_s=deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUpdate:
+    """An adapter that is ready to be published, with its settings as PEFT writes them. Later steps do not change it."""
+
+    version: Version
+    tensors: Mapping[str, torch.Tensor]
+    settings: Mapping[str, object]
+
+
+class PolicyPublisher:
+    """Publishes the versions of one policy: its weights, or its adapter if the replicas have the base.
+
+    Args:
+        weights: Publishes weights, and encodes them.
+        adapters: Publishes adapters of the model that the run starts from, which every replica loads from disk; None on
+            ranks that only help to collect one.
+        announce: Has the other ranks publish a version of the weights beside this one, within so many seconds; None: this process
+            is alone, or another rank leads.
+    """
+
+    def __init__(
+        self,
+        weights: WeightPublisher,
+        adapters: AdapterPublisher | None = None,
+        announce: Callable[[Version, float], object] | None = None,
+    ) -> None:
+        self.weights, self._adapters, self._announce = weights, adapters, announce
+        self._pushing: asyncio.Task[PushReport] | None = None
+
+    async def publish(self, update: Update | AdapterUpdate, *, deadline_s: float) -> PushReport:
+        """Push a version; it is committed when this returns.
+
+        With several ranks a push of weights runs on if its caller is cancelled, because the other ranks do not stop; it is then
+        given up at its next attempt.
+
+        Raises:
+            SluiceError: what the push failed with at last.
+        """
+        if isinstance(update, AdapterUpdate):
+            if self._adapters is None:
+                raise RuntimeError(f"this rank publishes no adapters, but was given {update.version}; this is a defect")
+            return await self._adapters.push(update.version, update.tensors, update.settings, deadline_s=deadline_s)
+        if self._announce is None:
+            return await self.weights.publish(update, deadline_s=deadline_s)
+        self._announce(update.version, deadline_s)
+        self._pushing = asyncio.create_task(self.weights.publish(update, deadline_s=deadline_s))
+        discard_outcome(self._pushing)
+        try:
+            return await asyncio.shield(self._pushing)
+        except asyncio.CancelledError:
+            self.weights.give_up()
+            raise
+
+    async def close(self, grace_s: float) -> None:
+        """Release the kept copy, unless a push whose caller was cancelled still reads it after `grace_s` seconds."""
+        if self._pushing is not None and not self._pushing.done():
+            await asyncio.wait({self._pushing}, timeout=grace_s)
+            if not self._pushing.done():
+                return
+        await self.weights.close()
 
 
 class Trials:

@@ -19,12 +19,11 @@ from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc, weightsync_pb2_
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.learner import Learner
-from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
 from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
-from weightsync.publisher import AdapterPublisher, WeightPublisher
+from weightsync.publisher import AdapterPublisher, PolicyPublisher, WeightPublisher
 from weightsync.service.servicer import WeightSyncServicer
 
 RUN = "test"

@@ -23,10 +23,9 @@ from sluice.v1 import trainer_pb2_grpc
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.learner import Learner
-from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
-from weightsync.publisher import WeightPublisher
+from weightsync.publisher import PolicyPublisher, WeightPublisher
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
 ALONE = "alone"

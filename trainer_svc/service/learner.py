@@ -49,7 +49,6 @@ from trainer_svc.precision import chosen_precision
 from trainer_svc.service.admission import Known
 from trainer_svc.service.batches import Batch
 from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.publication import Offer, PolicyPublisher
 from trainer_svc.service.rank_group import (
     MAY_FAIL,
     Command,
@@ -65,6 +64,7 @@ from trainer_svc.service.rank_group import (
     Train,
 )
 from trainer_svc.update.policy import PolicyUpdate, Updated, load_frozen
+from weightsync.publisher import AdapterUpdate, PolicyPublisher, Update
 
 FOR_GOOD_S = 366 * 86400.0
 """Seconds that a rank may serve, a year: each command has a deadline of its own, their number has no bound."""
@@ -382,14 +382,18 @@ class Learner:
         if self.ranks is None:
             self._abandoned.set()
 
-    def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Offer:
-        """Encode the weights for publication: the difference from the previous version, or the adapter.
+    def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Update | AdapterUpdate:
+        """Encode the weights for publication, compared with the version before; or the adapter, if the replicas have its base.
 
         Raises:
             SluiceError: DEADLINE_EXCEEDED if the push of the version before takes longer than `deadline_s`.
         """
         with self._on_all_ranks(Encode(self.position, deadline_s)):
-            return publisher.encode(self.engine, self.version, dtype=self.publish_dtype, deadline_s=deadline_s)
+            adapter, dtype = self.engine.adapter, self.publish_dtype
+            if adapter is None or adapter.config.merges:
+                tensors = self.engine.live_tensors()
+                return publisher.weights.encode(self.version, tensors, dtype=dtype, deadline_s=deadline_s)
+            return AdapterUpdate(self.version, adapter.tensors(dtype), adapter.settings)
 
     def begin_save(self, journal_position: int) -> Future[Checkpoint]:
         """Copy the state on every rank and write it in the background, if there is no checkpoint of it.
@@ -550,7 +554,7 @@ class FollowingRank:
 
     def __init__(self, learner: Learner, link: RankLink, publisher: PolicyPublisher) -> None:
         self._learner, self._link, self._publisher = learner, link, publisher
-        self._offer: Offer | None = None
+        self._encoded: Update | AdapterUpdate | None = None
 
     async def run(self, compute: ComputeThread) -> int:
         """Carry out commands until rank 0 says stop.
@@ -593,7 +597,7 @@ class FollowingRank:
                 learner.engine.optimizer.changed_lr = command.changed_lr
                 learner.train(command.batch_id, self._link.receive_rows(), halved=command.halved)
             case Encode():
-                self._offer = learner.encode(self._publisher, command.deadline_s)
+                self._encoded = learner.encode(self._publisher, command.deadline_s)
             case Save():
                 learner.snapshot(command.journal_position)  # rank 0 learns of a failure and reports it
             case Publish() | Stop():
@@ -604,11 +608,11 @@ class FollowingRank:
     async def _publish(self) -> None:
         """Push this rank's part whenever rank 0 pushes its own. Rank 0 has the same outcome and decides what follows from it."""
         while isinstance(command := await asyncio.to_thread(self._link.next, "publish"), Publish):
-            offer = self._offer
-            if offer is None or offer.version != command.version:
-                raise RuntimeError(f"rank 0 publishes {command.version}, this rank holds {offer and offer.version}")
+            update = self._encoded
+            if update is None or update.version != command.version:
+                raise RuntimeError(f"rank 0 publishes {command.version}, this rank holds {update and update.version}")
             try:
-                await self._publisher.publish(offer, deadline_s=command.deadline_s)
+                await self._publisher.publish(update, deadline_s=command.deadline_s)
             except SluiceError as error:
                 if error.reason == "RANK_LOST":
                     raise

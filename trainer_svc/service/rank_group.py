@@ -191,9 +191,9 @@ class RankGroup:
         if failure is not None:
             raise failure
 
-    def publish(self, command: Publish) -> None:
-        """Have the other ranks publish beside this one."""
-        self._link.post("publish", command)
+    def publish(self, version: Version, deadline_s: float) -> None:
+        """Have the other ranks publish the version that was encoded last, beside this one."""
+        self._link.post("publish", Publish(version, deadline_s))
 
     def stop_others(self, exit_code: int) -> None:
         """Tell the other ranks to end with this exit code; this process ends next. The launcher's is that of the rank that ends first."""

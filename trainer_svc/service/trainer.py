@@ -28,9 +28,8 @@ from trainer_svc.service.batches import Batch
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.learner import Applied, Learner, Restored
 from trainer_svc.service.metrics import SKIPPED_STEPS, STEP_SECONDS, WAITED_SECONDS, observe_checkpoint, observe_step
-from trainer_svc.service.publication import Offer, PolicyPublisher
 from trainer_svc.service.rank_group import OUT_OF_STEP
-from weightsync.publisher import PushReport
+from weightsync.publisher import AdapterUpdate, PolicyPublisher, PushReport, Update
 
 _OF_A_STEP = (trainer_pb2.TRAINER_PHASE_TRAINING, trainer_pb2.TRAINER_PHASE_SAVING)
 """What a drain lets end. A version that is not published yet is published again after a restart; but a checkpoint that is due comes
@@ -218,14 +217,14 @@ class Trainer:
             deadline_s=deadlines.step_s + deadlines.load_s,  # a step of the epoch before may still be running
             what="restoring the checkpoint",
         )
-        offer = await self._compute.run(
+        update = await self._compute.run(
             partial(self.learner.encode, self._publisher, deadlines.push_s),
             deadline_s=deadlines.push_s + deadlines.load_s,
             what="copying the weights",
         )
         self.published = self._last_push = None
         try:
-            await self._publish(offer)
+            await self._publish(update)
         except SluiceError as error:
             self._check_ranks(error)
             if error.code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
@@ -367,23 +366,37 @@ class Trainer:
                 await asyncio.wait({pushing})  # its failure ends the group; its deadline bounds the wait
             push_wait_s = perf_counter() - waiting
             comparing = perf_counter()
-            offer = await self._compute.run(
+            update = await self._compute.run(
                 partial(self.learner.encode, self._publisher, self.config.deadlines.push_s),
                 deadline_s=self.config.deadlines.step_s,
                 what="comparing the weights with the version before",
             )
             compare_s = perf_counter() - comparing
             observe_step(applied.metrics, {"wait_batch": waited_s, "wait_push": push_wait_s, "compare": compare_s})
-            pushing = pushes.create_task(self._publish(offer))
+            pushing = pushes.create_task(self._publish(update))
             if self._checkpoint_is_due:
                 self._doing = trainer_pb2.TRAINER_PHASE_SAVING
                 await self.checkpoints.begin_scheduled()
                 self._checkpoint_is_due = False
 
-    async def _publish(self, offer: Offer) -> None:
-        """Push a version, after the one before: the publisher's copy of the weights holds one."""
-        self._last_push = await self._publisher.publish(offer, deadline_s=self.config.deadlines.push_s)
-        self.published = offer.version
+    async def _publish(self, update: Update | AdapterUpdate) -> None:
+        """Push a version, after the one before: the publisher's copy of the weights holds one.
+
+        Raises:
+            SluiceError: what the push failed with at last.
+        """
+        deadline_s = self.config.deadlines.push_s
+        try:
+            self._last_push = await self._publisher.publish(update, deadline_s=deadline_s)
+        except SluiceError as error:
+            raise SluiceError(
+                error.code,
+                error.reason,
+                f"version {update.version} could not be published within {deadline_s:g} s: {error.message}"
+                " (is weightsync up at peers.weightsync?)",
+                retry_after_s=error.retry_after_s,
+            ) from error
+        self.published = update.version
 
     def _check_finite(self, applied: Applied, skipping: int) -> int:
         """Return how many batches in a row had a skipped step.
