@@ -25,9 +25,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
 from weightsync.format.manifest import ManifestError, check_manifest, check_sendable, run_resource
-from weightsync.publish.push import Destination, Payload, PushReport, VersionPush
-from weightsync.publish.ranks import RankExchange, share_out, total_bytes
-from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, local_slices
+from weightsync.publish.push import Destination, Payload, PushReport, RankExchange, VersionPush
+from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, local_slices, share_out, total_bytes
 
 __all__ = ["AdapterPublisher", "AdapterUpdate", "PolicyPublisher", "PushReport", "Update", "WeightPublisher"]
 

@@ -6,7 +6,7 @@ import pytest
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.ranks import from_wire, messages, to_wire
+from weightsync.publish.push import from_wire, messages, to_wire
 from weightsync.publisher import agree
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)

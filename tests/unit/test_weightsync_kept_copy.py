@@ -18,8 +18,16 @@ from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec.slices import Encoding, apply
 from weightsync.format.chunks import push_request
 from weightsync.format.manifest import ManifestError, entry_name
-from weightsync.publish.ranks import share_out, total_bytes
-from weightsync.publish.shards import Diff, KeptCopy, KeptFile, local_slices, sweep, tensor_bytes
+from weightsync.publish.shards import (
+    Diff,
+    KeptCopy,
+    KeptFile,
+    local_slices,
+    share_out,
+    sweep,
+    tensor_bytes,
+    total_bytes,
+)
 from weightsync.publisher import Trials
 
 WHOLE = 1 << 40

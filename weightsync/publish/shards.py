@@ -7,6 +7,7 @@ sent from it whole or as the difference. It may lie in shared memory, where the 
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import secrets
@@ -29,9 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sluice.host_files import close, open_private, remove_unlocked
+from sluice.slices import TensorSlice, assign_slices
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec.slices import Encoding, encode
-from weightsync.format.manifest import box, entry_name
+from weightsync.format.manifest import box, check_manifest, entry_name
 from weightsync.format.safetensors import DTYPES, Entry, check_tensor, place, render_header
 
 HOST_DIRECTORY = Path("/dev/shm")  # noqa: S108  shared memory by its Linux name; files in it are made for their owner alone
@@ -122,6 +124,35 @@ def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ..
             f"the local part of {name} has shape {tuple(local.shape)}, its placements {tensor.placements} say {tuple(shape)}"
         )
     return local, tuple(offsets)
+
+
+def share_out(held: Sequence[pb.Shard]) -> list[set[TensorSlice]]:
+    """Decide which rank sends which of the slices that the ranks hold.
+
+    Raises:
+        ManifestError: if the slices of all ranks do not cover every tensor exactly.
+    """
+    described = {TensorSlice.from_proto(tensor): tensor for shard in held for tensor in shard.tensors}
+    _check_cover(list(described.values()))
+    return assign_slices([{TensorSlice.from_proto(each): _size(each) for each in shard.tensors} for shard in held])
+
+
+def total_bytes(held: Sequence[pb.Shard]) -> int:
+    """Return the dense size of the model: each slice once, however many ranks hold it."""
+    sizes = {(tensor.name, box(tensor)): _size(tensor) for shard in held for tensor in shard.tensors}
+    return sum(sizes.values())
+
+
+def _size(tensor: pb.TensorSlice) -> int:
+    return math.prod(box(tensor).sizes) * DTYPES[tensor.dtype].size
+
+
+def _check_cover(tensors: Sequence[pb.TensorSlice]) -> None:
+    shard = pb.Shard(name="all")
+    for index, tensor in enumerate(tensors):
+        shard.tensors.add().CopyFrom(tensor)
+        shard.tensors[-1].entry = str(index)
+    check_manifest(pb.Manifest(shards=[shard]))
 
 
 class FileSource:
