@@ -34,8 +34,7 @@ from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.objectives.config import ResolvedObjective
-from trainer_svc.objectives.objective import keep_trainable, with_batch_facts
-from trainer_svc.objectives.several import among
+from trainer_svc.objectives.objective import among, keep_trainable, with_batch_facts
 
 LOGPROB_ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: rounding of a low-precision softmax, no more."""

@@ -33,13 +33,15 @@ from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.objective import (
     CAUSES,
     Objective,
+    among,
     check_columns,
     finish,
     keep_trainable,
+    mixed,
+    with_common_columns,
     with_group_tokens,
     with_selection,
 )
-from trainer_svc.objectives.several import among, mixed, with_common_columns
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
 from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values
