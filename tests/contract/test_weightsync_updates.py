@@ -25,7 +25,7 @@ from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from weightsync.publish.push import _ShardTransfer
 from weightsync.publish.shards import HOST_DIRECTORY, KeptFile
-from weightsync.publisher import WeightPublisher
+from weightsync.publisher import PushReport, WeightPublisher
 from weightsync.service.upload import Upload
 
 pytestmark = pytest.mark.slow
@@ -286,15 +286,29 @@ async def test_a_push_whose_service_restarts_in_the_middle_of_it_is_repeated(
         await channel.close()
 
 
-async def test_a_push_without_room_is_repeated_until_there_is_room(stack: Stack, publisher: WeightPublisher) -> None:
+async def push_without_room(stack: Stack, publisher: WeightPublisher) -> asyncio.Task[PushReport]:
+    """Begin a push that the service refuses until it has more room, and return when it was refused."""
     held = await stack.push(Version(1, 1), model(), deadline_s=DEADLINE_S)
     stack.runs.config.max_bytes = int(1.5 * held.bytes_sent)
     with capture_logs() as lines:
         pushing = asyncio.create_task(publisher.update(Version(1, 2), model(2), deadline_s=DEADLINE_S))
         await eventually(lambda: any(line["event"] == "push failed, retrying" for line in lines))
+    return pushing
+
+
+async def test_a_push_without_room_is_repeated_until_there_is_room(stack: Stack, publisher: WeightPublisher) -> None:
+    pushing = await push_without_room(stack, publisher)
     stack.runs.config.max_bytes = None
     assert (await pushing).kind == "anchor"
     assert await stack.visible() == [Version(1, 2), Version(1, 1)]
+
+
+async def test_a_push_that_is_given_up_ends_at_its_next_attempt(stack: Stack, publisher: WeightPublisher) -> None:
+    pushing = await push_without_room(stack, publisher)
+    publisher.give_up()
+    with pytest.raises(SluiceError) as ended:
+        await pushing
+    assert ended.value.reason == "GIVEN_UP"
 
 
 async def test_a_tensor_that_cannot_travel_leaves_the_publisher_of_use(
