@@ -33,7 +33,7 @@ class Meeting:
 
 @dataclass
 class ThreadRanks:
-    """What `trainer_svc.parallel.ranks.Ranks` offers, between threads."""
+    """What `trainer_svc.parallel.mesh.Ranks` offers, between threads."""
 
     meeting: Meeting
     index: int

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer_svc.compute_config import ParallelDims
-from trainer_svc.parallel.mesh import Mesh
-from trainer_svc.parallel.ranks import ALONE
+from trainer_svc.parallel.mesh import ALONE, Mesh
 from trainer_svc.service.rank_group import RankLink
 
 TIMEOUT_S = 60.0

@@ -22,7 +22,7 @@ from trainer_svc.engine.attention_choice import LARGEST_ERROR, choose_attention,
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import choose_kernels, load_network
 from trainer_svc.engine.network import HeadShape
-from trainer_svc.parallel.ranks import ALONE
+from trainer_svc.parallel.mesh import ALONE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

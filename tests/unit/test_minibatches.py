@@ -7,7 +7,7 @@ import threading
 import torch.distributed as dist
 from tiny_policy import ragged_batch, row
 
-from trainer_svc.parallel.ranks import Ranks
+from trainer_svc.parallel.mesh import Ranks
 from trainer_svc.update.policy import split_by_group
 
 

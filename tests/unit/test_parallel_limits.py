@@ -16,8 +16,7 @@ from trainer_svc.compute_config import LoraConfig as LoraSettings
 from trainer_svc.compute_config import ParallelConfig, ParallelDims, check_experts, check_heads, tensor_plan
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.parallel.mesh import Mesh, join
-from trainer_svc.parallel.ranks import ALONE
+from trainer_svc.parallel.mesh import ALONE, Mesh, join
 from trainer_svc.parallel.sharding import check_divides
 
 SIZES = {

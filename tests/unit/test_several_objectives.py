@@ -19,7 +19,7 @@ from trainer_svc.batch.rows import Outputs, TrainingRow, pack
 from trainer_svc.config import TrainerConfig
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective, mixed, with_group_tokens
-from trainer_svc.parallel.ranks import ALONE, Ranks
+from trainer_svc.parallel.mesh import ALONE, Ranks
 from trainer_svc.service.batches import Expectations, convert
 from trainer_svc.update.policy import PolicyUpdate, load_frozen
 

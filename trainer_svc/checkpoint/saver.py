@@ -42,8 +42,7 @@ from trainer_svc.checkpoint.state import (
     write_slices,
 )
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.parallel.mesh import Mesh
-from trainer_svc.parallel.ranks import ALONE, OtherRankError, Ranks, agree
+from trainer_svc.parallel.mesh import ALONE, Mesh, OtherRankError, Ranks, agree
 
 STATE = "state"
 EXPORT = "hf"

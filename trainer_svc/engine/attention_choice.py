@@ -12,7 +12,7 @@ import torch
 from trainer_svc.batch.attention_plan import AttentionPlan
 from trainer_svc.batch.shapes import PackedHeads
 from trainer_svc.engine.network import HeadShape, Packing, packed_attention
-from trainer_svc.parallel.ranks import Ranks
+from trainer_svc.parallel.mesh import Ranks
 
 Attention = Literal["auto", "sdpa", "varlen"]
 

@@ -53,8 +53,7 @@ from trainer_svc.engine.out_of_memory import (
 from trainer_svc.engine.pipeline import LossOf, Pipeline
 from trainer_svc.engine.rounding import DTYPES
 from trainer_svc.memory import Decisions, estimate, fit
-from trainer_svc.parallel.mesh import SINGLE, Mesh
-from trainer_svc.parallel.ranks import Ranks, agree
+from trainer_svc.parallel.mesh import SINGLE, Mesh, Ranks, agree
 from trainer_svc.parallel.sharding import cpu_copy, sum_partial_gradients
 from trainer_svc.precision import Precision, frozen_precision
 

@@ -26,8 +26,7 @@ from trainer_svc.engine.network import PACKED_ATTENTION, Head, HeadShape, Networ
 from trainer_svc.engine.rounding import compute_as_served, store_frozen
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 from trainer_svc.parallel.context import Context
-from trainer_svc.parallel.mesh import Mesh
-from trainer_svc.parallel.ranks import Ranks
+from trainer_svc.parallel.mesh import Mesh, Ranks
 from trainer_svc.parallel.sharding import Absent, Root, cut_stage, shard_weights, split_matrices
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ import torch
 from trainer_svc.batch.rows import MicroBatch, TrainingRow
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.parallel.balance import TOKENS, Cost
-from trainer_svc.parallel.ranks import ALONE, Ranks
+from trainer_svc.parallel.mesh import ALONE, Ranks
 
 LOSS = "step/loss"
 """The name of the loss among the sums. The names of a loss function's own sums have no such prefix."""

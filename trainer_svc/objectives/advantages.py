@@ -18,7 +18,7 @@ from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.batch.shapes import MaskOfSequence, PerSequenceToken, PerToken, Scalar
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.presets import kl_estimate
-from trainer_svc.parallel.ranks import ALONE, Ranks
+from trainer_svc.parallel.mesh import ALONE, Ranks
 
 BATCH = "batch"
 """The one group of values that are whitened over the whole batch."""

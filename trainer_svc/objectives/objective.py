@@ -36,7 +36,7 @@ from trainer_svc.objectives.presets import (
     token_factors,
     veto,
 )
-from trainer_svc.parallel.ranks import ALONE, Ranks
+from trainer_svc.parallel.mesh import ALONE, Ranks
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds and which a loss does not need
     from trainer_svc.engine.logprob import Entropy

@@ -26,7 +26,7 @@ from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.offline.config import OfflineConfig
-from trainer_svc.parallel.ranks import ALONE, Ranks
+from trainer_svc.parallel.mesh import ALONE, Ranks
 
 Render: TypeAlias = Callable[[Row], Sequence[tuple[Rendered, ...]]]
 """Makes the examples of a row: one row for a demonstration, the chosen and the rejected one for a pair."""

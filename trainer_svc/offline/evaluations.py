@@ -24,7 +24,7 @@ from trainer_svc.engine.lora import merge_adapter
 from trainer_svc.offline.checkpoints import checkpoint_directory
 from trainer_svc.offline.config import LOSS, OfflineConfig
 from trainer_svc.offline.playing import EvaluationFailedError, play, shown
-from trainer_svc.parallel.ranks import Ranks, agree
+from trainer_svc.parallel.mesh import Ranks, agree
 
 BEST = "best"
 """Directory, and name of the JSON file, beside the checkpoints."""

@@ -13,7 +13,7 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.advantages import clipped_value_loss
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.parallel.ranks import ALONE, Ranks
+from trainer_svc.parallel.mesh import ALONE, Ranks
 
 CRITIC = "critic/"
 """Prefix of the names of everything that is reported about the critic."""

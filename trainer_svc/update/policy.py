@@ -42,8 +42,7 @@ from trainer_svc.objectives.objective import (
     with_group_tokens,
     with_selection,
 )
-from trainer_svc.parallel.mesh import SINGLE, Mesh
-from trainer_svc.parallel.ranks import ALONE, Ranks, agree
+from trainer_svc.parallel.mesh import ALONE, SINGLE, Mesh, Ranks, agree
 from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values
 
 log = structlog.get_logger(__name__)

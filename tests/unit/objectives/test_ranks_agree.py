@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from thread_ranks import on_ranks
 
-from trainer_svc.parallel.ranks import ALONE, OtherRankError, OtherRankRefusedError, Ranks, agree
+from trainer_svc.parallel.mesh import ALONE, OtherRankError, OtherRankRefusedError, Ranks, agree
 
 
 def raised(error: Exception | None, ranks: Ranks) -> BaseException | None:

@@ -12,7 +12,7 @@ from thread_ranks import on_ranks
 from trainer_svc.batch.rows import TrainingRow
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective, check_columns, keep_trainable
-from trainer_svc.parallel.ranks import ALONE, Ranks, agree
+from trainer_svc.parallel.mesh import ALONE, Ranks, agree
 
 
 @pytest.mark.parametrize(
