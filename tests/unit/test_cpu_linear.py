@@ -12,7 +12,7 @@ from tiny_policy import policy_step, ragged_batch, tiny_model
 
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine import loading
-from trainer_svc.engine.cpu_linear import LEAST_STEP, CpuLinear, rounded, use_onednn
+from trainer_svc.engine.cpu_kernels import LEAST_STEP, CpuLinear, rounded, use_onednn
 from trainer_svc.engine.engine import TrainEngine
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trainer_svc.batch.attention_plan import AttentionPlan
 from trainer_svc.compute_config import ParallelConfig, check_heads
 from trainer_svc.engine.attention_choice import Attention, choose_attention, of_all_ranks
-from trainer_svc.engine.cpu_linear import onednn_is_faster, use_onednn
+from trainer_svc.engine.cpu_kernels import onednn_is_faster, use_onednn
 from trainer_svc.engine.finite import IncompleteWeightsError, UnfitWeightsError, some_of, unfit_weights
 from trainer_svc.engine.network import PACKED_ATTENTION, Head, HeadShape, Network, Packing
 from trainer_svc.engine.rounding import compute_as_served, store_frozen

@@ -66,7 +66,7 @@ class StepMetrics:
         tokens: Tokens of the batch, prompts included.
         loss_tokens: Tokens that entered the loss.
         forward_tokens: Tokens that were forwarded; a shared prompt counts once.
-        padding_fraction: Share of the cells of attention's blocks without a token; few other rows are padded (see `cpu_linear`).
+        padding_fraction: Share of the cells of attention's blocks without a token; few other rows are padded (see `cpu_kernels`).
         seconds: Wall-clock seconds per phase: pack, forward, backward, optimizer, total.
         sums: Sums of the loss function by name; ``max_...`` are maxima.
         measured: Metrics that the caller computes from the sums, by name.

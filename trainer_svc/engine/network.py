@@ -23,10 +23,10 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from trainer_svc.batch.attention_plan import AttentionPlan, PrefixPlan, VarlenPlan
+from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
 from trainer_svc.batch.rows import MicroBatch, Outputs
-from trainer_svc.batch.shapes import Block, PackedHeads, PerToken, Scalar
-from trainer_svc.engine.cpu_linear import rounded
+from trainer_svc.batch.shapes import PackedHeads, PerToken, Scalar
+from trainer_svc.engine.cpu_kernels import prefix_attention, prefix_kernel_fits, rounded
 from trainer_svc.engine.logprob import Entropy, logprobs_of_logits, logprobs_of_states
 from trainer_svc.engine.weight_files import WeightFiles
 from trainer_svc.parallel.context import Context
@@ -87,7 +87,7 @@ class Network:
         varlen: Whether attention uses the kernel for sequences of varying length.
         files: The files of weights that are still on the "meta" device; None once they are read.
         longest_row: Most tokens of a sequence (see `trainer_svc.engine.loading.fix_frequencies`); None means any number.
-        few_lengths: Whether rows are padded to one of few numbers of tokens, for `trainer_svc.engine.cpu_linear`.
+        few_lengths: Whether rows are padded to one of few numbers of tokens, for `trainer_svc.engine.cpu_kernels`.
         head_shapes: The heads of the attention layers that this process has run in the check of packing.
     """
 
@@ -296,8 +296,8 @@ def packed_attention(
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if packing.varlen and plan.varlen is not None:
         whole = varlen_attention(*rows, plan.varlen, scale=scale, sliding_window=window)
-    elif plan.prefixes is not None and _prefix_kernel_fits(*rows) and (window is None or window >= plan.longest):
-        whole = _PrefixAttention.apply(*rows, plan.prefixes, scale)
+    elif plan.prefixes is not None and prefix_kernel_fits(*rows) and (window is None or window >= plan.longest):
+        whole = prefix_attention(*rows, plan.prefixes, scale)
     else:
         whole = _block_attention(*rows, plan, scale=scale, sliding_window=window)
     whole = whole[..., :value_dim]
@@ -376,102 +376,6 @@ def _fused(
             f"no fused attention kernel accepts {query.dtype} heads of {query.shape[-1]} on {query.device.type}, and the math kernel"
             " would hold a score for each pair of tokens: set trainer.dtype to bfloat16, or choose another model"
         ) from error
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - only it returns the log-sum-exp
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
-
-
-def _prefix_kernel_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    return bool(
-        query.device.type == "cpu"
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    )
-
-
-class _PrefixAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
-    """Attention of samples that lie after their prompt, which computes the prompt once.
-
-    Each token attends in two pieces: causally inside its own part (the prompt, or its sample), and to the whole prompt. Two
-    softmaxes over disjoint keys join exactly: outputs are weighted by the exponentials of their log-sum-exps. In the backward
-    pass each piece is differentiated with the joined output and log-sum-exp, as in ring attention (arXiv 2310.01889).
-    Tensors have shapes [packed, heads, head_dim].
-    """
-
-    @staticmethod
-    def forward(  # noqa: PLR0917 - autograd passes by position
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: PrefixPlan,
-        scale: float,
-    ) -> torch.Tensor:
-        outputs, sums = [], []
-        for block in plan.blocks:
-            q, k, v = (_rows(each, block) for each in (query, key, value))
-            output, lse = _flash(q, k, v, 0.0, is_causal=True, scale=scale)
-            outputs.append(output.transpose(1, 2).flatten(0, 1))
-            sums.append(lse.transpose(1, 2).flatten(0, 1))
-        output = torch.cat(outputs).index_select(0, plan.sources)
-        lse = torch.cat(sums).index_select(0, plan.sources)
-        for queries, keys in _stretches(plan):
-            q, k, v = _heads(query[queries]), _heads(key[keys]), _heads(value[keys])
-            crossed, crossed_lse = _flash(q, k, v, 0.0, is_causal=False, scale=scale)
-            _join(output[queries], lse[queries], crossed[0].transpose(0, 1), crossed_lse[0].transpose(0, 1))
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.plan, ctx.scale = plan, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        query, key, value, output, lse = ctx.saved_tensors
-        plan: PrefixPlan = ctx.plan
-        parts: list[tuple[torch.Tensor, ...]] = []
-        for block in plan.blocks:
-            q, k, v, o, g = (_rows(each, block) for each in (query, key, value, output, grad))
-            padding = (block < 0).unsqueeze(1)
-            # A padded query has no weight on any key: its log-sum-exp is infinite, its gradient 0.
-            sums = _rows(lse.unsqueeze(-1), block).squeeze(-1).masked_fill(padding, torch.inf)
-            g = g.masked_fill(padding.unsqueeze(-1), 0.0)
-            found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=True, scale=ctx.scale)
-            parts.append(tuple(each.transpose(1, 2).flatten(0, 1) for each in found))
-        unpacked = len(query) - len(output)
-        grads = [
-            torch.nn.functional.pad(torch.cat(each).index_select(0, plan.sources), (0, 0, 0, 0, 0, unpacked))
-            for each in zip(*parts, strict=True)
-        ]
-        for queries, keys in _stretches(plan):
-            q, o, g, sums = (_heads(each[queries]) for each in (query, output, grad, lse))
-            k, v = _heads(key[keys]), _heads(value[keys])
-            found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=False, scale=ctx.scale)
-            for total, where, each in zip(grads, (queries, keys, keys), found, strict=True):
-                total[where] += each[0].transpose(0, 1)
-        return (*grads, None, None)
-
-
-def _stretches(plan: PrefixPlan) -> Iterator[tuple[slice, slice]]:
-    for keys, queries, end in plan.crossings:
-        yield slice(queries, end), slice(keys, queries)
-
-
-def _rows(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """Gather packed tokens: [packed, heads, width] to [rows, heads, columns, width]; padding repeats token 0."""
-    return tensor.index_select(0, block.flatten().clamp(min=0)).unflatten(0, block.shape).transpose(1, 2)
-
-
-def _heads(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a range of the packed row a batch of one: [tokens, heads, ...] to [1, heads, tokens, ...]."""
-    return tensor.transpose(0, 1).unsqueeze(0)
-
-
-def _join(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
-    """Join softmaxes over disjoint keys, in place; shapes [tokens, heads, width] and [tokens, heads]."""
-    total = torch.logaddexp(lse, other_lse)
-    output.mul_(torch.exp(lse - total).unsqueeze(-1).to(output.dtype))
-    output.addcmul_(other, torch.exp(other_lse - total).unsqueeze(-1).to(output.dtype))
-    lse.copy_(total)
 
 
 def varlen_attention(
