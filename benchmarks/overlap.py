@@ -19,8 +19,8 @@ from typing import Any
 
 from orchestrator_svc.config import PacingConfig
 from orchestrator_svc.journal.ledger import Batch, Ledger, Reason
-from orchestrator_svc.pacing import Pace
-from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.pacing import Pace
+from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
 from sluice.environments.base import Message, Task
 from sluice.v1 import journal_pb2
 from sluice.versions import BASE, Version
@@ -45,7 +45,7 @@ class LongTail:
 
     def tasks(self, split: str, seed: int) -> list[Task]:
         """Return the tasks, placed so that the stream, which shuffles them by the seed, gives them in the wanted order."""
-        from orchestrator_svc.task_stream import TaskStream  # noqa: PLC0415 - brings pydantic, which the processes do not need
+        from orchestrator_svc.run.task_stream import TaskStream  # noqa: PLC0415 - brings pydantic, which the processes do not need
 
         del split
         count = len(self._answer_tokens)

@@ -23,30 +23,30 @@ from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.announcements import Announcements
 from orchestrator_svc.config import EXTERNAL, OrchestratorConfig
-from orchestrator_svc.curriculum import Curriculum
-from orchestrator_svc.dispatch import Dispatcher
-from orchestrator_svc.evaluation import Evaluated, Evaluations
-from orchestrator_svc.free_space import DiskWatch, FreeSpace
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.snapshot import Snapshots
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.live_settings import LiveSettings
-from orchestrator_svc.pacing import Pace
-from orchestrator_svc.quarantine import released
-from orchestrator_svc.report import Recorder, RunReporter
-from orchestrator_svc.run import Run
-from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.curriculum import Curriculum
+from orchestrator_svc.run.dispatch import Dispatcher
+from orchestrator_svc.run.evaluation import Evaluated, Evaluations
+from orchestrator_svc.run.external import External
+from orchestrator_svc.run.free_space import DiskWatch, FreeSpace
+from orchestrator_svc.run.live_settings import LiveSettings
+from orchestrator_svc.run.pacing import Pace
+from orchestrator_svc.run.quarantine import released
+from orchestrator_svc.run.report import Recorder, RunReporter
+from orchestrator_svc.run.run import Run
+from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.setting_aside import SetAsideShare
+from orchestrator_svc.run.side_files import DroppedFile
+from orchestrator_svc.run.status import EventLog, RunStatus, replica_event
+from orchestrator_svc.run.trainer_link import TrainerLink
+from orchestrator_svc.run.training import Training
+from orchestrator_svc.run.trajectory_files import TrajectoryFiles
+from orchestrator_svc.run.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
 from orchestrator_svc.sessions.desk import Desk, Posed, Waiting, run_secret
 from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
-from orchestrator_svc.sessions.workflow import External
-from orchestrator_svc.setting_aside import SetAsideShare
-from orchestrator_svc.side_files import DroppedFile
-from orchestrator_svc.status import EventLog, RunStatus, replica_event
-from orchestrator_svc.trainer_link import TrainerLink
-from orchestrator_svc.training import Training
-from orchestrator_svc.trajectory_files import TrajectoryFiles
-from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
 from sluice import host_files
 from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock

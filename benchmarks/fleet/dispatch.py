@@ -12,7 +12,7 @@ from benchmarks.fleet.weights import Weights
 from benchmarks.simulated_services import messages_of_stream
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.journal.ledger import Ledger
-from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
 from sluice.sampling.policy import coalescing_s
 from sluice.v1 import journal_pb2
 from sluice.versions import BASE, Version

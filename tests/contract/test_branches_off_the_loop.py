@@ -16,11 +16,11 @@ from test_external_episodes import EXTERNAL
 from test_gateway_run import opened, running_gateway
 from test_orchestrator_run import DEADLINE_S, make_scene, trained
 
-from orchestrator_svc import training
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.records import SharedRecord
 from orchestrator_svc.journal.store import read_facts
-from orchestrator_svc.sessions import workflow
+from orchestrator_svc.run import external as workflow
+from orchestrator_svc.run import training
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ from orchestrator_doubles import RolloutDouble
 from test_orchestrator_run import Scene, make_scene, restarted
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
+from orchestrator_svc.run.curriculum import Curriculum
 from sluice.config import FailedForGoodError
 from sluice.environments.base import Task
 from sluice.rpc import SluiceError

@@ -30,20 +30,20 @@ from simulated_clock import SimulatedClock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
-from orchestrator_svc import evaluation as evaluation_module
-from orchestrator_svc import training as training_module
 from orchestrator_svc.app import EPISODES, SERVICE_NAME, SESSIONS, only_writer, serve
-from orchestrator_svc.audit import audit
+from orchestrator_svc.commands.audit.compare import audit
 from orchestrator_svc.config import DeadlinesConfig
-from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.journal import snapshot, store
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import DATABASE, Journal, read_facts
-from orchestrator_svc.report import AppliedStep, Recorder, RunReporter, read_metrics, summarise
-from orchestrator_svc.run import Run
-from orchestrator_svc.task_stream import TaskStream
-from orchestrator_svc.trainer_link import EpochLostError, TrainerLink
+from orchestrator_svc.run import evaluation as evaluation_module
+from orchestrator_svc.run import training as training_module
+from orchestrator_svc.run.evaluation import EvalResult, EvalSample
+from orchestrator_svc.run.report import AppliedStep, Recorder, RunReporter, read_metrics, summarise
+from orchestrator_svc.run.run import Run
+from orchestrator_svc.run.task_stream import TaskStream
+from orchestrator_svc.run.trainer_link import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, FailedForGoodError, SecurityConfig, UnfinishedError
@@ -1088,7 +1088,7 @@ async def test_a_group_that_loses_a_late_episode_keeps_the_others_if_they_can_be
 
 async def test_episodes_that_a_workflow_leaves_out_are_counted(scene) -> None:
     (scene.directory / "halves.py").write_text(
-        "from orchestrator_svc.workflows import SingleTurn\n"
+        "from orchestrator_svc.run.workflows import SingleTurn\n"
         "class Halves(SingleTurn):\n"
         "    def __init__(self, environment, config):\n        super().__init__(environment)\n"
         "    async def arun_episode(self, engine, data):\n"
@@ -1350,7 +1350,7 @@ async def test_an_evaluation_that_breaks_last_is_counted_and_the_checkpoint_writ
     async def broken(*_arguments):
         raise RuntimeError("no evaluation today")
 
-    monkeypatch.setattr("orchestrator_svc.evaluation.evaluate", broken)
+    monkeypatch.setattr("orchestrator_svc.run.evaluation.evaluate", broken)
     report = await scene.run(evaluation={"every_steps": 4})
     assert (report["state"], report["evaluations_failed"]) == ("succeeded", 1)
     assert scene.trainer.checkpoints == [4]

@@ -15,11 +15,11 @@ import structlog
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 from simulated_clock import SimulatedClock
 
+from orchestrator_svc.commands.eval.command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.config import EpisodeConfig
-from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling, SingleTurn, choose_workflow
+from orchestrator_svc.run.workflows import EpisodeData, MultiTurn, Sampling, SingleTurn, choose_workflow
 from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, SecurityConfig
 from sluice.environments.base import Task

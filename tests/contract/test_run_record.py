@@ -11,9 +11,9 @@ import pytest
 from orchestrator_doubles import RolloutDouble
 from test_orchestrator_run import DEADLINE_S, Scene, make_scene, restarted
 
-from orchestrator_svc import rescore_command
-from orchestrator_svc.report import read_metrics
-from orchestrator_svc.side_files import event_row
+from orchestrator_svc.commands import rescore as rescore_command
+from orchestrator_svc.run.report import read_metrics
+from orchestrator_svc.run.side_files import event_row
 from sluice.v1 import orchestrator_pb2
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ from simulated_clock import SimulatedClock
 from structlog.testing import capture_logs
 from test_orchestrator_run import DEADLINE_S, LIMIT_S, TICK_S, Scene, make_scene, trained
 
-from orchestrator_svc import setting_aside
-from orchestrator_svc.audit import audit
+from orchestrator_svc.commands.audit.compare import audit
 from orchestrator_svc.journal.store import read_facts
+from orchestrator_svc.run import setting_aside
 from sluice import limits
 from sluice.config import FailedForGoodError, TooMuchSetAsideError
 from sluice.rpc import SluiceError
@@ -166,7 +166,7 @@ async def test_a_journal_of_an_earlier_release_that_holds_such_a_batch_is_healed
     unchecked = lambda name, episodes, advantages: None  # noqa: E731
     with monkeypatch.context() as earlier:
         earlier.setattr("sluice.advantages._check_size", unchecked)
-        earlier.setattr("orchestrator_svc.setting_aside.BatchRefusedError.of", lambda error: None)
+        earlier.setattr("orchestrator_svc.run.setting_aside.BatchRefusedError.of", lambda error: None)
         with pytest.raises(Exception, match="not finite"):
             await scene.run(max_reward=limits.FLOAT32_MAX, advantage="rloo", **odd(scene, rewards=[-3.3e38, 3.3e38]))
     assert any(fact.HasField("batch_made") for _, fact in read_facts(scene.run_dir))

@@ -15,10 +15,10 @@ from orchestrator_doubles import RolloutDouble
 from simulated_clock import SimulatedClock
 from test_orchestrator_run import DEADLINE_S, PATIENT, TICK_S, Scene, make_scene, trained
 
-from orchestrator_svc import free_space
-from orchestrator_svc.audit import audit
-from orchestrator_svc.free_space import LOOK_S
+from orchestrator_svc.commands.audit.compare import audit
 from orchestrator_svc.journal.store import read_facts
+from orchestrator_svc.run import free_space
+from orchestrator_svc.run.free_space import LOOK_S
 from sluice.client import OrchestratorClient
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2

@@ -23,9 +23,9 @@ from test_orchestrator_run import DEADLINE_S, Scene, make_scene
 
 from gateway_svc.app import serve
 from gateway_svc.config import GatewayConfig
-from orchestrator_svc import setting_aside, sifting
-from orchestrator_svc.audit import audit
+from orchestrator_svc.commands.audit.compare import audit
 from orchestrator_svc.journal.store import read_facts
+from orchestrator_svc.run import setting_aside, sifting
 from orchestrator_svc.sessions import lending
 from sluice.config import CommonConfig, FailedForGoodError, PeersConfig
 from sluice.v1 import rollout_pb2

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import async_levels
 from benchmarks.overlap import EngineSpeed, LongTail, Loop, Workload, course, lengths
-from orchestrator_svc.task_stream import TaskStream
+from orchestrator_svc.run.task_stream import TaskStream
 
 UNSHARED = EngineSpeed({1: 1.0, 64: 64.0})
 """One token per second and sample, however many there are."""

@@ -37,10 +37,10 @@ AT_A_TERMINAL = frozenset(
         "sluice/cli/quickstart.py:make_room",
         "sluice/cli/quickstart.py:write_report",
         "sluice/cli/ray.py:_probe",
-        "orchestrator_svc/eval_command.py:_write",
-        "orchestrator_svc/export_command.py:run",
-        "orchestrator_svc/rescore_command.py:run",
-        "orchestrator_svc/synthesize_command.py:run",
+        "orchestrator_svc/commands/eval/command.py:_write",
+        "orchestrator_svc/commands/export.py:run",
+        "orchestrator_svc/commands/rescore.py:run",
+        "orchestrator_svc/commands/synthesize.py:run",
         "trainer_svc/engine/lora.py:merge_adapter",
     }
 )

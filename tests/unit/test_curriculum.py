@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.curriculum import Curriculum, Draw, StartRate, overlong_counter
 from orchestrator_svc.journal.ledger import Redraw
-from orchestrator_svc.quarantine import chosen
-from orchestrator_svc.shares import Shares
-from orchestrator_svc.task_stream import POOLS, TaskStream
+from orchestrator_svc.run.curriculum import Curriculum, Draw, StartRate, overlong_counter
+from orchestrator_svc.run.quarantine import chosen
+from orchestrator_svc.run.shares import Shares
+from orchestrator_svc.run.task_stream import POOLS, TaskStream
 from sluice.environments.base import Task
 from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2 as pb

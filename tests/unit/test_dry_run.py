@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc import eval_command
+from orchestrator_svc.commands.eval import command as eval_command
 from sluice.cli.main import run_service
 from sluice.cli.rl import run
 from sluice.config import ConfigError

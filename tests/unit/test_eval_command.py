@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc import eval_command
-from orchestrator_svc.eval_command import EvalConfig, Outcome, evaluations
-from orchestrator_svc.evaluation import EvalResult
+from orchestrator_svc.commands.eval import command as eval_command
+from orchestrator_svc.commands.eval.command import EvalConfig, Outcome, evaluations
+from orchestrator_svc.run.evaluation import EvalResult
 from sluice.config import ConfigError
 
 

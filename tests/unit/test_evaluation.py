@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator_svc.config import CheckpointConfig
-from orchestrator_svc.evaluation import EvalResult, EvalSample, Standing, gain, pass_at, wilson
-from orchestrator_svc.run import Every
+from orchestrator_svc.run.evaluation import EvalResult, EvalSample, Standing, gain, pass_at, wilson
+from orchestrator_svc.run.run import Every
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator_svc.eval_command import EvalConfig, check_evaluation
+from orchestrator_svc.commands.eval.command import EvalConfig, check_evaluation
 from sluice.cli.rl import run
 from sluice.config import load_command
 from sluice.environments import Task, Turn

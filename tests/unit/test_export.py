@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator_svc import export_command
+from orchestrator_svc.commands import export as export_command
 from sluice.config import ConfigError
 
 

@@ -30,7 +30,7 @@ from small_models import recompute  # type: ignore[import-not-found]
 
 from agents_svc.player import load_agent
 from orchestrator_svc.config import EpisodeConfig
-from orchestrator_svc.workflows import GroupRunner, Sampling, choose_workflow
+from orchestrator_svc.run.workflows import GroupRunner, Sampling, choose_workflow
 from sluice.cli.main import main
 from sluice.config import ConfigError, SecurityConfig
 from sluice.environments.config import EnvironmentProcessesConfig

@@ -12,9 +12,9 @@ import pytest
 from run_on_disk import RunOnDisk, a_life, lived
 from simulated_run import EPISODES
 
-from orchestrator_svc import fork as fork_module
-from orchestrator_svc.audit_command import audit_run
-from orchestrator_svc.fork import FORKED, fork, run
+from orchestrator_svc.commands import fork as fork_module
+from orchestrator_svc.commands.audit.command import audit_run
+from orchestrator_svc.commands.fork import FORKED, fork, run
 from orchestrator_svc.journal.ledger import Ledger, folded
 from orchestrator_svc.journal.segments import segment_numbers
 from orchestrator_svc.journal.store import DATABASE, JournalLimits, read_facts

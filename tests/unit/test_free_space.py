@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_clock import SimulatedClock
 
-from orchestrator_svc.free_space import RESUME_FACTOR, DiskWatch, FreeSpace, Room, measure
+from orchestrator_svc.run.free_space import RESUME_FACTOR, DiskWatch, FreeSpace, Room, measure
 
 MIB = 1 << 20
 RUN, WEIGHTS = Path("outputs/run"), Path("/fast/weights")

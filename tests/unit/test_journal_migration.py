@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc.audit import audit
+from orchestrator_svc.commands.audit.compare import audit
 from orchestrator_svc.journal import migration
 from orchestrator_svc.journal.ledger import Redraw, Stage, folded
 from orchestrator_svc.journal.segments import JournalError, segment_numbers

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.live_settings import LiveSettings, as_toml
+from orchestrator_svc.run.live_settings import LiveSettings, as_toml
 from sluice.config import CommonConfig, load_run
 from sluice.rpc import SluiceError
 

@@ -10,10 +10,10 @@ from session_facts import granted, lease_ended
 from test_orchestrator_scheduler import Facts
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.external import ExternalEpisodes, Lease
 from orchestrator_svc.journal.ledger import Group, Ledger, Reason, Stage
-from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.curriculum import Curriculum
+from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.sessions.absence import MissingAgents
 from sluice.environments.base import Task
 from sluice.v1 import journal_pb2 as pb

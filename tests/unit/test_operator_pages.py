@@ -287,7 +287,7 @@ def reasons() -> frozenset[str]:
     listed = {each.name.removeprefix("ERROR_REASON_") for each in errors_pb2.ErrorReason.DESCRIPTOR.values}
     for module in (
         "orchestrator_svc.journal.ledger",
-        "orchestrator_svc.fork",
+        "orchestrator_svc.commands.fork",
         "sluice.environments.worker",
         "trainer_svc.service.batches",
     ):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.workflows import MultiTurn, Scored, choose_workflow
+from orchestrator_svc.run.workflows import MultiTurn, Scored, choose_workflow
 from sluice.config import ConfigError
 from sluice.environments.base import SingleTurnEnvironment
 from sluice.environments.config import EnvironmentProcessesConfig

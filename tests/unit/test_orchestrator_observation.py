@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc import report as report_module
-from orchestrator_svc import status as status_module
-from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.journal.records import Beginning, SharedRecord
-from orchestrator_svc.report import Recorder, build_report, read_metrics, summarise
-from orchestrator_svc.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
-from orchestrator_svc.trajectory_files import TrajectoryFiles
+from orchestrator_svc.run import report as report_module
+from orchestrator_svc.run import status as status_module
+from orchestrator_svc.run.evaluation import EvalResult, EvalSample
+from orchestrator_svc.run.report import Recorder, build_report, read_metrics, summarise
+from orchestrator_svc.run.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
+from orchestrator_svc.run.trajectory_files import TrajectoryFiles
 from sluice.rpc import SluiceError
 from sluice.sampling.addresses import check_address, resolve_targets
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2

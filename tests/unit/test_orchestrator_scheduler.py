@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage
-from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
 from sluice.v1 import journal_pb2 as pb
 from sluice.versions import BASE, Lineage, Version
 

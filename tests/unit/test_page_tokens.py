@@ -10,7 +10,7 @@ import pytest
 
 from envserver_svc.config import EnvServerConfig
 from envserver_svc.servicer import EnvironmentServicer
-from orchestrator_svc.status import TrajectoryHistory
+from orchestrator_svc.run.status import TrajectoryHistory
 from sluice.environments.base import Task
 from sluice.rpc import SluiceError
 from sluice.v1 import environment_pb2, orchestrator_pb2

@@ -27,7 +27,7 @@ BY_ORCHESTRATOR = {
     "requests_spanning_versions": 5,
     "mismatch_kl_mean": 1e-6,
 }
-"""What `orchestrator_svc.report` writes and the quickstart reads."""
+"""What `orchestrator_svc.run.report` writes and the quickstart reads."""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc import rescore_command
+from orchestrator_svc.commands import rescore as rescore_command
 from sluice.config import ConfigError
 
 ENVIRONMENTS = """

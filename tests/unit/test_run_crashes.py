@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal import snapshot, store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
@@ -25,11 +24,12 @@ from orchestrator_svc.journal.records import Beginning, SharedRecord, encode
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.snapshot import FILE, Snapshots
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
-from orchestrator_svc.live_settings import ratio_key
-from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
-from orchestrator_svc.selection import window_size
-from orchestrator_svc.setting_aside import BatchRefusedError, refused
-from orchestrator_svc.status import describe_environments
+from orchestrator_svc.run.curriculum import Curriculum
+from orchestrator_svc.run.live_settings import ratio_key
+from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.selection import window_size
+from orchestrator_svc.run.setting_aside import BatchRefusedError, refused
+from orchestrator_svc.run.status import describe_environments
 from sluice.digests import batch_digest, trajectory_digest
 from sluice.environments.base import Task
 from sluice.v1 import journal_pb2 as pb

@@ -14,9 +14,9 @@ from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.journal.external import EPISODE, RecordedRequest, Sample, Session, Target
 from orchestrator_svc.journal.facts import Place
 from orchestrator_svc.journal.records import Beginning, SharedRecord, decoded, encode
+from orchestrator_svc.run.sifting import sift
+from orchestrator_svc.run.training import _give_advantages
 from orchestrator_svc.sessions.trajectories import UNDELIVERED, Built, TreeError, build
-from orchestrator_svc.sifting import sift
-from orchestrator_svc.training import _give_advantages
 from sluice.advantages import ESTIMATORS, Episode, estimate, slopes
 from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
 from sluice.v1 import journal_pb2 as pb

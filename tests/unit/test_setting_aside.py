@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc import setting_aside
 from orchestrator_svc.journal.ledger import Group, Reason
 from orchestrator_svc.journal.records import Beginning, SharedRecord
+from orchestrator_svc.run import setting_aside
+from orchestrator_svc.run.setting_aside import WINDOW, BatchRefusedError, SetAsideShare, refused, too_large
 from orchestrator_svc.sessions.refusals import MOST_KNOWN, MOST_PER_MINUTE, Refusals
-from orchestrator_svc.setting_aside import WINDOW, BatchRefusedError, SetAsideShare, refused, too_large
 from sluice.client import _batch_parts
 from sluice.limits import MAX_MESSAGE_BYTES, MAX_TRAJECTORIES
 from sluice.rows_at_fault import ROWS, numbers, ranges, rows_of

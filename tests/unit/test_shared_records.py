@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from run_facts import accept, applied, begin_epoch, covered, drawn, end_with, made, record, wholes
 
-from orchestrator_svc.audit_command import audit_run
-from orchestrator_svc.fork import _beginning, _link_segments
+from orchestrator_svc.commands.audit.command import audit_run
+from orchestrator_svc.commands.fork import _beginning, _link_segments
 from orchestrator_svc.journal.facts import Place
 from orchestrator_svc.journal.ledger import Reason, Stage, folded
 from orchestrator_svc.journal.records import Beginning, Each, SharedRecord

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator_svc.config import EpisodeConfig, OverlongConfig
 from orchestrator_svc.journal.records import Beginning, SharedRecord
-from orchestrator_svc.sifting import penalty, sift
+from orchestrator_svc.run.sifting import penalty, sift
 from sluice.v1 import common_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version
 from trainer_svc.objectives.config import ObjectiveConfig

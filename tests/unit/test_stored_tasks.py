@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator_svc.task_stream import TaskStream
+from orchestrator_svc.run.task_stream import TaskStream
 from sluice.environments import Task, stored_tasks
 from sluice.environments.child import Server
 from sluice.environments.config import EnvironmentProcessesConfig

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from orchestrator_svc.workflows import EpisodeData, GroupRunner, Sampling, sampling_params
+from orchestrator_svc.run.workflows import EpisodeData, GroupRunner, Sampling, sampling_params
 from sluice.environments.base import Task
 from sluice.environments.wire import chat_messages
 from sluice.rpc import SluiceError

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Stage
-from orchestrator_svc.selection import Candidate, Selection, window_size
+from orchestrator_svc.run.selection import Candidate, Selection, window_size
 from sluice.versions import Version
 
 

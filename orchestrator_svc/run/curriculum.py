@@ -16,9 +16,9 @@ from typing import Any
 
 from orchestrator_svc.config import EnvironmentConfig, PoolsConfig
 from orchestrator_svc.journal.ledger import Reason, Redraw
-from orchestrator_svc.live_settings import ratio_key
-from orchestrator_svc.shares import Shares
-from orchestrator_svc.task_stream import TaskStream
+from orchestrator_svc.run.live_settings import ratio_key
+from orchestrator_svc.run.shares import Shares
+from orchestrator_svc.run.task_stream import TaskStream
 from sluice.environments.base import Task
 from sluice.v1 import journal_pb2
 

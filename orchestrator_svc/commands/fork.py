@@ -22,7 +22,7 @@ from pathlib import Path
 
 from google.protobuf import json_format
 
-from orchestrator_svc.audit_command import find_run
+from orchestrator_svc.commands.audit.command import find_run
 from orchestrator_svc.journal.facts import LedgerError, Place
 from orchestrator_svc.journal.ledger import Group, Ledger, Stage, folded
 from orchestrator_svc.journal.segments import JournalError, segment_path

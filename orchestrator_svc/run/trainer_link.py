@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from orchestrator_svc.config import DeadlinesConfig
-from orchestrator_svc.setting_aside import BatchRefusedError
+from orchestrator_svc.run.setting_aside import BatchRefusedError
 from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError

@@ -9,8 +9,8 @@ from threading import Event
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
+from orchestrator_svc.commands.trace.spans import Span, SpanId, Spans
 from orchestrator_svc.journal.store import read_facts
-from orchestrator_svc.spans import Span, SpanId, Spans
 from sluice.config import ConfigError
 
 if TYPE_CHECKING:

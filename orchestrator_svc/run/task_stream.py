@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator_svc.config import PoolsConfig
-from orchestrator_svc.shares import Shares
+from orchestrator_svc.run.shares import Shares
 from sluice.environments.base import Task
 from sluice.v1 import journal_pb2
 

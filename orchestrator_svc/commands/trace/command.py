@@ -20,13 +20,13 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from orchestrator_svc.audit_command import find_run
+from orchestrator_svc.commands.audit.command import find_run
+from orchestrator_svc.commands.trace.history import Following, Trace, TracedSession, following
+from orchestrator_svc.commands.trace.otlp import Collector, export_spans
 from orchestrator_svc.journal.external import RecordedRequest, Session
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload
 from orchestrator_svc.journal.store import read_facts
-from orchestrator_svc.otlp import Collector, export_spans
-from orchestrator_svc.trace import Following, Trace, TracedSession, following
 from sluice.config import Command, ConfigError, Options, whole_number
 from sluice.progress import doing
 from sluice.v1 import session_pb2, tokens_pb2

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from orchestrator_svc.evaluation import Attempted, EvalSample
+from orchestrator_svc.run.evaluation import Attempted, EvalSample
 from sluice.config import ConfigError
 
 

@@ -18,18 +18,18 @@ import numpy as np
 import structlog
 
 from orchestrator_svc.config import NO_ADVANTAGE, OrchestratorConfig
-from orchestrator_svc.curriculum import Curriculum
-from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.journal.ledger import Batch, Group, Reason, Stage
 from orchestrator_svc.journal.records import Each, SharedRecord
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
-from orchestrator_svc.live_settings import LEARNING_RATE
-from orchestrator_svc.report import AppliedStep, Dropped, Recorder, reward_by_environment, summarise
-from orchestrator_svc.scheduler import OnStale, Scheduler
-from orchestrator_svc.setting_aside import BatchRefusedError, Found, refused, set_aside, too_large
-from orchestrator_svc.status import RunStatus
-from orchestrator_svc.trainer_link import RETRY_S, EpochLostError, TrainerLink
+from orchestrator_svc.run.curriculum import Curriculum
+from orchestrator_svc.run.free_space import FreeSpace
+from orchestrator_svc.run.live_settings import LEARNING_RATE
+from orchestrator_svc.run.report import AppliedStep, Dropped, Recorder, reward_by_environment, summarise
+from orchestrator_svc.run.scheduler import OnStale, Scheduler
+from orchestrator_svc.run.setting_aside import BatchRefusedError, Found, refused, set_aside, too_large
+from orchestrator_svc.run.status import RunStatus
+from orchestrator_svc.run.trainer_link import RETRY_S, EpochLostError, TrainerLink
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, UnfitRewardsError, estimate, slopes
 from sluice.clock import CLOCK, Clock
 from sluice.config.decide import check_objective, check_sides

@@ -18,7 +18,16 @@ from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator_svc.audit import CHECKPOINT, JOURNAL, PAYLOADS, RECORD, REPORT, AuditResult, Difference, audit
+from orchestrator_svc.commands.audit.compare import (
+    CHECKPOINT,
+    JOURNAL,
+    PAYLOADS,
+    RECORD,
+    REPORT,
+    AuditResult,
+    Difference,
+    audit,
+)
 from orchestrator_svc.journal.facts import LedgerError, Place
 from orchestrator_svc.journal.ledger import Ledger, folded, place_of
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload, segment_numbers

@@ -17,18 +17,18 @@ import structlog
 
 from orchestrator_svc.announcements import Announcements
 from orchestrator_svc.config import CheckpointConfig, EvaluationConfig
-from orchestrator_svc.dispatch import Dispatcher
-from orchestrator_svc.evaluation import Evaluations, Standing, release_left
-from orchestrator_svc.free_space import LOOK_S, DiskWatch
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
-from orchestrator_svc.live_settings import LiveSettings
-from orchestrator_svc.quarantine import RELEASE, chosen, released
-from orchestrator_svc.report import AppliedStep, RunReporter
+from orchestrator_svc.run.dispatch import Dispatcher
+from orchestrator_svc.run.evaluation import Evaluations, Standing, release_left
+from orchestrator_svc.run.free_space import LOOK_S, DiskWatch
+from orchestrator_svc.run.live_settings import LiveSettings
+from orchestrator_svc.run.quarantine import RELEASE, chosen, released
+from orchestrator_svc.run.report import AppliedStep, RunReporter
+from orchestrator_svc.run.setting_aside import SetAsideShare
+from orchestrator_svc.run.status import RunStatus
+from orchestrator_svc.run.training import Training
 from orchestrator_svc.sessions.desk import Desk
-from orchestrator_svc.setting_aside import SetAsideShare
-from orchestrator_svc.status import RunStatus
-from orchestrator_svc.training import Training
 from sluice.clock import CLOCK, Clock
 from sluice.config import FailedForGoodError, TooMuchSetAsideError
 from sluice.rpc import SluiceError

@@ -16,24 +16,24 @@ import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from orchestrator_svc.config import EXTERNAL, EnvironmentConfig, OrchestratorConfig
-from orchestrator_svc.curriculum import FAULTS, SHARED, Curriculum, overlong_counter
-from orchestrator_svc.first_rewards import FirstRewards
-from orchestrator_svc.free_space import FreeSpace
 from orchestrator_svc.journal.episodes import JournaledEpisodes, unfinished
 from orchestrator_svc.journal.ledger import Group, Reason, Stage
 from orchestrator_svc.journal.records import SharedRecord
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
-from orchestrator_svc.outage import Outage
-from orchestrator_svc.pacing import Pace
-from orchestrator_svc.quarantine import released
-from orchestrator_svc.report import Dropped, Recorder
-from orchestrator_svc.scheduler import Scheduler
+from orchestrator_svc.run.curriculum import FAULTS, SHARED, Curriculum, overlong_counter
+from orchestrator_svc.run.first_rewards import FirstRewards
+from orchestrator_svc.run.free_space import FreeSpace
+from orchestrator_svc.run.outage import Outage
+from orchestrator_svc.run.pacing import Pace
+from orchestrator_svc.run.quarantine import released
+from orchestrator_svc.run.report import Dropped, Recorder
+from orchestrator_svc.run.scheduler import Scheduler
+from orchestrator_svc.run.sifting import ScoredGroup, sift
+from orchestrator_svc.run.status import RunStatus
+from orchestrator_svc.run.workflows import GroupRunner, Sampling, loss
 from orchestrator_svc.sessions.absence import NoAgentError
 from orchestrator_svc.sessions.desk import Desk
-from orchestrator_svc.sifting import ScoredGroup, sift
-from orchestrator_svc.status import RunStatus
-from orchestrator_svc.workflows import GroupRunner, Sampling, loss
 from sluice.advantages import ESTIMATORS
 from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task

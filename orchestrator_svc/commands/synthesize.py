@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from orchestrator_svc.eval_command import EvalConfig, check_evaluation, evaluations
+from orchestrator_svc.commands.eval.command import EvalConfig, check_evaluation, evaluations
 from sluice.config import Command, load_command
 from sluice.host_files import write_whole
 from sluice.telemetry import LEVEL_VARIABLE, configure_logging
 
 if TYPE_CHECKING:
-    from orchestrator_svc.evaluation import EvalSample
+    from orchestrator_svc.run.evaluation import EvalSample
 
 
 class SynthesizeConfig(EvalConfig):

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator_svc.audit_command import find_run
-from orchestrator_svc.eval_command import versions
+from orchestrator_svc.commands.audit.command import find_run
+from orchestrator_svc.commands.eval.command import versions
 from sluice.config import Command, ConfigError, Options, whole_number
 from sluice.host_files import whole_directory
 from sluice.progress import doing

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from orchestrator_svc.app import EPISODES, SESSIONS
-from orchestrator_svc.eval_children import Child, Children, ready
+from orchestrator_svc.commands.eval.children import Child, Children, ready
 from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.run.external import EvaluationGroups, ExternalEvaluation
 from orchestrator_svc.sessions.desk import Desk, Waiting
 from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
-from orchestrator_svc.sessions.workflow import EvaluationGroups, ExternalEvaluation
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.errors import BindError
 from sluice.rpc import RpcServer
@@ -32,7 +32,7 @@ from sluice.tasks import settle
 from sluice.v1 import episode_pb2_grpc, session_pb2_grpc
 
 if TYPE_CHECKING:
-    from orchestrator_svc.eval_command import EvalConfig
+    from orchestrator_svc.commands.eval.command import EvalConfig
     from sluice.environments.processes import EnvironmentProcesses
     from sluice.sampling.pool import ReplicaPool
 

@@ -6,7 +6,7 @@ import tomllib
 
 import grpc
 
-from orchestrator_svc.curriculum import Curriculum
+from orchestrator_svc.run.curriculum import Curriculum
 from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from orchestrator_svc.workflows import EpisodeData
+from orchestrator_svc.run.workflows import EpisodeData
 from sluice.chat_endpoint import ChatEndpoint
 from sluice.config import ConfigError
 from sluice.environments.base import Message

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from orchestrator_svc.commands.eval.plot import FORMATS
 from orchestrator_svc.config import EXTERNAL, AttemptsConfig, ExternalConfig, OrchestratorConfig
-from orchestrator_svc.eval_plot import FORMATS
 from sluice.chat_template import check_chat_template
 from sluice.clock import CLOCK, Clock
 from sluice.config import (
@@ -47,8 +47,8 @@ from sluice.telemetry import LEVEL_VARIABLE, configure_logging
 from sluice.versions import BASE
 
 if TYPE_CHECKING:
-    from orchestrator_svc.eval_children import Child, Children
-    from orchestrator_svc.evaluation import Attempted, EvalResult, EvalSample
+    from orchestrator_svc.commands.eval.children import Child, Children
+    from orchestrator_svc.run.evaluation import Attempted, EvalResult, EvalSample
     from sluice.environments.base import Task
     from sluice.environments.processes import EnvironmentProcesses
     from sluice.sampling.pool import ReplicaPool
@@ -272,8 +272,8 @@ def run(argv: list[str]) -> int:
     if config.samples_output is not None:
         _write(config.samples_output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
     if config.plot is not None:
-        from orchestrator_svc.eval_plot import draw  # noqa: PLC0415 - as in _compared
-        from orchestrator_svc.evaluation import INTERVAL  # noqa: PLC0415
+        from orchestrator_svc.commands.eval.plot import draw  # noqa: PLC0415 - as in _compared
+        from orchestrator_svc.run.evaluation import INTERVAL  # noqa: PLC0415
 
         draw([{"checkpoint": "", **each} for each in results], config.plot, INTERVAL)
     return int(any(each["metrics"][name] > 0 for each in results for name in _FAULTS))
@@ -384,7 +384,7 @@ def _compared(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
     result, outcome = _evaluated(config)
     if not config.baseline:
         return result, outcome
-    from orchestrator_svc.evaluation import gain  # noqa: PLC0415 - as in run_evaluation
+    from orchestrator_svc.run.evaluation import gain  # noqa: PLC0415 - as in run_evaluation
 
     _print(result)
     before, others = result, outcome.result
@@ -468,10 +468,10 @@ async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
         ConfigError: if the environment, the server or the agents cannot be used, or the deadline passes.
     """
     # What follows brings gRPC and process pools: not for `--help`.
-    from orchestrator_svc.eval_agents import served_agents  # noqa: PLC0415
-    from orchestrator_svc.eval_children import Children  # noqa: PLC0415
-    from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
-    from orchestrator_svc.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_workflow  # noqa: PLC0415
+    from orchestrator_svc.commands.eval.agents import served_agents  # noqa: PLC0415
+    from orchestrator_svc.commands.eval.children import Children  # noqa: PLC0415
+    from orchestrator_svc.run.evaluation import evaluate  # noqa: PLC0415
+    from orchestrator_svc.run.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_workflow  # noqa: PLC0415
     from sluice.rpc.channel import token_file  # noqa: PLC0415
     from sluice.sampling.policy import PolicyEngine  # noqa: PLC0415
     from sluice.sampling.pool import ReplicaPool  # noqa: PLC0415
@@ -563,7 +563,7 @@ def _attempts(
     """Return the attempts that an interrupted evaluation has made, and what keeps further ones."""
     if config.attempts is None:
         return {}, lambda *_: None
-    from orchestrator_svc.eval_attempts import AttemptsFile  # noqa: PLC0415 - as in run_evaluation
+    from orchestrator_svc.commands.eval.attempts import AttemptsFile  # noqa: PLC0415 - as in run_evaluation
 
     unset = {name for name in ("chat_template", "chat_template_kwargs") if not getattr(config, name)}
     what = config.model_dump(mode="json", include=_IDENTITY - unset)  # an older file does not have them
@@ -582,9 +582,9 @@ async def _by_endpoint(
     keep: Callable[[str, Attempted], None],
 ) -> Outcome:
     """Evaluate a model behind an endpoint."""
-    from orchestrator_svc.eval_endpoint import EndpointWorkflow  # noqa: PLC0415 - as in run_evaluation
-    from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
-    from orchestrator_svc.workflows import GroupRunner, Sampling  # noqa: PLC0415
+    from orchestrator_svc.commands.eval.endpoint import EndpointWorkflow  # noqa: PLC0415 - as in run_evaluation
+    from orchestrator_svc.run.evaluation import evaluate  # noqa: PLC0415
+    from orchestrator_svc.run.workflows import GroupRunner, Sampling  # noqa: PLC0415
     from sluice.chat_endpoint import ChatEndpoint  # noqa: PLC0415
 
     endpoint = ChatEndpoint(
@@ -610,7 +610,7 @@ async def _must_live(replica: Child) -> None:
 
 
 def _print(result: Mapping[str, Any]) -> None:
-    from orchestrator_svc.evaluation import INTERVAL  # noqa: PLC0415 - brings gRPC
+    from orchestrator_svc.run.evaluation import INTERVAL  # noqa: PLC0415 - brings gRPC
 
     metrics = result["metrics"]
     lines = [f"{result['model']} on {result['environment']}, {result['prompts']} tasks of split {result['split']}:"]
@@ -649,7 +649,7 @@ async def _started_replica(config: EvalConfig, children: Children) -> AsyncItera
     Raises:
         ConfigError: if it does not start.
     """
-    from orchestrator_svc.eval_children import ready  # noqa: PLC0415 - as in run_evaluation
+    from orchestrator_svc.commands.eval.children import ready  # noqa: PLC0415 - as in run_evaluation
     from sluice.rpc.server import LOOPBACK  # noqa: PLC0415 - brings gRPC
     from sluice.template_arguments import arguments_text  # noqa: PLC0415 - brings protobuf
 

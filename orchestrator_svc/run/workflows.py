@@ -21,7 +21,7 @@ from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig
 from orchestrator_svc.journal.ledger import Reason
 from orchestrator_svc.journal.records import Beginning, SharedRecord, note_sampled
 from orchestrator_svc.journal.segments import JournalError
-from orchestrator_svc.retry import RetriedQuestion, RetriedQuestions
+from orchestrator_svc.run.retry import RetriedQuestion, RetriedQuestions
 from sluice.config import ConfigError
 from sluice.environments.base import Message, Task, Turn
 from sluice.environments.episode import OpenEpisode, ReplayDiffersError

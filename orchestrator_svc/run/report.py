@@ -23,13 +23,13 @@ import numpy.typing as npt
 import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from orchestrator_svc.completions import completion_ids, lengths_by_reward, text_metrics
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
 from orchestrator_svc.journal.records import Each, SharedRecord
-from orchestrator_svc.side_files import DroppedFile, EventFile, dropped_row
-from orchestrator_svc.status import RunStatus
-from orchestrator_svc.trajectory_files import TrajectoryFiles
+from orchestrator_svc.run.completions import completion_ids, lengths_by_reward, text_metrics
+from orchestrator_svc.run.side_files import DroppedFile, EventFile, dropped_row
+from orchestrator_svc.run.status import RunStatus
+from orchestrator_svc.run.trajectory_files import TrajectoryFiles
 from sluice.config import CommonConfig
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.host_files import write_whole

@@ -13,10 +13,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from prometheus_client import Metric
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.records import Beginning, SharedRecord
-from orchestrator_svc.scheduler import Scheduler
+from orchestrator_svc.run.curriculum import Curriculum
+from orchestrator_svc.run.scheduler import Scheduler
 from orchestrator_svc.sessions.absence import MissingAgents
 from orchestrator_svc.sessions.refusals import Refusals
 from sluice.clock import CLOCK, Clock
