@@ -27,14 +27,13 @@ from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.snapshot import Snapshots
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.run.curriculum import Curriculum
+from orchestrator_svc.run.curriculum import Curriculum, release_fact
 from orchestrator_svc.run.dispatch import Dispatcher
 from orchestrator_svc.run.evaluation import Evaluated, Evaluations
 from orchestrator_svc.run.external import External
 from orchestrator_svc.run.free_space import DiskWatch, FreeSpace
 from orchestrator_svc.run.live_settings import LiveSettings
 from orchestrator_svc.run.pacing import Pace
-from orchestrator_svc.run.quarantine import released
 from orchestrator_svc.run.report import Recorder, RunReporter
 from orchestrator_svc.run.run import Run
 from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
@@ -453,7 +452,7 @@ def _settings(common: CommonConfig, config: OrchestratorConfig) -> dict[str, Any
 def _release(journal: Journal, curriculum: Curriculum) -> None:
     """Let all tasks in quarantine be drawn again."""
     for environment, task_id in curriculum.quarantined:
-        journal.record(released(environment, task_id))
+        journal.record(release_fact(environment, task_id))
         log.info("a task is drawn again (orchestrator.release_quarantine)", environment=environment, task=task_id)
 
 

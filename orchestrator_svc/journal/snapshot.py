@@ -48,7 +48,6 @@ _CODE = (
     "orchestrator_svc.journal.facts",
     "orchestrator_svc.run.curriculum",
     "orchestrator_svc.run.task_stream",
-    "orchestrator_svc.run.shares",
     "orchestrator_svc.run.setting_aside",
     "sluice.versions",
     __name__,

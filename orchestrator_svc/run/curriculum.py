@@ -1,4 +1,4 @@
-"""Which task is drawn next: the mix of environments, the pools of tasks by solve rate, rate limits, quarantine.
+"""Which task is drawn next: the mix of environments, the pools of tasks by solve rate, rate limits, quarantine and how tasks leave it.
 
 A pure state machine: no clock, no I/O. `Curriculum.choose` only looks; `Curriculum.apply` takes the facts of the journal, one
 after the other, and changes the state. A start reads the same facts and draws on where the process before it stopped.
@@ -9,17 +9,20 @@ brought no signal is replaced by another task of its environment; or the mix cho
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import grpc
+
 from orchestrator_svc.config import EnvironmentConfig, PoolsConfig
 from orchestrator_svc.journal.ledger import Reason, Redraw
 from orchestrator_svc.run.live_settings import ratio_key
-from orchestrator_svc.run.shares import Shares
-from orchestrator_svc.run.task_stream import TaskStream
+from orchestrator_svc.run.task_stream import Shares, TaskStream
 from sluice.environments.base import Task
+from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2
 
 NO_SIGNAL = "NO_SIGNAL"
@@ -451,3 +454,54 @@ class Curriculum:
 def overlong_counter(environment: str, rule: str) -> str:
     """Return the name under which the journal counts trajectories that a rule for long episodes changed or left out."""
     return f"overlong/{environment}/{rule}"
+
+
+RELEASE = "quarantine.release"
+"""Key of `sluice set` that is no setting: its value is a task, or `ALL`."""
+
+ALL = "all"
+"""Value of it that stands for every task in quarantine."""
+
+_MOST_NAMED = 10
+"""Tasks in quarantine that a refusal names."""
+
+
+def tasks_to_release(curriculum: Curriculum, text: str) -> list[tuple[str, str]]:
+    """Return environment and id of the tasks in quarantine that a value of `RELEASE` means.
+
+    Args:
+        curriculum: Knows which tasks are in quarantine.
+        text: `ALL`, TASK, or ENVIRONMENT/TASK, as TOML or as it is.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT if no such task is in quarantine.
+    """
+    there, wanted = curriculum.quarantined, _plain(text)
+    if wanted == ALL:
+        return there
+    found = [(name, task_id) for name, task_id in there if wanted in (task_id, f"{name}/{task_id}")]
+    if not found:
+        first = ", ".join(f"{name}/{task_id}" for name, task_id in there[:_MOST_NAMED]) or "none"
+        problem = f"no task {wanted[:100]!r} is in quarantine; {len(there)} are: {first}. Give one of them, or {ALL}"
+        raise SluiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "BAD_SETTING",
+            f"nothing was changed: {RELEASE}: {problem}",
+            violations={f"values[{RELEASE}]": problem},
+        )
+    return found
+
+
+def release_fact(environment: str, task_id: str, principal: str = "") -> journal_pb2.Fact:
+    """Return the fact that a task may be drawn again."""
+    fact = journal_pb2.TaskReleased(environment=environment, task_id=task_id, principal=principal)
+    return journal_pb2.Fact(task_released=fact)
+
+
+def _plain(text: str) -> str:
+    """Return a value of TOML if it is a text, else the words as they are."""
+    try:
+        value = tomllib.loads(f"value = {text}\n").get("value")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    return value if isinstance(value, str) else text

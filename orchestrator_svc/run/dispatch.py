@@ -21,12 +21,10 @@ from orchestrator_svc.journal.ledger import Group, Reason, Stage
 from orchestrator_svc.journal.records import SharedRecord
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
-from orchestrator_svc.run.curriculum import FAULTS, SHARED, Curriculum, overlong_counter
-from orchestrator_svc.run.first_rewards import FirstRewards
+from orchestrator_svc.run.curriculum import FAULTS, SHARED, Curriculum, overlong_counter, release_fact
+from orchestrator_svc.run.faults import FirstRewards, Outage
 from orchestrator_svc.run.free_space import FreeSpace
-from orchestrator_svc.run.outage import Outage
 from orchestrator_svc.run.pacing import Pace
-from orchestrator_svc.run.quarantine import released
 from orchestrator_svc.run.report import Dropped, Recorder
 from orchestrator_svc.run.scheduler import Scheduler
 from orchestrator_svc.run.sifting import ScoredGroup, sift
@@ -548,7 +546,7 @@ class Dispatcher:
         for environment, task_id in tasks:
             known = self.curriculum.stream(environment).progress.get(task_id)
             if known is not None and known.failures:
-                self._journal.record(released(environment, task_id))
+                self._journal.record(release_fact(environment, task_id))
         message = (
             f"a group to succeed: {groups} failed one after the other, of {len(tasks)} tasks, the last one because of {problem}."
             " Something that they share may be down, such as a judge. One group at a time is tried, the next one at once after"

@@ -19,11 +19,11 @@ from orchestrator_svc.announcements import Announcements
 from orchestrator_svc.config import CheckpointConfig, EvaluationConfig
 from orchestrator_svc.journal.ledger import Stage
 from orchestrator_svc.journal.store import Journal
+from orchestrator_svc.run.curriculum import RELEASE, release_fact, tasks_to_release
 from orchestrator_svc.run.dispatch import Dispatcher
 from orchestrator_svc.run.evaluation import Evaluations, Standing, release_left
 from orchestrator_svc.run.free_space import LOOK_S, DiskWatch
 from orchestrator_svc.run.live_settings import LiveSettings
-from orchestrator_svc.run.quarantine import RELEASE, chosen, released
 from orchestrator_svc.run.report import AppliedStep, RunReporter
 from orchestrator_svc.run.setting_aside import SetAsideShare
 from orchestrator_svc.run.status import RunStatus
@@ -228,7 +228,7 @@ class Run:
             JournalError: if the change cannot be written.
         """
         settings, ledger = {key: value for key, value in values.items() if key != RELEASE}, self._journal.ledger
-        tasks = chosen(self._dispatcher.curriculum, values[RELEASE]) if RELEASE in values else []
+        tasks = tasks_to_release(self._dispatcher.curriculum, values[RELEASE]) if RELEASE in values else []
         changes = self._settings.plan(settings) if settings or RELEASE not in values else []
         for each in changes:
             fact = journal_pb2.SettingChanged(principal=principal, key=each.key, old_value=each.old, new_value=each.new)
@@ -237,7 +237,7 @@ class Run:
             log.info("setting changed", key=each.key, old=each.old, new=each.new, principal=principal)
         changed = ledger.setting_changes[len(ledger.setting_changes) - len(changes) :]
         for environment, task_id in tasks:
-            self._journal.record(released(environment, task_id, principal))
+            self._journal.record(release_fact(environment, task_id, principal))
             log.info("a task is drawn again", environment=environment, task=task_id, principal=principal)
             changed.append(
                 orchestrator_pb2.ChangedSetting(

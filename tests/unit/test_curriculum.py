@@ -12,10 +12,8 @@ from pydantic import ValidationError
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.journal.ledger import Redraw
-from orchestrator_svc.run.curriculum import Curriculum, Draw, StartRate, overlong_counter
-from orchestrator_svc.run.quarantine import chosen
-from orchestrator_svc.run.shares import Shares
-from orchestrator_svc.run.task_stream import POOLS, TaskStream
+from orchestrator_svc.run.curriculum import Curriculum, Draw, StartRate, overlong_counter, tasks_to_release
+from orchestrator_svc.run.task_stream import POOLS, Shares, TaskStream
 from sluice.environments.base import Task
 from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2 as pb
@@ -531,7 +529,7 @@ def test_who_releases_tasks_names_one_or_all() -> None:
     world = World(environment("a"), environment("b"), count=3)
     for name, task in (("a", "a0"), ("a", "a1"), ("b", "b0")):
         world.quarantine(name, task)
-    assert chosen(world.curriculum, "all") == [("a", "a0"), ("a", "a1"), ("b", "b0")]
-    assert chosen(world.curriculum, '"a1"') == chosen(world.curriculum, "a/a1") == [("a", "a1")]
+    assert tasks_to_release(world.curriculum, "all") == [("a", "a0"), ("a", "a1"), ("b", "b0")]
+    assert tasks_to_release(world.curriculum, '"a1"') == tasks_to_release(world.curriculum, "a/a1") == [("a", "a1")]
     with pytest.raises(SluiceError, match="3 are: a/a0, a/a1, b/b0"):
-        chosen(world.curriculum, "a2")
+        tasks_to_release(world.curriculum, "a2")

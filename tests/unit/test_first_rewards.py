@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator_svc.run.first_rewards import FirstRewards
+from orchestrator_svc.run.faults import FirstRewards
 
 
 @pytest.mark.parametrize(

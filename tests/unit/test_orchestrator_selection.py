@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator_svc.run import selection as module
-from orchestrator_svc.run.selection import Candidate, Selection
+from orchestrator_svc.run import scheduler as module
+from orchestrator_svc.run.scheduler import Candidate, Selection
 
 
 def selection(size: int, window: int, candidates: Sequence[Candidate], **options: bool) -> Selection:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator_svc.run.outage import LONGEST_PAUSE_S, Outage
+from orchestrator_svc.run.faults import LONGEST_PAUSE_S, Outage
 
 
 def fail(

@@ -26,8 +26,7 @@ from orchestrator_svc.journal.snapshot import FILE, Snapshots
 from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from orchestrator_svc.run.curriculum import Curriculum
 from orchestrator_svc.run.live_settings import ratio_key
-from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
-from orchestrator_svc.run.selection import window_size
+from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound, window_size
 from orchestrator_svc.run.setting_aside import BatchRefusedError, refused
 from orchestrator_svc.run.status import describe_environments
 from sluice.digests import batch_digest, trajectory_digest

@@ -1,10 +1,16 @@
-"""When groups fail because of something that they share, such as a judge or the replicas: the run pauses, and tries again.
+"""Signs that an environment, a judge or the replicas are at fault, and not a task. Pure: the caller passes the time in monotonic seconds.
 
-Groups of many different tasks that fail one after the other say nothing about these tasks. Then one group at a time is tried, after
-a pause that grows, until one succeeds. Pure: the caller passes the time in monotonic seconds.
+`Outage`: groups of many different tasks that fail one after the other say nothing about these tasks. The run pauses, and tries one
+group at a time, after a pause that grows, until one succeeds. `FirstRewards`: the first rewards of an environment look wrong. The run
+continues, with a warning.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sluice.limits import within
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -105,3 +111,64 @@ class Outage:
     def _wait_longer(self, now: float) -> None:
         self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
         self._next = now + self._pause_s
+
+
+_FEWEST = 8
+"""Rewards that are looked at, at the least: of a few, all may be equal by chance."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    groups: int = 0
+    rewards: list[float | None] = field(default_factory=list)
+    is_done: bool = False
+
+
+class FirstRewards:
+    """Collects the rewards of the first groups of each environment, and says once what is odd about them.
+
+    Args:
+        groups: Groups of a batch: so many are looked at, and more if they have fewer than 8 rewards.
+        most_reward: Largest absolute value of a reward.
+    """
+
+    def __init__(self, groups: int, most_reward: float) -> None:
+        self._groups, self._most = groups, most_reward
+        self._seen: dict[str, _Seen] = {}
+
+    def take(self, environment: str, rewards: Iterable[float | None]) -> list[str]:
+        """Take the rewards of a scored group, None for a missing one.
+
+        Returns:
+            What is odd, with a remedy, once the first groups of the environment are complete; else nothing.
+        """
+        seen = self._seen.setdefault(environment, _Seen())
+        if seen.is_done:
+            return []
+        seen.groups += 1
+        seen.rewards += rewards
+        if seen.groups < self._groups or len(seen.rewards) < _FEWEST:
+            return []
+        seen.is_done = True
+        problems = list(self._odd(seen))
+        seen.rewards.clear()
+        return problems
+
+    def _odd(self, seen: _Seen) -> Iterable[str]:
+        there = [each for each in seen.rewards if each is not None]
+        first = f"of the first {seen.groups} groups"
+        if not there:
+            yield (
+                f"all {len(seen.rewards)} rewards {first} are missing, so that nothing can be trained: the log says why under"
+                " `scoring failed`, and `sluice env try` shows one"
+            )
+        elif len(there) >= _FEWEST and len(set(there)) == 1:
+            yield (
+                f"all {len(there)} rewards {first} are {there[0]:g}, and most objectives learn nothing from rewards without differences:"
+                " see with `sluice env try` whether a right answer gets another one, or choose easier tasks"
+            )
+        if beyond := [each for each in there if not within(each, self._most)]:
+            yield (
+                f"{len(beyond)} of {len(there)} rewards {first} are beyond orchestrator.max_reward = {self._most:g}, such as"
+                f" {beyond[0]:g}, and count as missing: scale them down, or raise it"
+            )
