@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 class JournaledEpisodes:
-    """The `EpisodeLog` of a group that is trained.
+    """What the journal keeps of a group's episodes while they run, so that a start continues them where a killed process stopped.
 
     Args:
         group: The group; it is running.
@@ -26,7 +26,7 @@ class JournaledEpisodes:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Why an episode was lost, by the number of each that was."""
+        """Why an episode was lost, by the number of each that was: it is not run again."""
         return self._group.lost
 
     def keep_loss(self, episode: int, reason: str) -> None:

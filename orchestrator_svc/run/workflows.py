@@ -1,14 +1,15 @@
 """How an episode runs: a task in, trajectories out, sampled by an engine that hides replicas and versions.
 
 `SingleTurn` asks one question and takes n answers; `MultiTurn` talks to an environment turn by turn, also to one that asks a
-question again until its answer is good enough (`retry`). Settings may name any other class with `arun_episode`, which is constructed with the environment's processes and the settings.
+question again until its answer is good enough (`retry`). Settings may name any other class with `arun_episode`, which is constructed with the
+environment's processes and the settings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -17,11 +18,11 @@ import grpc
 import structlog
 import xxhash
 
-from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig
+from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig, RetryConfig
+from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.ledger import Reason
 from orchestrator_svc.journal.records import Beginning, SharedRecord, note_sampled
 from orchestrator_svc.journal.segments import JournalError
-from orchestrator_svc.run.retry import RetriedQuestion, RetriedQuestions
 from sluice.config import ConfigError
 from sluice.environments.base import Message, Task, Turn
 from sluice.environments.episode import OpenEpisode, ReplayDiffersError
@@ -73,37 +74,6 @@ class Sampling:
         )
 
 
-class EpisodeLog(Protocol):
-    """What is kept of a group's episodes while they run, so that a start continues them where a killed process stopped."""
-
-    @property
-    def lost(self) -> Mapping[int, str]:
-        """Why an episode was lost, by the number of each that was: it is not run again."""
-        ...
-
-    def keep_loss(self, episode: int, reason: str) -> None:
-        """Keep that an episode is lost, and why."""
-        ...
-
-    def attempt(self, episode: int) -> int:
-        """Return the attempt that an episode is at, from 0."""
-        ...
-
-    async def generation(self, attempt: int, turn: int, episodes: Sequence[int]) -> rollout_pb2.GenerateResponse | None:
-        """Return the answer that was kept for a turn of these episodes; None if there is none."""
-        ...
-
-    def keep_generation(
-        self, attempt: int, turn: int, episodes: Sequence[int], request_id: str, response: rollout_pb2.GenerateResponse
-    ) -> None:
-        """Keep a replica's answer."""
-        ...
-
-    def keep_turn(self, attempt: int, turn: int, episode: int, reward: float | None, messages_digest: bytes) -> bool:
-        """Keep what the environment answered to a turn; return False if it answered otherwise before."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeData:
     """What a workflow is asked for.
@@ -127,7 +97,7 @@ class EpisodeData:
     version: Version
     request_prefix: str
     seed: int
-    log: EpisodeLog | None = None
+    log: JournaledEpisodes | None = None
 
 
 def loss(error: Exception) -> str:
@@ -235,7 +205,7 @@ class GroupRunner:
         sampling: Sampling,
         version: Version,
         *,
-        episode_log: EpisodeLog | None = None,
+        episode_log: JournaledEpisodes | None = None,
         deadline: ServedDeadline | None = None,
     ) -> list[SharedRecord]:
         """Run so many attempts at a task, sampled by `version` or newer ones; the caller sets the deadline.
@@ -626,3 +596,63 @@ def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb
     if data.sampling.seeded:
         params.seed = derived_seed(data.seed, data.group_id, episode, turn)
     return params
+
+
+class RetriedQuestions:
+    """The workflow `retry`: opens an episode for each question, which is asked again until its answer is good enough.
+
+    The reward of an episode is the score of its last answer, times `discount` to the power of the tries before it.
+
+    Args:
+        environment: Poses the questions and scores the answers.
+        rule: What is said to a wrong answer, and what a later one is worth.
+    """
+
+    def __init__(self, environment: EnvironmentProcesses, rule: RetryConfig) -> None:
+        self._environment, self._rule = environment, rule
+
+    @contextlib.asynccontextmanager
+    async def episode(self, task: Task, seed: int) -> AsyncIterator[RetriedQuestion]:
+        """Pose a question. Nothing of it is random, so the seed is not used.
+
+        Raises:
+            EnvironmentFailedError: if the environment fails.
+        """
+        del seed
+        yield RetriedQuestion(await self._environment.messages(task), task, self._environment, self._rule)
+
+
+@dataclass
+class RetriedQuestion:
+    """A question with the answers that it got.
+
+    Attributes:
+        messages: The question.
+        answers: How many there were.
+        worth: What the last one was worth.
+    """
+
+    messages: Sequence[Message]
+    task: Task
+    environment: EnvironmentProcesses
+    rule: RetryConfig
+    answers: int = 0
+    worth: float = 0.0
+
+    async def step(self, completion: str | Message, *, last: bool = False) -> Turn:
+        """Score an answer; ask again if it is not good enough. Each answer is scored, so that the `last` one is nothing special.
+
+        The reward of a turn is what its answer is worth more than the one before, since an episode's reward is the sum of its turns'.
+        Without a score the episode ends, and its reward is missing.
+
+        Raises:
+            EnvironmentFailedError: if the environment is given up.
+        """
+        text = completion if isinstance(completion, str) else str(completion["content"])
+        (scored,) = await self.environment.judge(self.task, [text])
+        if (score := scored.reward) is None:
+            return Turn(done=True)
+        before, self.worth = self.worth, score * self.rule.discount**self.answers
+        self.answers += 1
+        again = [] if score >= self.rule.enough else [{"role": "user", "content": self.rule.message}]
+        return Turn(messages=again, reward=self.worth - before, done=not again, metrics=scored.metrics)
