@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.children import MODEL_2M, free_port, make_model, median_ratio, scratch, service
 from benchmarks.overlap import QUESTION, Course, EngineSpeed, Loop, Workload, course, lengths
-from orchestrator_svc.run.report import read_metrics
+from orchestrator_svc.run.metrics import read_metrics
 from sluice.client import RolloutClient
 from sluice.v1 import tokens_pb2
 

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.children import BENCH_PACKAGES, log_tail, scratch
 from benchmarks.process_tree import CpuMeter
 from orchestrator_svc.journal.store import read_facts
-from orchestrator_svc.run.report import read_metrics
+from orchestrator_svc.run.metrics import read_metrics
 from sluice.config import ConfigError
 from sluice.engines import ENGINES
 from sluice.environments.loading import load_environment

@@ -34,15 +34,14 @@ from orchestrator_svc.run.external import External
 from orchestrator_svc.run.free_space import DiskWatch, FreeSpace
 from orchestrator_svc.run.live_settings import LiveSettings
 from orchestrator_svc.run.pacing import Pace
-from orchestrator_svc.run.report import Recorder, RunReporter
+from orchestrator_svc.run.recorder import DroppedFile, Recorder, TrajectoryFiles
+from orchestrator_svc.run.report import RunReporter
 from orchestrator_svc.run.run import Run
 from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.run.setting_aside import SetAsideShare
-from orchestrator_svc.run.side_files import DroppedFile
 from orchestrator_svc.run.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.run.trainer_link import TrainerLink
 from orchestrator_svc.run.training import Training
-from orchestrator_svc.run.trajectory_files import TrajectoryFiles
 from orchestrator_svc.run.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
 from orchestrator_svc.sessions.desk import Desk, Posed, Waiting, run_secret
 from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer

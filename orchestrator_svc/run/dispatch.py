@@ -25,7 +25,7 @@ from orchestrator_svc.run.curriculum import FAULTS, SHARED, Curriculum, overlong
 from orchestrator_svc.run.faults import FirstRewards, Outage
 from orchestrator_svc.run.free_space import FreeSpace
 from orchestrator_svc.run.pacing import Pace
-from orchestrator_svc.run.report import Dropped, Recorder
+from orchestrator_svc.run.recorder import Dropped, Recorder
 from orchestrator_svc.run.scheduler import Scheduler
 from orchestrator_svc.run.sifting import ScoredGroup, sift
 from orchestrator_svc.run.status import RunStatus

@@ -19,7 +19,8 @@ import structlog
 
 from orchestrator_svc.config import AttemptsConfig, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.journal.store import Journal
-from orchestrator_svc.run.report import RunReporter, mean_measures
+from orchestrator_svc.run.metrics import mean_measures
+from orchestrator_svc.run.report import RunReporter
 from orchestrator_svc.run.workflows import GroupRunner, Sampling
 from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task

@@ -24,7 +24,8 @@ from orchestrator_svc.run.dispatch import Dispatcher
 from orchestrator_svc.run.evaluation import Evaluations, Standing, release_left
 from orchestrator_svc.run.free_space import LOOK_S, DiskWatch
 from orchestrator_svc.run.live_settings import LiveSettings
-from orchestrator_svc.run.report import AppliedStep, RunReporter
+from orchestrator_svc.run.metrics import AppliedStep
+from orchestrator_svc.run.report import RunReporter
 from orchestrator_svc.run.setting_aside import SetAsideShare
 from orchestrator_svc.run.status import RunStatus
 from orchestrator_svc.run.training import Training

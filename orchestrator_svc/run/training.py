@@ -25,7 +25,8 @@ from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.run.curriculum import Curriculum
 from orchestrator_svc.run.free_space import FreeSpace
 from orchestrator_svc.run.live_settings import LEARNING_RATE
-from orchestrator_svc.run.report import AppliedStep, Dropped, Recorder, reward_by_environment, summarise
+from orchestrator_svc.run.metrics import AppliedStep, reward_by_environment, summarise
+from orchestrator_svc.run.recorder import Dropped, Recorder
 from orchestrator_svc.run.scheduler import OnStale, Scheduler
 from orchestrator_svc.run.setting_aside import BatchRefusedError, Found, refused, set_aside, too_large
 from orchestrator_svc.run.status import RunStatus

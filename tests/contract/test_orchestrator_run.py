@@ -40,7 +40,9 @@ from orchestrator_svc.journal.store import DATABASE, Journal, read_facts
 from orchestrator_svc.run import evaluation as evaluation_module
 from orchestrator_svc.run import training as training_module
 from orchestrator_svc.run.evaluation import EvalResult, EvalSample
-from orchestrator_svc.run.report import AppliedStep, Recorder, RunReporter, read_metrics, summarise
+from orchestrator_svc.run.metrics import AppliedStep, read_metrics, summarise
+from orchestrator_svc.run.recorder import Recorder
+from orchestrator_svc.run.report import RunReporter
 from orchestrator_svc.run.run import Run
 from orchestrator_svc.run.task_stream import TaskStream
 from orchestrator_svc.run.trainer_link import EpochLostError, TrainerLink

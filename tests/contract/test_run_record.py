@@ -12,8 +12,8 @@ from orchestrator_doubles import RolloutDouble
 from test_orchestrator_run import DEADLINE_S, Scene, make_scene, restarted
 
 from orchestrator_svc.commands import rescore as rescore_command
-from orchestrator_svc.run.report import read_metrics
-from orchestrator_svc.run.side_files import event_row
+from orchestrator_svc.run.metrics import read_metrics
+from orchestrator_svc.run.recorder import event_row
 from sluice.v1 import orchestrator_pb2
 
 pytestmark = pytest.mark.slow

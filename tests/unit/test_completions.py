@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc.run.completions import (
+from orchestrator_svc.run.metrics import (
     MOST_TOKENS,
     NGRAM,
     completion_ids,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator_svc.journal.records import Beginning, SharedRecord
-from orchestrator_svc.run import report as report_module
+from orchestrator_svc.run import recorder as recorder_module
 from orchestrator_svc.run import status as status_module
 from orchestrator_svc.run.evaluation import EvalResult, EvalSample
-from orchestrator_svc.run.report import Recorder, build_report, read_metrics, summarise
+from orchestrator_svc.run.metrics import build_report, read_metrics, summarise
+from orchestrator_svc.run.recorder import Recorder, TrajectoryFiles
 from orchestrator_svc.run.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
-from orchestrator_svc.run.trajectory_files import TrajectoryFiles
 from sluice.rpc import SluiceError
 from sluice.sampling.addresses import check_address, resolve_targets
 from sluice.v1 import journal_pb2, orchestrator_pb2, tokens_pb2, trainer_pb2
@@ -236,7 +236,7 @@ async def test_what_a_run_leaves_is_not_written_through_a_link(tmp_path: Path) -
 
 
 async def test_a_step_is_written_although_whoever_recorded_it_was_cancelled(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(report_module, "_WAITING", 0)
+    monkeypatch.setattr(recorder_module, "_WAITING", 0)
     recorder, disk = Recorder(tmp_path, None), threading.Event()
     recorder._thread.submit(disk.wait)
     recording = asyncio.create_task(recorder.step(1, {"reward/mean": 0.5}, [], Lineage()))
@@ -249,7 +249,7 @@ async def test_a_step_is_written_although_whoever_recorded_it_was_cancelled(tmp_
 
 
 async def test_two_callers_wait_for_a_slow_disk_side_by_side(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(report_module, "_WAITING", 0)
+    monkeypatch.setattr(recorder_module, "_WAITING", 0)
     recorder, first, second = Recorder(tmp_path, None), threading.Event(), threading.Event()
     recorder._waiting += [recorder._thread.submit(first.wait), recorder._thread.submit(second.wait)]
     callers = [

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator_svc.journal.records import SharedRecord
-from orchestrator_svc.run.report import Dropped, Recorder, read_metrics
-from orchestrator_svc.run.side_files import BoundedLines, DroppedFile, EventFile, event_row
+from orchestrator_svc.run.metrics import read_metrics
+from orchestrator_svc.run.recorder import BoundedLines, Dropped, DroppedFile, EventFile, Recorder, event_row
 from orchestrator_svc.run.status import EventLog
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import Lineage, Version

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import structlog
 
-from orchestrator_svc.run.trajectory_files import TrajectoryFiles
+from orchestrator_svc.run.recorder import TrajectoryFiles
 
 
 def steps(directory: Path) -> list[int]:
