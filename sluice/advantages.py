@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from sluice.limits import FLOAT32_MAX
 
 Rewards: TypeAlias = NDArray[np.float64]
+
+Offsets = TypeVar("Offsets")
+"""An array or a tensor of floats."""
 
 STD_OFFSET = 1e-6
 """Reward units. Keeps a division by the standard deviation finite for nearly equal rewards. Equal rewards give advantage 0 anyway."""
@@ -54,6 +57,22 @@ class Episode:
     group_id: str
     reward: float | None
     sampled_tokens: int = 1
+
+
+class Advantage(NamedTuple):
+    """The advantage of an episode's sampled tokens.
+
+    Attributes:
+        value: That of every token, unless branches of the episode have rewards of their own.
+        slope: How much it grows with the reward, the statistics unchanged; see `slopes`.
+    """
+
+    value: float
+    slope: float = 0.0
+
+    def at(self, offsets: Offsets) -> Offsets:
+        """Return the advantages of tokens below which the branches have this much more mean reward than the episode."""
+        return self.value + self.slope * offsets  # type: ignore[operator,return-value]  # an array or a tensor of floats
 
 
 def grpo(rewards: Rewards, lengths: Rewards) -> Rewards:
@@ -149,6 +168,33 @@ _BATCH_SPREADS: Mapping[str, Callable[[Rewards, Rewards, Rewards], float]] = Map
     {"lite_ppo": batch_std, "reinforce_pp_baseline": token_std}
 )
 """What estimators divide a difference of rewards by. Infinite where they have nothing to compare it with, as with their advantages."""
+
+
+def advantages_by_episode(name: str, trajectories: Iterable[Episode], *, branched: bool) -> dict[str, Advantage]:
+    """Return the advantage of every episode that has a reward. Both sides of SubmitBatch compute advantages by this function.
+
+    Args:
+        name: An estimator of `ESTIMATORS`.
+        trajectories: One entry per trajectory; see `joined`.
+        branched: Whether branches have rewards of their own. If not, slopes are left at 0.
+
+    Raises:
+        UnfitRewardsError: as `estimate`.
+    """
+    episodes = joined(trajectories)
+    values = estimate(name, episodes)
+    grows = slopes(name, episodes) if branched else {}
+    return {episode: Advantage(value, grows.get(episode, 0.0)) for episode, value in values.items()}
+
+
+def joined(trajectories: Iterable[Episode]) -> list[Episode]:
+    """Return one entry per episode: an episode that forked has several trajectories, whose tokens count together."""
+    found: dict[str, Episode] = {}
+    for each in trajectories:
+        before = found.get(each.episode_id)
+        tokens = each.sampled_tokens + (before.sampled_tokens if before else 0)
+        found[each.episode_id] = Episode(each.episode_id, each.group_id, each.reward, tokens)
+    return list(found.values())
 
 
 def estimate(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:

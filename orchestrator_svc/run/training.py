@@ -31,7 +31,7 @@ from orchestrator_svc.run.scheduler import OnStale, Scheduler
 from orchestrator_svc.run.setting_aside import BatchRefusedError, Found, refused, set_aside, too_large
 from orchestrator_svc.run.status import RunStatus
 from orchestrator_svc.run.trainer_link import RETRY_S, EpochLostError, TrainerLink
-from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, UnfitRewardsError, estimate, slopes
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, UnfitRewardsError, advantages_by_episode
 from sluice.clock import CLOCK, Clock
 from sluice.config.decide import check_objective, check_sides
 from sluice.digests import batch_digest, trajectory_digest
@@ -692,7 +692,7 @@ def _digests(records: Sequence[SharedRecord]) -> list[bytes]:
 async def _give_advantages(estimator: str, records: Sequence[SharedRecord]) -> None:
     """Set the advantage of each trajectory within its group, one reward per episode; none where the trainer estimates.
 
-    Where branches have rewards of their own, each token has its own advantage; see `sluice.advantages.slopes`.
+    Where branches have rewards of their own, each token has its own advantage; see `sluice.advantages.Advantage`.
 
     Raises:
         UnfitRewardsError: if the estimator cannot take the rewards of some groups.
@@ -701,29 +701,25 @@ async def _give_advantages(estimator: str, records: Sequence[SharedRecord]) -> N
         for record in records:
             del record.trajectory.advantages[:]
         return
-    turn, branched = Turn(), False
-    episodes: dict[str, Episode] = {}
+    turn = Turn()
+    episodes = []
     for record in records:
-        branched |= len(record.trajectory.branch_rewards) > 0
         await turn.give_way()
         trajectory = record.trajectory
-        before = episodes.get(trajectory.episode_id)
-        tokens = sampled_tokens(trajectory) + (before.sampled_tokens if before else 0)
         reward = trajectory.reward if trajectory.HasField("reward") else None
-        episodes[trajectory.episode_id] = Episode(trajectory.episode_id, trajectory.group_id, reward, tokens)
-    advantages = estimate(estimator, list(episodes.values()))
-    grows = slopes(estimator, list(episodes.values())) if branched else {}
+        episodes.append(Episode(trajectory.episode_id, trajectory.group_id, reward, sampled_tokens(trajectory)))
+    branched = any(record.trajectory.branch_rewards for record in records)
+    advantages = advantages_by_episode(estimator, episodes, branched=branched)
     for record in records:
         await turn.give_way()
         trajectory = record.trajectory
-        value = advantages.get(trajectory.episode_id)
-        if value is None:
+        advantage = advantages.get(trajectory.episode_id)
+        if advantage is None:
             trajectory.advantages[:] = []
         elif not trajectory.branch_rewards:
-            trajectory.advantages[:] = [value]
+            trajectory.advantages[:] = [advantage.value]
         else:
-            offsets = np.array(trajectory.branch_rewards) - trajectory.reward
-            by_turn = value + grows[trajectory.episode_id] * offsets
+            by_turn = advantage.at(np.array(trajectory.branch_rewards) - trajectory.reward)
             if not (np.abs(by_turn) <= FLOAT32_MAX).all():
                 raise UnfitRewardsError(
                     f"{estimator} makes advantages beyond float32 of the rewards of branches: bound them"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.advantages import BATCH_SCALES, Episode, estimate, slopes
+from sluice.advantages import BATCH_SCALES, Advantage, Episode, advantages_by_episode, joined
 from sluice.digests import batch_digest
 from sluice.limits import (
     FLOAT32_MAX,
@@ -558,7 +558,7 @@ def _estimated(decisions: Sequence[Decision], estimators: Mapping[str, tuple[int
 
     Where an estimator scales by the whole batch, all groups that it estimates together are estimated again.
     """
-    values: dict[str, tuple[float, float]] = {}
+    values: dict[str, Advantage] = {}
     again: set[str] = set()
     for together in sorted(set(estimators.values())):
         members = [each for each in decisions if estimators[each.sample.sequence.group_id] == together]
@@ -566,28 +566,23 @@ def _estimated(decisions: Sequence[Decision], estimators: Mapping[str, tuple[int
         shrunk = {each.sample.sequence.group_id for each in members if _is_late(each)}
         if shrunk or not all(sample.has_advantages for sample in fresh):
             _, estimator = together
-            episodes = _episodes(fresh)
-            grows = slopes(estimator, episodes)
-            values |= {name: (value, grows[name]) for name, value in estimate(estimator, episodes).items()}
+            branched = any(sample.branch_offsets is not None for sample in fresh)
+            values |= advantages_by_episode(estimator, map(_episode, fresh), branched=branched)
             scaled = shrunk and estimator in BATCH_SCALES
             again |= {each.sequence.group_id for each in fresh} if scaled else shrunk
     return [_with_advantages(each, values, again) for each in decisions]
 
 
-def _with_advantages(decision: Decision, by_episode: Mapping[str, tuple[float, float]], again: set[str]) -> Decision:
-    """Add the advantages that are missing, and replace those of the groups that are estimated again.
-
-    `by_episode` has the advantage of each episode and its slope, as `sluice.advantages.slopes` says.
-    """
+def _with_advantages(decision: Decision, by_episode: Mapping[str, Advantage], again: set[str]) -> Decision:
+    """Add the advantages that are missing, and replace those of the groups that are estimated again."""
     sequence = decision.sequence
     if sequence is None or (decision.sample.has_advantages and sequence.group_id not in again):
         return decision
     found = by_episode.get(sequence.episode_id)
     if found is None:
         return decision if decision.sample.has_advantages else _without_reward(decision)
-    value, slope = found
     offsets = decision.sample.branch_offsets
-    advantages = torch.full_like(sequence.advantages, value) if offsets is None else value + slope * offsets
+    advantages = torch.full_like(sequence.advantages, found.value) if offsets is None else found.at(offsets)
     return replace(decision, sequence=replace(sequence, advantages=torch.where(sequence.loss_mask, advantages, 0.0)))
 
 
@@ -599,24 +594,16 @@ def _without_reward(decision: Decision) -> Decision:
     return _dropped(decision.sample, MISSING_REWARD, decision.oldest)
 
 
-def _episodes(samples: Sequence[Sample]) -> list[Episode]:
-    """Return one entry per episode, with the trained tokens of all its trajectories."""
-    tokens: Counter[str] = Counter()
-    facts: dict[str, Sample] = {}
-    for sample in samples:
-        tokens[sample.sequence.episode_id] += sample.trained_tokens
-        facts[sample.sequence.episode_id] = sample
-    return [
-        Episode(episode_id, sample.sequence.group_id, sample.sequence.reward, tokens[episode_id])
-        for episode_id, sample in facts.items()
-    ]
+def _episode(sample: Sample) -> Episode:
+    sequence = sample.sequence
+    return Episode(sequence.episode_id, sequence.group_id, sequence.reward, sample.trained_tokens)
 
 
 def _batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Describe the batch as it arrived; a missing reward counts once per episode."""
     return {
         "trajectories": float(len(samples)),
-        "missing_rewards": float(sum(each.reward is None for each in _episodes(samples))),
+        "missing_rewards": float(sum(each.reward is None for each in joined(map(_episode, samples)))),
         "multi_version_trajectories": float(sum(len(sample.spans) > 1 for sample in samples)),
     }
 
