@@ -1,4 +1,7 @@
-"""The orchestrator's side of TrainerService: calls that wait for a trainer which is away, and say when its epoch is lost."""
+"""The orchestrator's side of TrainerService: calls that wait for a trainer which is away, and say when its epoch is lost.
+
+`applied_fact` and `report_of` turn what it reports of a batch into a fact, and back.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import grpc
 import structlog
 
 from orchestrator_svc.config import DeadlinesConfig
+from orchestrator_svc.journal.ledger import Batch, Reason
 from orchestrator_svc.run.setting_aside import BatchRefusedError
 from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
-from sluice.v1 import tokens_pb2, trainer_pb2
+from sluice.v1 import journal_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import ENDLESS, Lineage, Version
 
 log = structlog.get_logger(__name__)
@@ -244,3 +248,29 @@ class TrainerLink:
                         retry_after_s=error.retry_after_s,
                     ) from error
                 await self._clock.sleep(error.retry_after_s or RETRY_S)
+
+
+def applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.BatchApplied:
+    """Return what became of every trajectory of a batch, each once, also of one that the trainer does not report."""
+    results = {result.trajectory_id: result for result in step.results}
+    fact = journal_pb2.BatchApplied(sequence_no=step.sequence_no, policy_version=step.policy_version)
+    for trajectory_id in batch.trajectory_ids:
+        result = results.get(trajectory_id)
+        if result is not None and result.outcome == tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
+            fact.trained.append(trajectory_id)
+        else:
+            reason = result.reason if result is not None else Reason.NOT_REPORTED
+            fact.dropped[reason].trajectory_ids.append(trajectory_id)
+    return fact
+
+
+def report_of(applied: journal_pb2.BatchApplied) -> trainer_pb2.StepReport:
+    """Return what the fact of an applied batch has of the trainer's report, which is gone: the outcomes, without numbers of tokens."""
+    trained, dropped = tokens_pb2.TRAJECTORY_OUTCOME_TRAINED, tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
+    step = trainer_pb2.StepReport(sequence_no=applied.sequence_no, policy_version=applied.policy_version)
+    for each in applied.trained:
+        step.results.add(trajectory_id=each, outcome=trained)
+    for reason, lost in applied.dropped.items():
+        for each in lost.trajectory_ids:
+            step.results.add(trajectory_id=each, outcome=dropped, reason=reason)
+    return step

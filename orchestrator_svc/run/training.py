@@ -30,7 +30,7 @@ from orchestrator_svc.run.recorder import Dropped, Recorder
 from orchestrator_svc.run.scheduler import OnStale, Scheduler
 from orchestrator_svc.run.setting_aside import BatchRefusedError, Found, refused, set_aside, too_large
 from orchestrator_svc.run.status import RunStatus
-from orchestrator_svc.run.trainer_link import RETRY_S, EpochLostError, TrainerLink
+from orchestrator_svc.run.trainer_link import RETRY_S, EpochLostError, TrainerLink, applied_fact, report_of
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, Episode, UnfitRewardsError, advantages_by_episode
 from sluice.clock import CLOCK, Clock
 from sluice.config.decide import check_objective, check_sides
@@ -39,7 +39,7 @@ from sluice.limits import FLOAT32_MAX
 from sluice.rpc import SluiceError
 from sluice.sampling.pool import ReplicaPool
 from sluice.tasks import Turn, run_to_end
-from sluice.v1 import journal_pb2, tokens_pb2, trainer_pb2
+from sluice.v1 import journal_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens
 
 log = structlog.get_logger(__name__)
@@ -301,9 +301,7 @@ class Training:
                 elapsed_s=self._status.elapsed_s,
             )
             self._record(batch_applied=applied)
-            await self._show(
-                batch, _report_of(applied), applied, await self._readable_groups(batch), on_step, past=True
-            )
+            await self._show(batch, report_of(applied), applied, await self._readable_groups(batch), on_step, past=True)
 
     async def _show_missing(self, on_step: OnStep) -> None:
         """Show the applied batches that an earlier process noted, and was killed before it had shown them."""
@@ -318,7 +316,7 @@ class Training:
         for number in missing:
             batch, applied, step = batches[number], facts[number], steps.get(number)
             if step is None or step.policy_version != applied.policy_version:
-                step = _report_of(applied)
+                step = report_of(applied)
             found = await self._readable_groups(batch)
             await self._show(batch, step, applied, found, on_step, past=True)
 
@@ -593,7 +591,7 @@ class Training:
         self, batch: Batch, step: trainer_pb2.StepReport, on_step: OnStep, *, past: bool = False
     ) -> None:
         found = await self._readable_groups(batch)
-        applied = _applied_fact(batch, step)
+        applied = applied_fact(batch, step)
         applied.elapsed_s = self._status.elapsed_s
         if self._scheduler.on_stale is OnStale.REQUEUE:
             dropped = [each.trajectory_ids for reason, each in applied.dropped.items() if reason in _TOO_OLD]
@@ -622,14 +620,11 @@ class Training:
         past: bool,
     ) -> None:
         """Summarise an applied batch."""
+        records = [record for _, each in found for record in each]
         if batch.batch_id in self._estimated:
             self._estimated.remove(batch.batch_id)
-            records = [record for _, each in found for record in each]
-        else:
-            records = [record for _, each in found for record in each]
-            with contextlib.suppress(
-                UnfitRewardsError
-            ):  # of another estimator, as the settings were changed to; it is trained
+        else:  # UnfitRewardsError: of another estimator, as the settings were changed to; the batch is trained
+            with contextlib.suppress(UnfitRewardsError):
                 records = await self._with_advantages(found)
         for group, own in found:
             for each in own:  # an earlier release did not note it
@@ -656,32 +651,6 @@ class Training:
             except GroupDamagedError as error:
                 log.warning("a trained group cannot be shown", group=group.name, error=str(error))
         return found
-
-
-def _applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.BatchApplied:
-    """Return what became of every trajectory of a batch, each once, also of one that the trainer does not report."""
-    results = {result.trajectory_id: result for result in step.results}
-    fact = journal_pb2.BatchApplied(sequence_no=step.sequence_no, policy_version=step.policy_version)
-    for trajectory_id in batch.trajectory_ids:
-        result = results.get(trajectory_id)
-        if result is not None and result.outcome == tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
-            fact.trained.append(trajectory_id)
-        else:
-            reason = result.reason if result is not None else Reason.NOT_REPORTED
-            fact.dropped[reason].trajectory_ids.append(trajectory_id)
-    return fact
-
-
-def _report_of(applied: journal_pb2.BatchApplied) -> trainer_pb2.StepReport:
-    """Return what the fact of an applied batch has of the trainer's report, which is gone: the outcomes, without numbers of tokens."""
-    trained, dropped = tokens_pb2.TRAJECTORY_OUTCOME_TRAINED, tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
-    step = trainer_pb2.StepReport(sequence_no=applied.sequence_no, policy_version=applied.policy_version)
-    for each in applied.trained:
-        step.results.add(trajectory_id=each, outcome=trained)
-    for reason, lost in applied.dropped.items():
-        for each in lost.trajectory_ids:
-            step.results.add(trajectory_id=each, outcome=dropped, reason=reason)
-    return step
 
 
 def _digests(records: Sequence[SharedRecord]) -> list[bytes]:
