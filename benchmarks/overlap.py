@@ -18,7 +18,8 @@ from statistics import NormalDist
 from typing import Any
 
 from orchestrator_svc.config import PacingConfig
-from orchestrator_svc.journal.ledger import Batch, Ledger, Reason
+from orchestrator_svc.journal.facts import Reason
+from orchestrator_svc.journal.ledger import Batch, Ledger
 from orchestrator_svc.run.pacing import Pace
 from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
 from sluice.environments.base import Message, Task

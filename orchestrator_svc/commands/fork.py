@@ -23,8 +23,8 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from orchestrator_svc.commands.audit.command import find_run
-from orchestrator_svc.journal.facts import LedgerError, Place
-from orchestrator_svc.journal.ledger import Group, Ledger, Stage, folded
+from orchestrator_svc.journal.facts import LedgerError, Place, Stage
+from orchestrator_svc.journal.ledger import Group, Ledger, folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
 from orchestrator_svc.journal.store import DATABASE, INSERT_FACT, fact_row, read_facts
 from sluice.batch_record import record_directory, record_paths

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from orchestrator_svc.journal.ledger import EndedTurn, Group
+from orchestrator_svc.journal.facts import EndedTurn
+from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.records import SharedRecord, note_sampled
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from sluice.v1 import journal_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2

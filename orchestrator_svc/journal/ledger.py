@@ -13,16 +13,29 @@ A batch that was applied is kept until a checkpoint covers it: a trainer that re
 from __future__ import annotations
 
 import bisect
-import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from orchestrator_svc.journal.external import EndedSession, ExternalEpisodes
-from orchestrator_svc.journal.facts import LedgerError, Place
+from orchestrator_svc.journal.facts import (
+    Accepted,
+    Checkpoint,
+    EndedTurn,
+    Generation,
+    LedgerError,
+    Outcome,
+    Part,
+    Place,
+    Reason,
+    Redraw,
+    SetAside,
+    Stage,
+    place_of,
+)
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import orchestrator_pb2, rollout_pb2
 from sluice.versions import Lineage, Version
@@ -35,80 +48,6 @@ KEPT_SETTING_CHANGES = 100
 
 KEPT_SESSIONS = 16_384
 """Ended sessions that the ledger keeps, the last ones: an agent that repeats a call gets the answer that it got before."""
-
-
-class Reason:
-    """Why a trajectory or a group was not trained; the trainer's reports bring further reasons."""
-
-    STALE = "STALE"
-    MISSING_REWARD = "MISSING_REWARD"
-    NO_TOKENS = "NO_TOKENS"
-    NO_SIGNAL = "NO_SIGNAL"
-    NO_AGENT = "NO_AGENT"
-    OVERLONG = "OVERLONG"
-    EPISODE_FAILED = "EPISODE_FAILED"
-    EPISODE_DEADLINE = "EPISODE_DEADLINE"
-    REQUEST_REFUSED = "REQUEST_REFUSED"
-    TASK_CHANGED = "TASK_CHANGED"
-    JOURNAL_DAMAGED = "JOURNAL_DAMAGED"
-    REPORT_LOST = "REPORT_LOST"
-    NOT_REPORTED = "NOT_REPORTED"
-    RUN_ENDED = "RUN_ENDED"
-    QUARANTINED = "QUARANTINED"
-    TOO_LONG = "TOO_LONG"
-    REWARD_TOO_LARGE = "REWARD_TOO_LARGE"
-    REWARDS_UNFIT = "REWARDS_UNFIT"
-    BATCH_TOO_LARGE = "BATCH_TOO_LARGE"
-    TRAINER_REFUSES = "TRAINER_REFUSES"
-
-
-class Stage(enum.Enum):
-    """Where a live group stands."""
-
-    RUNNING = "running"
-    READY = "ready"
-    BATCHED = "batched"
-
-
-class Accepted(NamedTuple):
-    """A trajectory that may be trained.
-
-    Attributes:
-        place: Where its record lies, or the last part of it.
-        after: The part that comes before, as an index of `Group.beginnings` from 1; 0: none.
-    """
-
-    trajectory_id: str
-    place: Place
-    after: int
-
-
-class Part(NamedTuple):
-    """What records of a group begin with: where it lies, and the part that it follows, as in `Accepted`."""
-
-    place: Place
-    after: int
-
-
-class Generation(NamedTuple):
-    """A replica's answer that was kept; `episodes` are those of its samples."""
-
-    attempt: int
-    turn: int
-    episodes: tuple[int, ...]
-    place: Place
-
-
-class EndedTurn(NamedTuple):
-    """What an environment answered to a turn; `digest` is that of its messages."""
-
-    reward: float | None
-    digest: bytes
-
-
-def place_of(accepted: pb.AcceptedTrajectory) -> pb.PayloadPlace:
-    """Return where the record of a trajectory lies, or the last part of it."""
-    return accepted.rest.place if accepted.HasField("rest") else accepted.place
 
 
 @dataclass(slots=True)
@@ -241,43 +180,6 @@ class Batch:
     max_staleness: int | None = None
     learning_rate: float | None = None
     sent_in: int = 0
-
-
-@dataclass(slots=True)
-class SetAside:
-    """What was set aside for one reason.
-
-    Attributes:
-        trajectories: How many.
-        problem: What was wrong with the last of them, and what to do about it.
-    """
-
-    trajectories: int
-    problem: str
-
-
-class Redraw(NamedTuple):
-    """A task that has to be drawn again."""
-
-    environment: str
-    task_id: str
-    position: int
-    reason: str
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint that is complete: its name, its version, and the last fact that belongs to it."""
-
-    name: str
-    version: Version
-    position: int
-
-
-class Outcome(NamedTuple):
-    """What became of the trajectories of a batch that was applied."""
-
-    trained: int
-    dropped: Mapping[str, int]
 
 
 @dataclass

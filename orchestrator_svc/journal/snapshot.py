@@ -239,7 +239,7 @@ class _Writer:
             if kind not in self._fields:
                 self._fields[kind] = tuple(each.name for each in dataclasses.fields(kind))
             return name, (getattr(value, field) for field in self._fields[kind])
-        if kind is ledger.Stage:
+        if kind is facts.Stage:
             return _STAGE, (value.value,)
         if isinstance(value, Message):
             return value.DESCRIPTOR.full_name, (value.SerializeToString(),)
@@ -276,7 +276,7 @@ def _maker(kind: str) -> Callable[[list[State]], State]:
     if (items := _ITEMS.get(kind)) is not None:
         return items
     if kind == _STAGE:
-        return lambda parts: ledger.Stage(*parts)
+        return lambda parts: facts.Stage(*parts)
     if (message := _MESSAGES.get(kind)) is not None:
         return lambda parts: message.FromString(*parts)
     made = _CLASSES[kind]

@@ -27,8 +27,8 @@ import xxhash
 from google.protobuf.message import DecodeError, Message
 from prometheus_client import Metric
 
-from orchestrator_svc.journal.facts import LedgerError, Place
-from orchestrator_svc.journal.ledger import Accepted, Group, Ledger, Part
+from orchestrator_svc.journal.facts import Accepted, LedgerError, Part, Place
+from orchestrator_svc.journal.ledger import Group, Ledger
 from orchestrator_svc.journal.migration import FORMAT, migrate
 from orchestrator_svc.journal.records import Encoded, SharedRecord, decoded, encode
 from orchestrator_svc.journal.segments import Disk, JournalError, SegmentError, SegmentWriter, read_payload

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from orchestrator_svc.config import EnvironmentConfig, PoolsConfig
-from orchestrator_svc.journal.ledger import Reason, Redraw
+from orchestrator_svc.journal.facts import Reason, Redraw
 from orchestrator_svc.run.live_settings import ratio_key
 from orchestrator_svc.run.task_stream import Shares, TaskStream
 from sluice.environments.base import Task

@@ -17,7 +17,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from orchestrator_svc.config import EXTERNAL, EnvironmentConfig, OrchestratorConfig
 from orchestrator_svc.journal.episodes import JournaledEpisodes, unfinished
-from orchestrator_svc.journal.ledger import Group, Reason, Stage
+from orchestrator_svc.journal.facts import Reason, Stage
+from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.records import SharedRecord
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.store import GroupDamagedError, Journal

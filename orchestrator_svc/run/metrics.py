@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator_svc.journal.ledger import Reason
+from orchestrator_svc.journal.facts import Reason
 from orchestrator_svc.journal.records import SharedRecord
 from sluice.tasks import Turn
 from sluice.v1 import journal_pb2, tokens_pb2, trainer_pb2

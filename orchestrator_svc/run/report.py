@@ -10,7 +10,8 @@ from typing import Any
 import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.journal.ledger import Ledger, Reason, Stage
+from orchestrator_svc.journal.facts import Reason, Stage
+from orchestrator_svc.journal.ledger import Ledger
 from orchestrator_svc.run.metrics import EPOCH, AppliedStep, percentiles
 from orchestrator_svc.run.recorder import Recorder
 from orchestrator_svc.run.status import RunStatus

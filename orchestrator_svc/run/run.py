@@ -17,7 +17,7 @@ import structlog
 
 from orchestrator_svc.announcements import Announcements
 from orchestrator_svc.config import CheckpointConfig, EvaluationConfig
-from orchestrator_svc.journal.ledger import Stage
+from orchestrator_svc.journal.facts import Stage
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.run.curriculum import RELEASE, release_fact, tasks_to_release
 from orchestrator_svc.run.dispatch import Dispatcher

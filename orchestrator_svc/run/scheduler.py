@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Stage
+from orchestrator_svc.journal.facts import Stage
+from orchestrator_svc.journal.ledger import Batch, Group, Ledger
 from sluice.versions import Version
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from orchestrator_svc.journal.ledger import Group, Reason
+from orchestrator_svc.journal.facts import Reason
+from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.records import SharedRecord
 from sluice.limits import MAX_BATCH_BYTES, MAX_REPORT_BYTES, MAX_TRAJECTORIES, report_bytes
 from sluice.rows_at_fault import ROWS, numbers, rows_of

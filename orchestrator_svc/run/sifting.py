@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import EpisodeConfig, FilterConfig, OverlongConfig
-from orchestrator_svc.journal.ledger import Reason
+from orchestrator_svc.journal.facts import Reason
 from orchestrator_svc.journal.records import Each, SharedRecord
 from sluice.limits import MAX_REWARD, MAX_TRAJECTORY_TOKENS, within
 from sluice.v1 import orchestrator_pb2, tokens_pb2

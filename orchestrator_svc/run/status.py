@@ -13,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from prometheus_client import Metric
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.journal.ledger import Stage
+from orchestrator_svc.journal.facts import Stage
 from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.run.curriculum import Curriculum
 from orchestrator_svc.run.scheduler import Scheduler

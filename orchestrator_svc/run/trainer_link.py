@@ -13,7 +13,8 @@ import grpc
 import structlog
 
 from orchestrator_svc.config import DeadlinesConfig
-from orchestrator_svc.journal.ledger import Batch, Reason
+from orchestrator_svc.journal.facts import Reason
+from orchestrator_svc.journal.ledger import Batch
 from orchestrator_svc.run.setting_aside import BatchRefusedError
 from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock

@@ -18,8 +18,8 @@ import numpy as np
 import structlog
 
 from orchestrator_svc.config import NO_ADVANTAGE, OrchestratorConfig
-from orchestrator_svc.journal.facts import LedgerError
-from orchestrator_svc.journal.ledger import Batch, Group, Reason, Stage
+from orchestrator_svc.journal.facts import LedgerError, Reason, Stage
+from orchestrator_svc.journal.ledger import Batch, Group
 from orchestrator_svc.journal.records import Each, SharedRecord
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.run.curriculum import Curriculum

@@ -20,7 +20,7 @@ import xxhash
 
 from orchestrator_svc.config import EXTERNAL, EpisodeConfig, FilterConfig, RetryConfig
 from orchestrator_svc.journal.episodes import JournaledEpisodes
-from orchestrator_svc.journal.ledger import Reason
+from orchestrator_svc.journal.facts import Reason
 from orchestrator_svc.journal.records import Beginning, SharedRecord, note_sampled
 from orchestrator_svc.journal.segments import JournalError
 from sluice.config import ConfigError

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from orchestrator_svc.journal.ledger import Group, Stage
+from orchestrator_svc.journal.facts import Stage
+from orchestrator_svc.journal.ledger import Group
 
 
 class NoAgentError(Exception):

@@ -31,7 +31,8 @@ from orchestrator_svc.journal.external import (
     session_name,
     submission_digest,
 )
-from orchestrator_svc.journal.ledger import Group, Stage
+from orchestrator_svc.journal.facts import Stage
+from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.store import Journal
 from orchestrator_svc.sessions.refusals import Refusals
 from sluice.limits import MAX_REWARD, within

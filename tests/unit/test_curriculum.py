@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.journal.ledger import Redraw
+from orchestrator_svc.journal.facts import Redraw
 from orchestrator_svc.run.curriculum import Curriculum, Draw, StartRate, overlong_counter, tasks_to_release
 from orchestrator_svc.run.task_stream import POOLS, Shares, TaskStream
 from sluice.environments.base import Task

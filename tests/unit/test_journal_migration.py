@@ -12,7 +12,8 @@ import pytest
 
 from orchestrator_svc.commands.audit.compare import audit
 from orchestrator_svc.journal import migration
-from orchestrator_svc.journal.ledger import Redraw, Stage, folded
+from orchestrator_svc.journal.facts import Redraw, Stage
+from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_numbers
 from orchestrator_svc.journal.store import GroupDamagedError, Journal, JournalLimits, read_facts
 from sluice.v1 import journal_pb2 as pb

@@ -11,7 +11,8 @@ from test_orchestrator_scheduler import Facts
 
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.journal.external import ExternalEpisodes, Lease
-from orchestrator_svc.journal.ledger import Group, Ledger, Reason, Stage
+from orchestrator_svc.journal.facts import Reason, Stage
+from orchestrator_svc.journal.ledger import Group, Ledger
 from orchestrator_svc.run.curriculum import Curriculum
 from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.sessions.absence import MissingAgents

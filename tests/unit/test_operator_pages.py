@@ -286,7 +286,7 @@ def reasons() -> frozenset[str]:
     """Return the reasons of errors, of what is dropped, and of environments; codes, states and variables beside them."""
     listed = {each.name.removeprefix("ERROR_REASON_") for each in errors_pb2.ErrorReason.DESCRIPTOR.values}
     for module in (
-        "orchestrator_svc.journal.ledger",
+        "orchestrator_svc.journal.facts",
         "orchestrator_svc.commands.fork",
         "sluice.environments.worker",
         "trainer_svc.service.batches",

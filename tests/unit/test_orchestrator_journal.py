@@ -20,8 +20,8 @@ from simulated_clock import LIMIT_S, SimulatedClock
 
 from orchestrator_svc.journal import store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
-from orchestrator_svc.journal.facts import LedgerError, Place
-from orchestrator_svc.journal.ledger import Batch, Ledger, Reason, Redraw, Stage, folded
+from orchestrator_svc.journal.facts import LedgerError, Place, Reason, Redraw, Stage
+from orchestrator_svc.journal.ledger import Batch, Ledger, folded
 from orchestrator_svc.journal.segments import (
     Disk,
     JournalError,

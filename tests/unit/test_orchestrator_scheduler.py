@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator_svc.journal.facts import LedgerError
-from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage
+from orchestrator_svc.journal.facts import LedgerError, Reason, Stage
+from orchestrator_svc.journal.ledger import Batch, Group, Ledger
 from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
 from sluice.v1 import journal_pb2 as pb
 from sluice.versions import BASE, Lineage, Version

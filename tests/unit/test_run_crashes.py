@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from orchestrator_svc.config import EnvironmentConfig
 from orchestrator_svc.journal import snapshot, store
 from orchestrator_svc.journal.episodes import JournaledEpisodes
-from orchestrator_svc.journal.ledger import Batch, Group, Ledger, Reason, Stage, folded
+from orchestrator_svc.journal.facts import Reason, Stage
+from orchestrator_svc.journal.ledger import Batch, Group, Ledger, folded
 from orchestrator_svc.journal.records import Beginning, SharedRecord, encode
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.snapshot import FILE, Snapshots

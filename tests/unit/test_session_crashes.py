@@ -22,7 +22,8 @@ from session_facts import digest, generation
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal import snapshot, store
 from orchestrator_svc.journal.external import Session, Target
-from orchestrator_svc.journal.ledger import Stage, folded
+from orchestrator_svc.journal.facts import Stage
+from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.records import encode
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.snapshot import Snapshots

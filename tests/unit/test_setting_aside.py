@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator_svc.journal.ledger import Group, Reason
+from orchestrator_svc.journal.facts import Reason
+from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.run import setting_aside
 from orchestrator_svc.run.setting_aside import WINDOW, BatchRefusedError, SetAsideShare, refused, too_large

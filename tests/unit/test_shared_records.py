@@ -9,8 +9,8 @@ from run_facts import accept, applied, begin_epoch, covered, drawn, end_with, ma
 
 from orchestrator_svc.commands.audit.command import audit_run
 from orchestrator_svc.commands.fork import _beginning, _link_segments
-from orchestrator_svc.journal.facts import Place
-from orchestrator_svc.journal.ledger import Reason, Stage, folded
+from orchestrator_svc.journal.facts import Place, Reason, Stage
+from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.records import Beginning, Each, SharedRecord
 from orchestrator_svc.journal.segments import segment_numbers, segment_path
 from orchestrator_svc.journal.store import GroupDamagedError, Journal, JournalLimits, read_facts

@@ -28,8 +28,8 @@ from orchestrator_svc.commands.audit.compare import (
     Difference,
     audit,
 )
-from orchestrator_svc.journal.facts import LedgerError, Place
-from orchestrator_svc.journal.ledger import Ledger, folded, place_of
+from orchestrator_svc.journal.facts import LedgerError, Place, place_of
+from orchestrator_svc.journal.ledger import Ledger, folded
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload, segment_numbers
 from orchestrator_svc.journal.store import DATABASE, read_facts
 from sluice.batch_record import RecordFile, read_record_file, record_directory, record_paths
