@@ -1,13 +1,15 @@
 """Who samples which request of a session, and what was sampled: claims, retries, and the tree of generations.
 
 A state machine over the ledger, as `lending`. Claims are kept in memory alone: they save work, and nothing is lost with them. A
-request that is recorded twice is recorded once, with or without a claim. `draws` says which of two equal requests repeats the other.
+request that is recorded twice is recorded once, with or without a claim. `repeated` says which of two equal requests
+repeats the other, `continued_sample` which sample a prompt continues.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +19,6 @@ from numpy.typing import NDArray
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import TOKEN_BYTES, RecordedRequest, Sample, Session
 from orchestrator_svc.journal.store import Journal
-from orchestrator_svc.sessions.draws import Earlier, State, repeated
 from orchestrator_svc.sessions.lending import MAX_NAME, Lending, check_name
 from sluice.limits import MAX_TEMPERATURE, MIN_TEMPERATURE, may_train_at
 from sluice.rpc import SluiceError
@@ -188,7 +189,8 @@ class Claims:
             return Running(request.request_id, claim.until, claim.gateway)
         if claim is None and not request.held and (same := self._repeated(session, known, request, now, joined)):
             return same
-        continued = _known_prefix(session, request)
+        prompt = as_ids(request.token_ids.ids) if request.HasField("token_ids") else None
+        continued = continued_sample(session, prompt, request.prefix_keys)
         if claim is None and request.held and len(session.given) >= MOST_GIVEN:
             return continued  # it may be one whose reply was given and not noted
         wanted = _Claim(
@@ -228,12 +230,12 @@ class Claims:
         if not waited_for:
             earlier = self._earlier(session, known, request, alike, now)
             found = repeated(earlier, is_retry=request.is_retry, retry=request.retry)
-            if found is None or found.state is State.LOST:
+            if found is None or found.state is RequestState.LOST:
                 known.lost.pop(found.name if found else "", None)
                 return None
             if not request.is_retry:
                 known.note_lost(name, digest, found.retry, now)  # its own client may yet retry it
-            if found.state is State.RECORDED:
+            if found.state is RequestState.RECORDED:
                 if request.retry > found.retry:
                     known.retries[found.name] = request.retry
                 return self._given(session, session.requests[found.name], request)
@@ -261,17 +263,17 @@ class Claims:
 
         return [
             *(
-                Earlier(name, State.RECORDED, name not in session.undelivered, retries.get(name, 0))
+                Earlier(name, RequestState.RECORDED, name not in session.undelivered, retries.get(name, 0))
                 for name, each in session.requests.items()
                 if each.body_digest == digest
             ),
             *(
-                Earlier(name, State.LOST, read=False, retry=each.retry)
+                Earlier(name, RequestState.LOST, read=False, retry=each.retry)
                 for name, each in known.lost.items()
                 if each.body_digest == digest
             ),
             *(
-                Earlier(name, State.SAMPLED, each.is_read(now), each.retry, doubt(each))
+                Earlier(name, RequestState.SAMPLED, each.is_read(now), each.retry, doubt(each))
                 for name, each in claims.items()
             ),
         ]
@@ -318,7 +320,8 @@ class Claims:
         if known is None:
             if len(session.requests) >= self._limits.most_generations + self._limits.most_requests:
                 raise _full(f"{len(session.requests)} requests are recorded in session {session.name}")
-            made.parent = _parent(session, prompt, made.parent)
+            parent = continued_sample(session, prompt, named=made.parent).parent
+            made.parent = parent.generation_id if parent else ""
             self._check_size(session, made, session.branch_tokens_with(made.parent, map(len, whole)))
             fact = pb.SessionGenerationRecorded(
                 group=session.group,
@@ -491,18 +494,23 @@ def longest_prefix(samples: Iterable[Sample], ids: TokenIds) -> list[Sample]:
     return found
 
 
-def _parent(session: Session, prompt: TokenIds, claimed: str) -> str:
-    """Return the sample that a prompt continues: of several with the same tokens the one that the gateway names, else the newest."""
-    names = [each.generation_id for each in longest_prefix(session.samples.values(), prompt)]
-    return claimed if claimed in names else names[-1] if names else ""
+def continued_sample(
+    session: Session, prompt: TokenIds | None, keys: Sequence[bytes] = (), *, named: str = ""
+) -> Claimed:
+    """Return the sample that a prompt continues. Nothing else decides on the parent of a generation.
 
-
-def _known_prefix(session: Session, request: session_pb2.BeginGenerationRequest) -> Claimed:
-    if request.HasField("token_ids"):
-        found = longest_prefix(session.samples.values(), as_ids(request.token_ids.ids))
-        return Claimed(found[-1] if found else None, 0)
+    Args:
+        session: Holds the samples.
+        prompt: Token ids of the prompt. None: it is not rendered yet, and the keys decide.
+        keys: Keys of the beginnings of the conversation, the longest first, as gateways make them.
+        named: Of several samples with the same tokens the one to take; otherwise the newest is taken.
+    """
+    if prompt is not None:
+        found = {each.generation_id: each for each in longest_prefix(session.samples.values(), prompt)}
+        newest = next(reversed(found.values()), None)
+        return Claimed(found.get(named, newest), 0)
     by_key: Mapping[bytes, Sample] = {each.key: each for each in session.samples.values() if each.key}
-    for index, key in enumerate(request.prefix_keys):
+    for index, key in enumerate(keys):
         if (sample := by_key.get(key)) is not None:
             return Claimed(sample, index)
     return Claimed(None, 0)
@@ -594,3 +602,62 @@ def _many_tokens(session: Session, tokens: int, most_mb: int, beyond: str) -> Sl
 def _full(problem: str) -> SluiceError:
     """Return the error of a session that can sample no more; waiting does not help."""
     return SluiceError.failed_precondition("SESSION_FULL", f"{problem}: submit it, and open another episode")
+
+
+class RequestState(Enum):
+    """What became of a request."""
+
+    SAMPLED = "is being sampled"
+    RECORDED = "its reply is in the journal"
+    LOST = "ended without a reply"
+
+
+class Earlier(NamedTuple):
+    """An earlier request of the session with the same body.
+
+    Attributes:
+        name: Its name.
+        state: What became of it.
+        read: Whether a client reads its reply, or has read it, as far as its gateways know.
+        retry: The largest number of the retries that it answers; 0 if it was sent once.
+        doubt: Of one that is being sampled, how likely its client has left without a sign: 2 if its gateway has, 1 if its gateway is another
+            one than that of the new request, whose sign may be under way.
+    """
+
+    name: str
+    state: RequestState
+    read: bool
+    retry: int = 0
+    doubt: int = 0
+
+
+def repeated(earlier: Sequence[Earlier], *, is_retry: bool, retry: int) -> Earlier | None:
+    """Return the request that a new one repeats; None if it is another draw.
+
+    Best of n and self-consistency send one body several times, and want as many samples. A client whose connection broke sends it again,
+    and wants the reply that it missed: most mark that, some do not. A reply that nobody has read must not be trained beside the one
+    that was.
+
+    A reply without a reader is for the next request, marked or not. A marked one repeats also one that was lost; else one whose connection
+    may be broken without a sign, or whose reply was sent and may have been lost then. Of these, one that answers no retry with its number
+    yet: so n requests that fail together and are retried together stay n. If none is left, it is given what was recorded all the same,
+    since a client may count wrongly.
+
+    Args:
+        earlier: The earlier requests with the same body, oldest first.
+        is_retry: Whether the client marks the new one as a retry.
+        retry: Its number; 0 if it has none: then all with this body are one request.
+    """
+    newest = earlier[::-1]
+    unread = [each for each in newest if not each.read and each.state is not RequestState.LOST]
+    retried = sorted(newest, key=lambda each: -each.retry) if is_retry else []
+    fits = [each for each in retried if not retry or each.retry < retry]
+    sampled = sorted((each for each in fits if each.state is RequestState.SAMPLED), key=lambda each: -each.doubt)
+    in_order = [
+        *(each for each in unread if each.state is RequestState.RECORDED),
+        *unread,
+        *(each for each in (*fits, *retried) if each.state is RequestState.LOST and retry),
+        *sampled,
+        *(each for each in (*fits, *retried) if each.state is RequestState.RECORDED),
+    ]
+    return in_order[0] if in_order else None

@@ -9,6 +9,7 @@ An answer may be given to an agent only when the journal is durable, also that o
 from __future__ import annotations
 
 import math
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -34,10 +35,9 @@ from orchestrator_svc.journal.external import (
 from orchestrator_svc.journal.facts import Stage
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.store import Journal
-from orchestrator_svc.sessions.refusals import Refusals
 from sluice.limits import MAX_REWARD, within
 from sluice.rpc import SluiceError
-from sluice.v1 import common_pb2, episode_pb2
+from sluice.v1 import common_pb2, episode_pb2, orchestrator_pb2
 from sluice.v1 import journal_pb2 as pb
 
 MAX_NAME = 128
@@ -532,3 +532,58 @@ def _check_branches(session: Session, request: episode_pb2.SubmitTrajectoryReque
             f" {most_mb} of orchestrator.external.branches_mb. Name fewer, without those that others continue; or none, which means"
             " each sample that nothing continues",
         )
+
+
+MOST_KNOWN = 100
+"""Senders, tasks and reasons that are counted, the last ones."""
+
+MOST_PER_MINUTE = 60
+"""Refusals of one principal within a minute after which it has to wait until the first of them is a minute old."""
+
+_MINUTE_S = 60.0
+
+
+class Refusals:
+    """Counts what senders gave that was refused, by principal and task. A sender that does it again and again has to wait.
+
+    A refusal is its sender's fault: it never counts towards a pause of the run.
+    """
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+        self._recent: dict[str, deque[float]] = {}
+
+    def check(self, principal: str, now: float) -> None:
+        """Let a principal give something, unless too much of it was refused just now.
+
+        Raises:
+            SluiceError: RESOURCE_EXHAUSTED with the time after which it may go on.
+        """
+        recent = self._recent.get(principal)
+        if recent is None or len(recent) < MOST_PER_MINUTE:
+            return
+        wait_s = recent[0] + _MINUTE_S - now
+        if wait_s > 0:
+            raise SluiceError.resource_exhausted(
+                "REFUSED_TOO_OFTEN",
+                f"{MOST_PER_MINUTE} rewards of principal {principal!r} were refused within a minute: correct them first",
+                wait_s,
+            )
+
+    def note(self, principal: str, task_id: str, reason: str, now: float) -> None:
+        """Count a refusal."""
+        key = (principal, task_id, reason)
+        self._counts[key] = self._counts.pop(key, 0) + 1
+        if len(self._counts) > MOST_KNOWN:
+            self._counts.popitem(last=False)
+        self._recent[principal] = recent = self._recent.pop(principal, deque(maxlen=MOST_PER_MINUTE))
+        recent.append(now)
+        if len(self._recent) > MOST_KNOWN:
+            del self._recent[next(iter(self._recent))]
+
+    def describe(self) -> list[orchestrator_pb2.RefusedInput]:
+        """Describe them, the oldest first."""
+        return [
+            orchestrator_pb2.RefusedInput(principal=principal, task_id=task_id, reason=reason, count=count)
+            for (principal, task_id, reason), count in self._counts.items()
+        ]

@@ -16,8 +16,7 @@ from session_facts import digest, generation
 
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.store import Journal, JournalLimits
-from orchestrator_svc.sessions.claims import Claimed, Claims, Recorded
-from orchestrator_svc.sessions.draws import Earlier, State, repeated
+from orchestrator_svc.sessions.claims import Claimed, Claims, Earlier, Recorded, RequestState, repeated
 from orchestrator_svc.sessions.lending import Lending
 from sluice.v1 import episode_pb2, session_pb2
 
@@ -29,7 +28,7 @@ earlier = st.lists(
     st.builds(
         Earlier,
         name=st.uuids().map(str),
-        state=st.sampled_from(State),
+        state=st.sampled_from(RequestState),
         read=st.booleans(),
         retry=st.integers(0, 3),
         doubt=st.integers(0, 2),
@@ -41,22 +40,22 @@ earlier = st.lists(
 @given(earlier)
 def test_an_unmarked_request_repeats_only_what_nobody_reads(known):
     found = repeated(known, is_retry=False, retry=0)
-    assert found is None or (not found.read and found.state is not State.LOST)
-    assert (found is None) == all(each.read or each.state is State.LOST for each in known)
+    assert found is None or (not found.read and found.state is not RequestState.LOST)
+    assert (found is None) == all(each.read or each.state is RequestState.LOST for each in known)
 
 
 @given(earlier, st.integers(1, 4))
 def test_a_retry_joins_what_is_read_only_if_no_retry_with_its_number_has(known, retry):
     found = repeated(known, is_retry=True, retry=retry)
-    if found is not None and found.state is State.SAMPLED and found.read:
+    if found is not None and found.state is RequestState.SAMPLED and found.read:
         assert found.retry < retry
-        assert all(each.state is not State.LOST and each.read for each in known), "nothing better is there"
+        assert all(each.state is not RequestState.LOST and each.read for each in known), "nothing better is there"
 
 
 @given(earlier)
 def test_a_request_with_a_name_is_what_was_sent_before_under_it(known):
     found = repeated(known, is_retry=True, retry=0)
-    assert (found is None) == all(each.state is State.LOST for each in known)
+    assert (found is None) == all(each.state is RequestState.LOST for each in known)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.run import setting_aside
 from orchestrator_svc.run.setting_aside import WINDOW, BatchRefusedError, SetAsideShare, refused, too_large
-from orchestrator_svc.sessions.refusals import MOST_KNOWN, MOST_PER_MINUTE, Refusals
+from orchestrator_svc.sessions.lending import MOST_KNOWN, MOST_PER_MINUTE, Refusals
 from sluice.client import _batch_parts
 from sluice.limits import MAX_MESSAGE_BYTES, MAX_TRAJECTORIES
 from sluice.rows_at_fault import ROWS, numbers, ranges, rows_of
