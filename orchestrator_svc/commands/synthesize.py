@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from orchestrator_svc.commands.eval.command import EvalConfig, check_evaluation, evaluations
+from orchestrator_svc.commands.eval.command import check_evaluation, evaluations
+from orchestrator_svc.commands.eval.config import EvalConfig
 from sluice.config import Command, load_command
 from sluice.host_files import write_whole
 from sluice.telemetry import LEVEL_VARIABLE, configure_logging

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import grpc
 import structlog
@@ -23,6 +26,7 @@ from orchestrator_svc.run.metrics import mean_measures
 from orchestrator_svc.run.report import RunReporter
 from orchestrator_svc.run.workflows import GroupRunner, Sampling
 from sluice.clock import CLOCK, Clock
+from sluice.config import ConfigError
 from sluice.environments.base import Task
 from sluice.environments.wire import plain_messages, plain_tools
 from sluice.rpc import SluiceError
@@ -536,3 +540,68 @@ def _error_of_mean(values: Sequence[float]) -> float:
     mean = math.fsum(values) / len(values)
     variance = math.fsum((each - mean) ** 2 for each in values) / (len(values) - 1)
     return math.sqrt(variance / len(values))
+
+
+class AttemptsFile:
+    """JSON lines: what is evaluated, then a line for each task.
+
+    Args:
+        path: The file; made if it is not there.
+        what: Model, environment, sampling and all else that decides what is evaluated.
+
+    Attributes:
+        known: Attempts by task.
+
+    Raises:
+        ConfigError: if it cannot be read or written, or belongs to another evaluation.
+    """
+
+    def __init__(self, path: Path, what: Mapping[str, Any]) -> None:
+        self.known: dict[str, Attempted] = {}
+        what = json.loads(json.dumps(what, default=str))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = _without_torn_line(path)
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot use {path} for attempts: {error}") from error
+        if not whole:
+            self._add({"evaluation": what})
+            return
+        try:
+            first, *others = map(json.loads, whole)
+            begun = first["evaluation"]
+            for row in others:
+                samples = [EvalSample(**sample) for sample in row["samples"]]
+                self.known[row["task"]] = Attempted(samples, row["failed_episodes"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no file of attempts: {error!r}; name another one, or delete it") from error
+        changed = sorted(name for name in {*begun, *what} if begun.get(name) != what.get(name))
+        if changed:
+            shown = "; ".join(f"{name} was {begun.get(name)!r}, is {what.get(name)!r}" for name in changed)
+            raise ConfigError(f"{path} belongs to another evaluation: {shown}; name another file, or delete it")
+
+    def add(self, task_id: str, attempted: Attempted) -> None:
+        """Keep the attempts at a task; they are on the disk when this returns."""
+        rows = [asdict(sample) for sample in attempted.samples]
+        self._add({"task": task_id, "samples": rows, "failed_episodes": attempted.failed_episodes})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _without_torn_line(path: Path) -> list[str]:
+    """Return the lines of a file; cut off a last one that was not written whole."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
+    return content[:end].decode(errors="replace").splitlines()

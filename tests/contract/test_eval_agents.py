@@ -14,8 +14,9 @@ import pytest
 from orchestrator_doubles import RolloutDouble, serve_rollout
 from test_external_episodes import BARE
 
-from orchestrator_svc.commands.eval.agents import _GATEWAY_PORTS
-from orchestrator_svc.commands.eval.command import COMMAND, EvalConfig, run_evaluation
+from orchestrator_svc.commands.eval.command import COMMAND
+from orchestrator_svc.commands.eval.config import EvalConfig
+from orchestrator_svc.commands.eval.play import _GATEWAY_PORTS, run_evaluation
 from sluice.config import ConfigError
 from sluice.versions import Version
 

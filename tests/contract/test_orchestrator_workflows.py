@@ -15,7 +15,9 @@ import structlog
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 from simulated_clock import SimulatedClock
 
-from orchestrator_svc.commands.eval.command import COMMAND, EvalConfig, run_evaluation
+from orchestrator_svc.commands.eval.command import COMMAND
+from orchestrator_svc.commands.eval.config import EvalConfig
+from orchestrator_svc.commands.eval.play import run_evaluation
 from orchestrator_svc.config import EpisodeConfig
 from orchestrator_svc.journal.episodes import JournaledEpisodes
 from orchestrator_svc.journal.store import Journal, JournalLimits

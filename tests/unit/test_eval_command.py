@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator_svc.commands.eval import command as eval_command
-from orchestrator_svc.commands.eval.command import EvalConfig, Outcome, evaluations
+from orchestrator_svc.commands.eval.command import evaluations
+from orchestrator_svc.commands.eval.config import EvalConfig
+from orchestrator_svc.commands.eval.play import Outcome
 from orchestrator_svc.run.evaluation import EvalResult
 from sluice.config import ConfigError
 

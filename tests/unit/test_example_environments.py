@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator_svc.commands.eval.command import EvalConfig, check_evaluation
+from orchestrator_svc.commands.eval.command import check_evaluation
+from orchestrator_svc.commands.eval.config import EvalConfig
 from sluice.cli.rl import run
 from sluice.config import load_command
 from sluice.environments import Task, Turn
