@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator_svc.commands.audit.command import find_run
-from orchestrator_svc.commands.eval.command import versions
+from orchestrator_svc.commands.runs import find_run, weight_versions
 from sluice.config import Command, ConfigError, Options, whole_number
 from sluice.host_files import whole_directory
 from sluice.progress import doing
@@ -39,7 +38,7 @@ def run(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     run_directory = find_run(arguments.run, arguments.output_dir)
     steps = [] if arguments.step is None else [arguments.step]
-    weights = versions(run_directory / "weights", steps)[-1]
+    weights = weight_versions(run_directory / "weights", steps)[-1]
     card = model_card(run_directory, weights.name, arguments.license)
     try:
         with doing(f"copy {weights.name}"), whole_directory(arguments.directory) as staging:

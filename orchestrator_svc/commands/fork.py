@@ -22,11 +22,12 @@ from pathlib import Path
 
 from google.protobuf import json_format
 
-from orchestrator_svc.commands.audit.command import find_run
+from orchestrator_svc.commands.runs import find_run
+from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.facts import LedgerError, Place, Stage
 from orchestrator_svc.journal.ledger import Group, Ledger, folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
-from orchestrator_svc.journal.store import DATABASE, INSERT_FACT, fact_row, read_facts
+from orchestrator_svc.journal.store import INSERT_FACT, fact_row, read_facts
 from sluice.batch_record import record_directory, record_paths
 from sluice.checkpoint_files import MANIFEST, complete_checkpoints, damaged, read_manifest
 from sluice.config import Command, ConfigError, Options

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
-from orchestrator_svc.commands.audit.command import find_run
+from orchestrator_svc.commands.runs import find_run
 from sluice.config import Command, ConfigError, Section, load_command
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import locate

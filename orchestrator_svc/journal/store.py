@@ -27,6 +27,7 @@ import xxhash
 from google.protobuf.message import DecodeError, Message
 from prometheus_client import Metric
 
+from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.facts import Accepted, LedgerError, Part, Place
 from orchestrator_svc.journal.ledger import Group, Ledger
 from orchestrator_svc.journal.migration import FORMAT, migrate
@@ -43,8 +44,6 @@ log = structlog.get_logger(__name__)
 
 _Payload = TypeVar("_Payload", bound=Message)
 _Read = TypeVar("_Read")
-
-DATABASE = "journal.sqlite"
 
 _DISK_S = 300.0
 """Seconds that the disk may take for the facts that wait; a disk that needs longer is gone."""

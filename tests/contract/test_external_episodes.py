@@ -17,7 +17,8 @@ from simulated_clock import SimulatedClock
 from test_orchestrator_run import DEADLINE_S, Scene, finished, make_scene, trained
 
 from orchestrator_svc.commands.audit.compare import audit
-from orchestrator_svc.journal.store import DATABASE, read_facts
+from orchestrator_svc.journal import DATABASE
+from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.sessions.desk import BACK_S
 from sluice.config import ConfigError, FailedForGoodError, SecurityConfig
 from sluice.rpc import SluiceError

@@ -22,9 +22,10 @@ from test_orchestrator_run import DEADLINE_S, Scene, make_scene, trained
 from gateway_svc.app import serve
 from gateway_svc.config import GatewayConfig
 from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.facts import Place
 from orchestrator_svc.journal.segments import read_payload
-from orchestrator_svc.journal.store import DATABASE, read_facts
+from orchestrator_svc.journal.store import read_facts
 from sluice.cli.main import main
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig
 from sluice.rpc import connect

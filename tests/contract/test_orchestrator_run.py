@@ -33,10 +33,10 @@ from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_s
 from orchestrator_svc.app import EPISODES, SERVICE_NAME, SESSIONS, only_writer, serve
 from orchestrator_svc.commands.audit.compare import audit
 from orchestrator_svc.config import DeadlinesConfig
-from orchestrator_svc.journal import snapshot, store
+from orchestrator_svc.journal import DATABASE, snapshot, store
 from orchestrator_svc.journal.ledger import folded
 from orchestrator_svc.journal.segments import JournalError, segment_path
-from orchestrator_svc.journal.store import DATABASE, Journal, read_facts
+from orchestrator_svc.journal.store import Journal, read_facts
 from orchestrator_svc.run import evaluation as evaluation_module
 from orchestrator_svc.run import training as training_module
 from orchestrator_svc.run.evaluation import EvalResult, EvalSample

@@ -20,7 +20,8 @@ from test_gateway_bad_input import ROUTES
 from test_gateway_run import opened, served_gateway, traced
 from test_orchestrator_run import DEADLINE_S, Scene, make_scene
 
-from orchestrator_svc.journal.store import DATABASE, read_facts
+from orchestrator_svc.journal import DATABASE
+from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.sessions.desk import SECRET
 from sluice.agent import AgentClient, Episode
 from sluice.config import SecurityConfig

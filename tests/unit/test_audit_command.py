@@ -21,8 +21,9 @@ from simulated_run import EPISODES
 
 from orchestrator_svc.commands.audit.command import _places, audit_run, run
 from orchestrator_svc.commands.audit.compare import AuditResult
+from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.segments import segment_path
-from orchestrator_svc.journal.store import DATABASE, Journal, JournalLimits
+from orchestrator_svc.journal.store import Journal, JournalLimits
 from sluice.batch_record import frame, read_record_file, record_directory, record_paths
 from sluice.config import ConfigError
 from sluice.digests import batch_digest

@@ -15,9 +15,10 @@ from simulated_run import EPISODES
 from orchestrator_svc.commands import fork as fork_module
 from orchestrator_svc.commands.audit.command import audit_run
 from orchestrator_svc.commands.fork import FORKED, fork, run
+from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.ledger import Ledger, folded
 from orchestrator_svc.journal.segments import segment_numbers
-from orchestrator_svc.journal.store import DATABASE, JournalLimits, read_facts
+from orchestrator_svc.journal.store import JournalLimits, read_facts
 from sluice.batch_record import read_record_file, record_directory, record_paths
 from sluice.checkpoint_files import MANIFEST, read_manifest
 from sluice.config import ConfigError

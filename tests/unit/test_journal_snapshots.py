@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from run_facts import ENVIRONMENT, accept, drawn
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.journal import snapshot, store
+from orchestrator_svc.journal import DATABASE, snapshot, store
 from orchestrator_svc.journal.ledger import Group, folded
 from orchestrator_svc.journal.segments import JournalError
 from orchestrator_svc.journal.snapshot import FILE, Snapshots
-from orchestrator_svc.journal.store import DATABASE, Journal, JournalLimits, read_facts
+from orchestrator_svc.journal.store import Journal, JournalLimits, read_facts
 from orchestrator_svc.run.curriculum import Curriculum
 from orchestrator_svc.run.setting_aside import SetAsideShare
 from sluice.environments.base import Task

@@ -28,10 +28,12 @@ from orchestrator_svc.commands.audit.compare import (
     Difference,
     audit,
 )
+from orchestrator_svc.commands.runs import find_run
+from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.facts import LedgerError, Place, place_of
 from orchestrator_svc.journal.ledger import Ledger, folded
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload, segment_numbers
-from orchestrator_svc.journal.store import DATABASE, read_facts
+from orchestrator_svc.journal.store import read_facts
 from sluice.batch_record import RecordFile, read_record_file, record_directory, record_paths
 from sluice.checkpoint_files import complete_checkpoints
 from sluice.config import Command, ConfigError, Options
@@ -73,19 +75,6 @@ def run(argv: list[str]) -> int:
     else:
         _print(directory, result)
     return 1 if result.differences else 0
-
-
-def find_run(name: str, output_dir: Path) -> Path:
-    """Return the directory of a run that is given by name or as a directory.
-
-    Raises:
-        ConfigError: if there is no journal in either place.
-    """
-    places = (Path(name), output_dir / name)
-    for place in places:
-        if (place / DATABASE).exists():
-            return place
-    raise ConfigError(f"no run {name!r}: there is no {DATABASE} in {' or in '.join(map(str, places))}")
 
 
 def audit_run(directory: Path) -> AuditResult:

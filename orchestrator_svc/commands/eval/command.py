@@ -7,7 +7,6 @@ play the episodes, through a gateway that is started as well.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator_svc.commands.eval.config import EvalConfig, EvaluatedEnvironment
+from orchestrator_svc.commands.runs import weight_versions
 from sluice.chat_template import check_chat_template
 from sluice.config import Command, ConfigError, load_command
 from sluice.environments.loading import locate
@@ -39,10 +39,6 @@ _LABELS = {
     "failed_tasks": "failed tasks",
     "failed_episodes": "failed episodes",
 }
-
-
-_MANY = 20
-"""Steps that a message lists."""
 
 
 _FAULTS = ("missing_rewards", "failed_tasks", "failed_episodes")
@@ -137,7 +133,7 @@ class _Evaluation:
 
 def _each(config: EvalConfig) -> Iterator[_Evaluation]:
     """Yield an evaluation for each checkpoint and environment."""
-    checkpoints = versions(config.weights_dir, config.steps) if config.weights_dir is not None else [None]
+    checkpoints = weight_versions(config.weights_dir, config.steps) if config.weights_dir is not None else [None]
     environments: Sequence[EvaluatedEnvironment | None] = config.environments or [None]
     for checkpoint in checkpoints:
         for environment in environments:
@@ -152,28 +148,6 @@ def _each(config: EvalConfig) -> Iterator[_Evaluation]:
                 file = config.attempts
                 updates["attempts"] = file.with_name(".".join((file.stem, *names.values())) + file.suffix)
             yield _Evaluation(config.model_copy(update=updates), names)
-
-
-def versions(weights_dir: Path, steps: Sequence[int]) -> list[Path]:
-    """Return the directories of the versions of a run's weights, oldest first.
-
-    Raises:
-        ConfigError: if it has none, or not those of these steps.
-    """
-    found = {}
-    for each in weights_dir.glob("v*.*"):
-        with contextlib.suppress(ValueError):
-            epoch, step = each.name[1:].split(".")
-            found[int(epoch), int(step)] = each
-    there = sorted({step for _, step in found})
-    if not there:
-        raise ConfigError(
-            f"there are no versions in {weights_dir.resolve()}, such as v1.50: give a run's weights directory"
-        )
-    if missing := sorted(set(steps) - set(there)):
-        shown = ", ".join(map(str, there if len(there) < _MANY else [*there[:_MANY], "..."]))
-        raise ConfigError(f"{weights_dir} has no step {', '.join(map(str, missing))}; it has {shown}")
-    return [path for (_, step), path in sorted(found.items()) if not steps or step in steps]
 
 
 def _compared(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
