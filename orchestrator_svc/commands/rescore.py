@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from orchestrator_svc.commands.runs import find_run
+from orchestrator_svc.commands.table import table_lines
 from sluice.config import Command, ConfigError, Section, load_command
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import locate
@@ -167,16 +168,19 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     both = [(row["reward"], row["new_reward"]) for row in rows if None not in {row["reward"], row["new_reward"]}]
     groups = [list(group) for _, group in groupby(rows, key=lambda row: row["group_id"])]
     yield f"{len(rows):,} trajectories of {len(groups):,} groups"
+    told = []
     for label, name in (("reward of the run", "reward"), ("other reward", "new_reward")):
         values = [row[name] for row in rows if row[name] is not None]
         if values:
-            told = sum(len({row[name] for row in group}) > 1 for group in groups)
+            signals = sum(len({row[name] for row in group}) > 1 for group in groups)
             mean, spread = math.fsum(values) / len(values), statistics.pstdev(values)
             missing = f", {len(rows) - len(values):,} missing" if len(values) < len(rows) else ""
-            yield f"  {label:<18} mean {mean:.4f}, deviation {spread:.4f}, groups with a signal {told / len(groups):.1%}{missing}"
+            spreads = f"mean {mean:.4f}, deviation {spread:.4f}"
+            told.append((label, f"{spreads}, groups with a signal {signals / len(groups):.1%}{missing}"))
     olds, news = [old for old, _ in both], [new for _, new in both]
     if len(both) >= _LEAST_FOR_CORRELATION and len(set(olds)) > 1 and len(set(news)) > 1:
-        yield f"  {'correlation':<18} {statistics.correlation(olds, news):.4f}"
+        told.append(("correlation", f"{statistics.correlation(olds, news):.4f}"))
+    yield from (f"  {line}" for line in table_lines(told, gap=1, least=18))
 
 
 COMMAND = Command("rescore", "apply another reward to the stored trajectories of a run", run)

@@ -16,7 +16,6 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 from rich.console import Console
-from rich.table import Table
 
 from orchestrator_svc.commands.audit.compare import (
     CHECKPOINT,
@@ -29,6 +28,7 @@ from orchestrator_svc.commands.audit.compare import (
     audit,
 )
 from orchestrator_svc.commands.runs import find_run
+from orchestrator_svc.commands.table import table_lines
 from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.facts import LedgerError, Place, place_of
 from orchestrator_svc.journal.ledger import Ledger, folded
@@ -262,9 +262,6 @@ def _as_json(directory: Path, result: AuditResult) -> dict[str, Any]:
 
 
 def _print(directory: Path, result: AuditResult) -> None:
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
     rows: list[tuple[str, int]] = [("accepted", result.accepted), ("trained", result.trained)]
     rows += [(f"dropped: {reason}", count) for reason, count in result.dropped.items()]
     rows.append(("in flight", result.in_flight))
@@ -272,8 +269,6 @@ def _print(directory: Path, result: AuditResult) -> None:
         rows.append((f"applied, not heard of yet ({len(result.unheard_batches)} batches)", result.unheard))
     rows.append(("rolled back", result.rolled_back))
     rows.append(("of these trained again", result.trained_again))
-    for name, count in rows:
-        table.add_row(name, f"{count:,}")
     console = Console()
     state = "not exact" if result.differences else "exact"
     console.print(
@@ -282,7 +277,8 @@ def _print(directory: Path, result: AuditResult) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(table)
+    for line in table_lines([(name, f"{count:,}") for name, count in rows], numbers={1}, boxed=True):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if result.counted_batches:
         console.print(
             f"{result.counted_batches} batches are from before the journal kept facts: compared by count alone"

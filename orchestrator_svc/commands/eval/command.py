@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator_svc.commands.eval.config import EvalConfig, EvaluatedEnvironment
 from orchestrator_svc.commands.runs import weight_versions
+from orchestrator_svc.commands.table import table_lines
 from sluice.chat_template import check_chat_template
 from sluice.config import Command, ConfigError, load_command
 from sluice.environments.loading import locate
@@ -216,7 +217,7 @@ def _print(result: Mapping[str, Any]) -> None:
     from orchestrator_svc.run.evaluation import INTERVAL  # noqa: PLC0415 - as in _evaluated
 
     metrics = result["metrics"]
-    lines = [f"{result['model']} on {result['environment']}, {result['prompts']} tasks of split {result['split']}:"]
+    rows = []
     for name, label in _LABELS.items():
         if name not in metrics or (name in _FAULTS and not metrics[name]):
             continue
@@ -224,13 +225,15 @@ def _print(result: Mapping[str, Any]) -> None:
         half = None if error is None else INTERVAL * error
         interval = "" if half is None else f"  95% {metrics[name] - half:.4f} to {metrics[name] + half:.4f}"
         shown = f"{metrics[name]:.0f}" if name in _FAULTS else f"{metrics[name]:.4f}"
-        lines.append(f"  {label:<18} {shown}{interval}")
+        rows.append((label, f"{shown}{interval}"))
     ks = sorted(int(name[8:]) for name in metrics if name.startswith("pass_at_") and name[8:].isdigit())
     for k in ks[1:]:
         low, high = metrics[f"pass_at_{k}_low"], metrics[f"pass_at_{k}_high"]
-        lines.append(f"  {f'pass@{k}':<18} {metrics[f'pass_at_{k}']:.4f}  95% {low:.4f} to {high:.4f}")
-    lines += [f"  {name.partition('/')[2]:<18} {value:.4f}" for name, value in metrics.items() if "/" in name]
-    lines.append(f"  {'episodes':<18} {result['episodes']}, {result['tokens']} tokens, {result['wall_s']:.0f} s")
+        rows.append((f"pass@{k}", f"{metrics[f'pass_at_{k}']:.4f}  95% {low:.4f} to {high:.4f}"))
+    rows += [(name.partition("/")[2], f"{value:.4f}") for name, value in metrics.items() if "/" in name]
+    rows.append(("episodes", f"{result['episodes']}, {result['tokens']} tokens, {result['wall_s']:.0f} s"))
+    lines = [f"{result['model']} on {result['environment']}, {result['prompts']} tasks of split {result['split']}:"]
+    lines += [f"  {line}" for line in table_lines(rows, gap=1, least=18)]
     if "gain" in result:
         gain = result["gain"]
         lines.append(

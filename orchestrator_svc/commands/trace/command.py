@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from google.protobuf.json_format import MessageToDict
 
 from orchestrator_svc.commands.runs import find_run
+from orchestrator_svc.commands.table import table_lines
 from orchestrator_svc.commands.trace.history import Following, Trace, TracedSession, following
 from orchestrator_svc.commands.trace.spans import Span, SpanId, Spans
 from orchestrator_svc.journal.external import RecordedRequest, Session
@@ -176,7 +177,7 @@ def _read(directory: Path, session: Session) -> Generations:
 # The list.
 
 
-def _list(shown: Sequence[TracedSession], readings: Sequence[Generations]) -> Iterator[str]:
+def _list(shown: Sequence[TracedSession], readings: Sequence[Generations]) -> list[str]:
     rows = [("episode", "task", "opened (UTC)", "by", "route", "requests", "sampled", "branches", "end")]
     for traced, generations in zip(shown, readings, strict=True):
         session = traced.session
@@ -194,9 +195,7 @@ def _list(shown: Sequence[TracedSession], readings: Sequence[Generations]) -> It
                 traced.end or "open",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    return table_lines(rows)
 
 
 def _sampled(made: session_pb2.RecordedGeneration) -> int:

@@ -1,0 +1,40 @@
+"""The tables that commands print, made by rich."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich.box import HEAVY_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDEST = 10_000
+"""Columns of a line that is not wrapped: a table in a file, or behind a pipe, has no terminal to fit into."""
+
+
+def table_lines(
+    rows: Sequence[Sequence[str]], *, numbers: Collection[int] = (), boxed: bool = False, gap: int = 2, least: int = 0
+) -> list[str]:
+    """Return the lines of a table, which are as wide as its cells.
+
+    Args:
+        rows: Its cells, of as many columns each; a heading is a row as the others.
+        numbers: Places of the columns that stand at the right.
+        boxed: Whether lines are drawn around it and between its columns.
+        gap: Spaces between columns without a box.
+        least: Least width of the first column.
+    """
+    if not rows:
+        return []
+    table = Table(show_header=False, box=HEAVY_HEAD) if boxed else Table.grid(padding=(0, gap, 0, 0))
+    for place in range(len(rows[0])):
+        table.add_column(
+            justify="right" if place in numbers else "left", no_wrap=True, min_width=least if place == 0 else None
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(color_system=None, width=_WIDEST)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
