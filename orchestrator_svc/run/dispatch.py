@@ -31,8 +31,7 @@ from orchestrator_svc.run.scheduler import Scheduler
 from orchestrator_svc.run.sifting import ScoredGroup, sift
 from orchestrator_svc.run.status import RunStatus
 from orchestrator_svc.run.workflows import GroupRunner, Sampling, loss
-from orchestrator_svc.sessions.absence import NoAgentError
-from orchestrator_svc.sessions.desk import Desk
+from orchestrator_svc.sessions.desk import Desk, NoAgentError
 from sluice.advantages import ESTIMATORS
 from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task

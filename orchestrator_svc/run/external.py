@@ -17,8 +17,7 @@ from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.records import SharedRecord
 from orchestrator_svc.run.report import NOT_TRAINED
 from orchestrator_svc.run.workflows import EpisodeData
-from orchestrator_svc.sessions.absence import NoAgentError, may_be_put_off
-from orchestrator_svc.sessions.desk import Desk, Posed
+from orchestrator_svc.sessions.desk import Desk, NoAgentError, Posed, may_be_put_off
 from orchestrator_svc.sessions.trajectories import Built, TreeError, build, episode_reward
 from sluice.environments.processes import EnvironmentProcesses
 from sluice.environments.wire import chat_messages

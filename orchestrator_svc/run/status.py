@@ -17,7 +17,7 @@ from orchestrator_svc.journal.facts import Stage
 from orchestrator_svc.journal.records import Beginning, SharedRecord
 from orchestrator_svc.run.curriculum import Curriculum
 from orchestrator_svc.run.scheduler import Scheduler
-from orchestrator_svc.sessions.absence import MissingAgents
+from orchestrator_svc.sessions.desk import MissingAgents
 from orchestrator_svc.sessions.lending import Refusals
 from sluice.clock import CLOCK, Clock
 from sluice.paging import page_start

@@ -15,7 +15,7 @@ from orchestrator_svc.journal.facts import Reason, Stage
 from orchestrator_svc.journal.ledger import Group, Ledger
 from orchestrator_svc.run.curriculum import Curriculum
 from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
-from orchestrator_svc.sessions.absence import MissingAgents
+from orchestrator_svc.sessions.desk import MissingAgents
 from sluice.environments.base import Task
 from sluice.v1 import journal_pb2 as pb
 from sluice.versions import BASE, Version
