@@ -213,8 +213,8 @@ class _Simulation:
 
     def _note(self, **kind: Any) -> None:  # noqa: ANN401 - one of the kinds of a fact
         fact = journal_pb2.Fact(**kind)
-        self.ledger.apply(self.ledger.last_seq + 1, fact)
-        self.pace.apply(fact, self.now)
+        self.ledger.apply_fact(self.ledger.last_seq + 1, fact)
+        self.pace.apply_fact(fact, self.now)
 
     def _start_what_may(self) -> float:
         """Start groups, batches and steps; return when the next group is due by the pace."""

@@ -451,7 +451,7 @@ def _settings(common: CommonConfig, config: OrchestratorConfig) -> dict[str, Any
 def _release(journal: Journal, curriculum: Curriculum) -> None:
     """Let all tasks in quarantine be drawn again."""
     for environment, task_id in curriculum.quarantined:
-        journal.record(release_fact(environment, task_id))
+        journal.record_fact(release_fact(environment, task_id))
         log.info("a task is drawn again (orchestrator.release_quarantine)", environment=environment, task=task_id)
 
 
@@ -471,11 +471,11 @@ class _Followers(NamedTuple):
     waiting: Waiting
     clock: Clock
 
-    def apply(self, fact: journal_pb2.Fact) -> None:
+    def apply_fact(self, fact: journal_pb2.Fact) -> None:
         """Hand them the next fact."""
-        self.curriculum.apply(fact)
-        self.pace.apply(fact, self.clock())
-        self.share.apply(fact)
+        self.curriculum.apply_fact(fact)
+        self.pace.apply_fact(fact, self.clock())
+        self.share.apply_fact(fact)
         self.waiting.follow(fact)
 
     def snapshots(self, seed: int, config: OrchestratorConfig) -> Snapshots:
@@ -569,7 +569,7 @@ def _journal(
                 queue_records=config.journal.queue_records,
                 queue_bytes=config.journal.queue_mb << 20,
             ),
-            follow=followers.apply,
+            follow=followers.apply_fact,
             snapshots=followers.snapshots(common.seed, config),
             given_up=given_up,
         )

@@ -73,7 +73,7 @@ class Orchestrator:
         return abs(round(sum(known) / len(known), 9)) if known else 0.0  # sums of shares are 1e-16 off
 
     def _note(self, **kind: Any) -> None:  # noqa: ANN401 - one of the kinds of a fact
-        self._ledger.apply(self._ledger.last_seq + 1, journal_pb2.Fact(**kind))
+        self._ledger.apply_fact(self._ledger.last_seq + 1, journal_pb2.Fact(**kind))
 
     # Polls.
 

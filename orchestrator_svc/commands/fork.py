@@ -269,7 +269,7 @@ def _beginning(
     def note(fact: journal_pb2.Fact) -> None:
         fact.time.GetCurrentTime()
         facts.append((ledger.last_seq + 1, fact))
-        ledger.apply(*facts[-1])
+        ledger.apply_fact(*facts[-1])
 
     identity = {**ledger.identity, "run": run_name}
     started = journal_pb2.ProcessStarted(start=ledger.start + 1, identity=identity, forked_from=origin)

@@ -34,7 +34,7 @@ class JournaledEpisodes:
         """Keep that an episode is lost: no process runs it again while the group is at this attempt."""
         lost = journal_pb2.EpisodesEnded(group=self._group.number, attempt=self._group.attempt)
         lost.episodes.add(episode=episode, reason=reason)
-        self._journal.record(journal_pb2.Fact(episodes_ended=lost))
+        self._journal.record_fact(journal_pb2.Fact(episodes_ended=lost))
 
     def attempt(self, episode: int) -> int:
         """Return the last attempt of which something was kept; at least that of the group."""
@@ -66,7 +66,7 @@ class JournaledEpisodes:
             request_id=request_id,
             place=self._journal.keep(response),
         )
-        self._journal.record(journal_pb2.Fact(generation_recorded=fact))
+        self._journal.record_fact(journal_pb2.Fact(generation_recorded=fact))
 
     def keep_turn(self, attempt: int, turn: int, episode: int, reward: float | None, messages_digest: bytes) -> bool:
         """Keep what the environment answered to a turn; return False if it answered otherwise before."""
@@ -81,7 +81,7 @@ class JournaledEpisodes:
             reward=reward,
             messages_digest=messages_digest,
         )
-        self._journal.record(journal_pb2.Fact(turn_ended=fact))
+        self._journal.record_fact(journal_pb2.Fact(turn_ended=fact))
         return True
 
 

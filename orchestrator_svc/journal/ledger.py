@@ -1,6 +1,6 @@
 """The state of a run as it follows from its facts: groups, batches, counts, epochs.
 
-`Ledger.apply` takes one fact after the other and does nothing else: no clock, no I/O, no settings. The running process and
+`Ledger.apply_fact` takes one fact after the other and does nothing else: no clock, no I/O, no settings. The running process and
 a start use the same class, so that both have the same state. Nothing else changes it.
 
     drawn -> RUNNING -> accepted -> READY -> in a batch -> BATCHED -> applied: no longer live
@@ -316,7 +316,7 @@ class Ledger:
 
     # The fold.
 
-    def apply(self, seq: int, fact: pb.Fact) -> None:
+    def apply_fact(self, seq: int, fact: pb.Fact) -> None:
         """Take one fact.
 
         Raises:
@@ -678,5 +678,5 @@ def folded(facts: Iterable[tuple[int, pb.Fact]]) -> Ledger:
     """Return the state after some facts, such as those of `store.read_facts`."""
     ledger = Ledger()
     for seq, fact in facts:
-        ledger.apply(seq, fact)
+        ledger.apply_fact(seq, fact)
     return ledger

@@ -4,7 +4,7 @@
     journal/segment-*.bin     payloads (answers of replicas, trajectories) that facts name; deleted once a checkpoint covers them
     journal/snapshot.bin      the state after one of the facts (journal/snapshot.py)
 
-`Journal.record` applies a fact to the ledger and queues it; nothing else changes the ledger. Facts are gathered for a few
+`Journal.record_fact` applies a fact to the ledger and queues it; nothing else changes the ledger. Facts are gathered for a few
 milliseconds, or until somebody waits for them, and made durable together: payloads first, then the facts in one transaction, so
 that no fact names what is not there. The next start takes the state of the snapshot, and folds the facts after it.
 """
@@ -223,7 +223,7 @@ class Journal:
             if self._snapshots is not None and (found := self._snapshots.read(self._directory, self._fact_at)):
                 self._snapshot_seq, ledger = found
             for seq, fact in _stored_facts(self._connection, self._snapshot_seq):
-                ledger.apply(seq, fact)
+                ledger.apply_fact(seq, fact)
                 if self._follow is not None:
                     self._follow(fact)
                 if self._given_up.is_set():
@@ -301,7 +301,7 @@ class Journal:
 
     # Recording. These methods return at once; what they record is on disk after `durable`.
 
-    def record(self, fact: journal_pb2.Fact) -> None:
+    def record_fact(self, fact: journal_pb2.Fact) -> None:
         """Apply a fact to the ledger, and write it. Facts that are recorded without waiting in between become durable together.
 
         Raises:
@@ -324,7 +324,7 @@ class Journal:
         if not self._waiting.facts:
             self._waiting.since = self._clock()
         fact.time.GetCurrentTime()
-        self.ledger.apply(seq, fact)
+        self.ledger.apply_fact(seq, fact)
         if self._follow is not None:
             self._follow(fact)
         self._waiting.facts.append((seq, fact))

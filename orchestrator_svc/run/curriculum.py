@@ -1,6 +1,6 @@
 """Which task is drawn next: the mix of environments, the pools of tasks by solve rate, rate limits, quarantine and how tasks leave it.
 
-A pure state machine: no clock, no I/O. `Curriculum.choose` only looks; `Curriculum.apply` takes the facts of the journal, one
+A pure state machine: no clock, no I/O. `Curriculum.choose` only looks; `Curriculum.apply_fact` takes the facts of the journal, one
 after the other, and changes the state. A start reads the same facts and draws on where the process before it stopped.
 
 A draw has one of three causes, in this order: a task is drawn again (its trajectories were too old, or damaged); a group that
@@ -253,7 +253,7 @@ class Curriculum:
 
     # What became true.
 
-    def apply(self, fact: journal_pb2.Fact) -> None:
+    def apply_fact(self, fact: journal_pb2.Fact) -> None:
         """Take one fact. Those of an environment that the settings no longer have change nothing."""
         kind = fact.WhichOneof("kind")
         if kind is not None and kind in self._kinds:

@@ -262,14 +262,14 @@ class Dispatcher:
                 redraw_reason=owed.reason,
                 reason=reason,
             )
-            self._journal.record(journal_pb2.Fact(redraw_dropped=dropped))
+            self._journal.record_fact(journal_pb2.Fact(redraw_dropped=dropped))
 
     def _draw(self, drawn: journal_pb2.TaskDrawn, version: Version) -> Group:
         """Record a draw, and return its group, which this version and newer ones may sample."""
         settings = self.curriculum.environments.get(drawn.environment, self._config)
         drawn.episodes = settings.group_size
         drawn.policy_version.CopyFrom(version.to_proto())
-        self._journal.record(journal_pb2.Fact(task_drawn=drawn))
+        self._journal.record_fact(journal_pb2.Fact(task_drawn=drawn))
         return self._ledger.groups[drawn.group]
 
     def _continue(self, group: Group, version: Version) -> Group:
@@ -346,7 +346,7 @@ class Dispatcher:
         except NoAgentError:
             log.info("a group is put off: no agent came for it", group=group.name, environment=group.environment)
             dropped = journal_pb2.GroupDropped(group=group.number, reason=Reason.NO_AGENT, redraw=True)
-            self._journal.record(journal_pb2.Fact(group_dropped=dropped))
+            self._journal.record_fact(journal_pb2.Fact(group_dropped=dropped))
         else:
             await self._end(group, scored)
         self._outage.ended(group.number)
@@ -456,7 +456,7 @@ class Dispatcher:
         # Sessions of external agents say by themselves how they ended.
         if self.curriculum.environments[group.environment].workflow != EXTERNAL:
             ended.episodes.extend(_missing(group, ended.episodes))
-        self._journal.record(journal_pb2.Fact(episodes_ended=ended))
+        self._journal.record_fact(journal_pb2.Fact(episodes_ended=ended))
         if replaced:
             self._succeeded()
             self._replace(group)
@@ -471,7 +471,7 @@ class Dispatcher:
         accepted = journal_pb2.GroupAccepted(
             group=group.number, policy_versions=[each.to_proto() for each in sorted(versions)]
         )
-        self._journal.record(journal_pb2.Fact(group_accepted=accepted))
+        self._journal.record_fact(journal_pb2.Fact(group_accepted=accepted))
 
     def _replace(self, group: Group) -> None:
         """Drop a group without signal: its place is free at once, and another task of its environment takes it.
@@ -480,7 +480,7 @@ class Dispatcher:
             SluiceError: ABORTED if too many were replaced since the last batch.
         """
         dropped = journal_pb2.GroupDropped(group=group.number, reason=Reason.NO_SIGNAL)
-        self._journal.record(journal_pb2.Fact(group_dropped=dropped))
+        self._journal.record_fact(journal_pb2.Fact(group_dropped=dropped))
         if self.curriculum.refills >= self._config.max_refills and self._config.on_max_refills == "fail":
             raise SluiceError.aborted(
                 "NO_SIGNAL",
@@ -517,7 +517,7 @@ class Dispatcher:
             begins = outage.failed(group.number, task, now, shared=shared, heals=heals)
         failures = None if outage.active else self.curriculum.to_quarantine(group.number, reason)
         dropped = journal_pb2.GroupDropped(group=group.number, reason=reason, outage=outage.active)
-        self._journal.record(journal_pb2.Fact(group_dropped=dropped))
+        self._journal.record_fact(journal_pb2.Fact(group_dropped=dropped))
         if failures is not None:
             self._quarantine(group, failures, f"{reason}: {problem}")
         if begins:
@@ -546,7 +546,7 @@ class Dispatcher:
         for environment, task_id in tasks:
             known = self.curriculum.stream(environment).progress.get(task_id)
             if known is not None and known.failures:
-                self._journal.record(release_fact(environment, task_id))
+                self._journal.record_fact(release_fact(environment, task_id))
         message = (
             f"a group to succeed: {groups} failed one after the other, of {len(tasks)} tasks, the last one because of {problem}."
             " Something that they share may be down, such as a judge. One group at a time is tried, the next one at once after"
@@ -582,14 +582,14 @@ class Dispatcher:
             failures=failures,
             problem=problem[:_PROBLEM_CHARACTERS],
         )
-        self._journal.record(journal_pb2.Fact(task_quarantined=noted))
+        self._journal.record_fact(journal_pb2.Fact(task_quarantined=noted))
 
     def _note(self, overlong: Mapping[str, int]) -> None:
         """Record what a group added to these counters at once, the other counters once a batch, and where the tasks stand if that is due."""
         if any(overlong.values()) or self._ledger.batches_made > self._counted_at:
             self._note_counts(overlong)
         if self.curriculum.note_is_due:
-            self._journal.record(journal_pb2.Fact(curriculum_noted=self.curriculum.noted()))
+            self._journal.record_fact(journal_pb2.Fact(curriculum_noted=self.curriculum.noted()))
 
     def _note_counts(self, more: Mapping[str, int]) -> None:
         """Record by how much counters grew, those of the engine and these."""
@@ -597,7 +597,7 @@ class Dispatcher:
         grown, self._counted = counts - self._counted + Counter(more), counts
         self._counted_at = self._ledger.batches_made
         if grown:
-            self._journal.record(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
+            self._journal.record_fact(journal_pb2.Fact(counts_noted=journal_pb2.CountsNoted(generated=grown)))
 
 
 def _note_life(records: Iterable[orchestrator_pb2.TrajectoryRecord], group: Group) -> None:

@@ -161,7 +161,7 @@ class Evaluations:
                 policy_version=version.to_proto(), environment=name, metrics=values
             )
             fact = journal_pb2.EvaluationRecorded(evaluation=finished)
-            self._journal.record(journal_pb2.Fact(evaluation_recorded=fact))
+            self._journal.record_fact(journal_pb2.Fact(evaluation_recorded=fact))
         for name, values in metrics.items():
             await self._reporter.evaluation(version, name, values)
         self.standing.take(version, metrics)
@@ -311,7 +311,7 @@ def _note_policy(
     noted = journal_pb2.WeightPolicyNoted(replica=replica, mode=mode, owner=_OWNER)
     if version is not None:
         noted.policy_version.CopyFrom(version.to_proto())
-    journal.record(journal_pb2.Fact(weight_policy_noted=noted))
+    journal.record_fact(journal_pb2.Fact(weight_policy_noted=noted))
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,12 +175,12 @@ class EvaluationGroups:
             episodes=data.episodes,
             policy_version=data.version.to_proto(),
         )
-        desk.journal.record(journal_pb2.Fact(task_drawn=drawn))
+        desk.journal.record_fact(journal_pb2.Fact(task_drawn=drawn))
         try:
             yield number
         finally:
             dropped = journal_pb2.GroupDropped(group=number, reason=EVALUATED)
-            desk.journal.record(journal_pb2.Fact(group_dropped=dropped))
+            desk.journal.record_fact(journal_pb2.Fact(group_dropped=dropped))
             del self._posed[number]
 
 

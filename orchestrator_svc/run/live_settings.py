@@ -153,7 +153,7 @@ class LiveSettings:
             )
         return changes
 
-    def apply(self, change: Change) -> None:
+    def apply_change(self, change: Change) -> None:
         """Write a planned change into the settings."""
         place = self._places[change.key]
         setattr(place.owner, place.name, _parsed(change.new))
@@ -171,7 +171,7 @@ class LiveSettings:
                 log.warning("a setting that was changed while the run lived is left out", key=key, error=error.message)
                 continue
             for change in changes:
-                self.apply(change)
+                self.apply_change(change)
                 log.info(
                     "a setting has the value that it was given while the run lived, not that of the settings file",
                     key=key,

@@ -58,7 +58,7 @@ class Pace:
         self._applied = 0
         self._long_lead_s = self._short_step_s = 0.0
 
-    def apply(self, fact: pb.Fact, now: float) -> None:
+    def apply_fact(self, fact: pb.Fact, now: float) -> None:
         """Take one fact that became true at `now` seconds."""
         kind = fact.WhichOneof("kind")
         if kind in self._kinds:

@@ -147,7 +147,7 @@ class Run:
             JournalError: if that cannot be written.
         """
         if self._share.exceeded:
-            self._journal.record(journal_pb2.Fact(run_resumed=journal_pb2.RunResumed(principal=principal)))
+            self._journal.record_fact(journal_pb2.Fact(run_resumed=journal_pb2.RunResumed(principal=principal)))
             await self._journal.durable()
         self._give_up_at = None
         self._desk.missing.asked()
@@ -233,12 +233,12 @@ class Run:
         changes = self._settings.plan(settings) if settings or RELEASE not in values else []
         for each in changes:
             fact = journal_pb2.SettingChanged(principal=principal, key=each.key, old_value=each.old, new_value=each.new)
-            self._journal.record(journal_pb2.Fact(setting_changed=fact))
-            self._settings.apply(each)
+            self._journal.record_fact(journal_pb2.Fact(setting_changed=fact))
+            self._settings.apply_change(each)
             log.info("setting changed", key=each.key, old=each.old, new=each.new, principal=principal)
         changed = ledger.setting_changes[len(ledger.setting_changes) - len(changes) :]
         for environment, task_id in tasks:
-            self._journal.record(release_fact(environment, task_id, principal))
+            self._journal.record_fact(release_fact(environment, task_id, principal))
             log.info("a task is drawn again", environment=environment, task=task_id, principal=principal)
             changed.append(
                 orchestrator_pb2.ChangedSetting(

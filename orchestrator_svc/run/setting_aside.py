@@ -123,7 +123,7 @@ class SetAsideShare:
         self._set_aside = 0
         self._problem = ""
 
-    def apply(self, fact: journal_pb2.Fact) -> None:
+    def apply_fact(self, fact: journal_pb2.Fact) -> None:
         """Take the next fact."""
         kind = fact.WhichOneof("kind")
         if kind == "trajectories_set_aside":

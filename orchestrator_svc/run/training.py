@@ -146,7 +146,7 @@ class Training:
         covered = journal_pb2.CheckpointCovered(
             name=saved.name, policy_version=saved.policy_version, position=saved.journal_position
         )
-        self._journal.record(journal_pb2.Fact(checkpoint_covered=covered))
+        self._journal.record_fact(journal_pb2.Fact(checkpoint_covered=covered))
         self._status.checkpoint_written(saved.name, version)
         log.info("checkpoint", name=saved.name, version=str(version))
         return saved
@@ -496,7 +496,7 @@ class Training:
         """Set aside what can never be trained; the run goes on without it."""
         records = {each.trajectory.trajectory_id: each for _, own in found for each in own}
         for fact in facts:
-            self._journal.record(fact)
+            self._journal.record_fact(fact)
             said = fact.trajectories_set_aside
             lost = [records[each] for each in said.trajectory_ids if each in records]
             self._recorder.dropped([Dropped(each, said.reason) for each in lost])
@@ -518,7 +518,7 @@ class Training:
         )
 
     def _record(self, **kind: Any) -> None:  # noqa: ANN401 - one of the kinds of a fact
-        self._journal.record(journal_pb2.Fact(**kind))
+        self._journal.record_fact(journal_pb2.Fact(**kind))
 
     async def _send(self, batch: Batch, epoch: int, records: Sequence[SharedRecord]) -> None:
         while len(self._at_trainer) >= _MOST_AT_TRAINER:

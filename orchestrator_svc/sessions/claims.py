@@ -156,7 +156,7 @@ class Claims:
         self._journal, self._lending, self._limits = journal, lending, limits
         self._requests: dict[str, _Requests] = {}
 
-    def begin(
+    def begin_generation(
         self, principal: str, request: session_pb2.BeginGenerationRequest, now: float, *, joined: str = ""
     ) -> Claimed | Recorded | Running:
         """Say what a request continues, and claim it; or what was recorded for it; or that another caller samples it.
@@ -300,10 +300,12 @@ class Claims:
                 to=to,
                 unread=request.unread,
             )
-            self._journal.record(pb.Fact(session_generation_delivered=fact))
+            self._journal.record_fact(pb.Fact(session_generation_delivered=fact))
         return Recorded(reply)
 
-    def record(self, principal: str, request: session_pb2.RecordGenerationRequest, now: float) -> tuple[list[str], str]:
+    def record_generation(
+        self, principal: str, request: session_pb2.RecordGenerationRequest, now: float
+    ) -> tuple[list[str], str]:
         """Record what was sampled, and end its claim; return the names of the samples, and what they continue.
 
         Raises:
@@ -338,7 +340,7 @@ class Claims:
                 payload_bytes=made.ByteSize(),
                 undelivered=request.undelivered,
             )
-            self._journal.record(pb.Fact(session_generation_recorded=fact))
+            self._journal.record_fact(pb.Fact(session_generation_recorded=fact))
             known = session.requests[made.request_id]
         others = self._known(session, now)
         others.lost.pop(made.request_id, None)

@@ -163,7 +163,7 @@ class Lending:
         fact = pb.LeaseGranted(
             group=number, lease_id=name, principal=principal, request_id=request_id, episodes=episodes, lease=duration
         )
-        self._journal.record(pb.Fact(lease_granted=fact))
+        self._journal.record_fact(pb.Fact(lease_granted=fact))
         lease = self._external(number).leases[name]
         self._lease_ends[name] = now + lease.seconds
         return lease
@@ -222,7 +222,7 @@ class Lending:
             request_id=request.request_id,
             two_keys=True,
         )
-        self._journal.record(pb.Fact(episode_opened=fact))
+        self._journal.record_fact(pb.Fact(episode_opened=fact))
         opened = self.open_session(principal, session_name(fact.group, fact.episode, fact.attempt))
         self.touch(opened, now)
         return opened
@@ -333,7 +333,7 @@ class Lending:
             fact.generation_id = target.generation_id
         elif target.branch:
             fact.branch = target.branch
-        self._journal.record(pb.Fact(reward_recorded=fact))
+        self._journal.record_fact(pb.Fact(reward_recorded=fact))
 
     def _check_reward(self, session: Session | EndedSession, reward: float, now: float) -> None:
         """Refuse a reward that cannot be trained; it is counted as its sender's.
@@ -386,7 +386,7 @@ class Lending:
         )
         if isinstance(session, Session) and session.submission is None:
             _check_branches(session, request, self._limits.branches_mb)
-            self._journal.record(pb.Fact(episode_submitted=fact))
+            self._journal.record_fact(pb.Fact(episode_submitted=fact))
             self._idle_ends.pop(session.name, None)
         elif submission_digest(fact) != session.submission_digest:
             raise SluiceError.failed_precondition(
@@ -445,7 +445,7 @@ class Lending:
             if session.lease_id == lease.lease_id and session.submission is None:
                 self._give_up(session, LEASE_ENDED, f"not renewed for {lease.seconds:g} s", requeue=True)
         ended = pb.LeaseEnded(group=external.group, lease_id=lease.lease_id, reason=EXPIRED)
-        self._journal.record(pb.Fact(lease_ended=ended))
+        self._journal.record_fact(pb.Fact(lease_ended=ended))
 
     def _give_up(
         self,
@@ -465,7 +465,7 @@ class Lending:
             requeue=requeue and session.attempt + 1 < self._limits.attempts,
             settled_by=by,
         )
-        self._journal.record(pb.Fact(episode_given_up=fact))
+        self._journal.record_fact(pb.Fact(episode_given_up=fact))
         self._idle_ends.pop(session.name, None)
 
     def _running(self) -> Iterator[ExternalEpisodes]:

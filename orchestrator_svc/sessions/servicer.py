@@ -140,7 +140,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         joined = request.joins
         while True:
             now = desk.clock()
-            answer = desk.claims.begin(principal, request, now, joined=joined)
+            answer = desk.claims.begin_generation(principal, request, now, joined=joined)
             if request.held:
                 await desk.journal.durable()
                 return session_pb2.BeginGenerationResponse()
@@ -184,7 +184,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     ) -> session_pb2.RecordGenerationResponse:
         desk = self._desk
         await desk.journal.room_for(request.generation.ByteSize())
-        generation_ids, parent = desk.claims.record(principal, request, desk.clock())
+        generation_ids, parent = desk.claims.record_generation(principal, request, desk.clock())
         session = desk.lending.find(request.episode_id)
         await desk.journal.durable()
         if isinstance(session, Session):

@@ -272,11 +272,11 @@ async def test_a_task_to_draw_again_survives_a_kill(tmp_path) -> None:
         settings = EnvironmentConfig(name="letters", environment="m:Letters")
         curriculum = Curriculum([(settings, [Task(f"t{number}") for number in range(5)])], 0)
         return curriculum, Journal(
-            tmp_path, {"run": "r"}, limits=JournalLimits(fsync_interval_s=0.0), follow=curriculum.apply
+            tmp_path, {"run": "r"}, limits=JournalLimits(fsync_interval_s=0.0), follow=curriculum.apply_fact
         )
 
     def record(journal: Journal, **kind) -> None:
-        journal.record(pb.Fact(**kind))
+        journal.record_fact(pb.Fact(**kind))
 
     curriculum, journal = opened()
     drawn = curriculum.choose(0.0, journal.ledger.redraws)
@@ -307,10 +307,10 @@ async def test_a_task_in_quarantine_that_had_to_be_drawn_again_is_counted_and_th
     journal = Journal(scene.run_dir, identity, limits=JournalLimits(fsync_interval_s=0.0))
     for number, task in ((1, "train-0"), (2, "gone"), (3, "train-1")):
         drawn = pb.TaskDrawn(environment="Letters", task_id=task, group=number, position=number - 1, episodes=2)
-        journal.record(pb.Fact(task_drawn=drawn))
-        journal.record(pb.Fact(group_dropped=pb.GroupDropped(group=number, reason="STALE", redraw=True)))
+        journal.record_fact(pb.Fact(task_drawn=drawn))
+        journal.record_fact(pb.Fact(group_dropped=pb.GroupDropped(group=number, reason="STALE", redraw=True)))
     poisonous = pb.TaskQuarantined(environment="Letters", task_id="train-0", failures=3, problem="it died")
-    journal.record(pb.Fact(task_quarantined=poisonous))
+    journal.record_fact(pb.Fact(task_quarantined=poisonous))
     await journal.close()
     report = await scene.run()
     assert (report["state"], report["steps"]) == ("succeeded", 4)
@@ -326,7 +326,7 @@ async def with_quarantine(scene, *tasks: str) -> None:
     journal = Journal(scene.run_dir, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
     for task in tasks:
         noted = pb.TaskQuarantined(environment="Letters", task_id=task, failures=3, problem="the judge was down")
-        journal.record(pb.Fact(task_quarantined=noted))
+        journal.record_fact(pb.Fact(task_quarantined=noted))
     await journal.close()
 
 
@@ -366,7 +366,7 @@ async def test_unfinished_groups_of_tasks_that_are_gone_do_not_end_the_run(scene
     journal = Journal(scene.run_dir, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
     for number in range(1, 6):
         drawn = pb.TaskDrawn(environment="Letters", task_id=f"gone-{number}", group=number, position=number, episodes=2)
-        journal.record(pb.Fact(task_drawn=drawn))
+        journal.record_fact(pb.Fact(task_drawn=drawn))
     await journal.close()
     report = await scene.run(max_failed_groups=2)
     assert (report["state"], report["groups_failed"]) == ("succeeded", {"TASK_CHANGED": 5})

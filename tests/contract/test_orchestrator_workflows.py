@@ -275,7 +275,7 @@ async def test_a_start_replays_an_episode_from_its_recorded_turns_or_begins_it_a
 
     replica.text = two_turns_then_nothing
     first = Journal(tmp_path, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
-    first.record(journal_pb2.Fact(task_drawn=journal_pb2.TaskDrawn(group=1, task_id="t", episodes=1)))
+    first.record_fact(journal_pb2.Fact(task_drawn=journal_pb2.TaskDrawn(group=1, task_id="t", episodes=1)))
     data = replace(episode(1), log=JournaledEpisodes(first, first.ledger.groups[1]))
     async with engine_over(replica) as (engine, _):
         running = asyncio.create_task(run_episodes(engine, data, fickle=fickle))
@@ -301,7 +301,7 @@ async def test_a_late_episode_is_lost_alone_and_no_later_process_runs_it_again(t
     replica.gate.clear()
     replica.gated = lambda request: request.request_id.endswith("/1.1")
     first = Journal(tmp_path, {"run": "test"}, limits=JournalLimits(fsync_interval_s=0.0))
-    first.record(journal_pb2.Fact(task_drawn=journal_pb2.TaskDrawn(group=1, task_id="t", episodes=3)))
+    first.record_fact(journal_pb2.Fact(task_drawn=journal_pb2.TaskDrawn(group=1, task_id="t", episodes=3)))
 
     async def run(engine: PolicyEngine, journal: Journal) -> list[str]:
         deadline = ServedDeadline(CALL_S, clock)

@@ -67,9 +67,9 @@ def end_with(
         pb.EndedEpisode(episode=index, reward=0.5, trajectories=[each]) for index, each in enumerate(kept.trajectories)
     ]
     ended = pb.EpisodesEnded(group=number, episodes=episodes, beginnings=kept.beginnings)
-    journal.record(pb.Fact(episodes_ended=ended))
+    journal.record_fact(pb.Fact(episodes_ended=ended))
     sampled = [each.to_proto() for each in versions]
-    journal.record(pb.Fact(group_accepted=pb.GroupAccepted(group=number, policy_versions=sampled)))
+    journal.record_fact(pb.Fact(group_accepted=pb.GroupAccepted(group=number, policy_versions=sampled)))
 
 
 async def wholes(journal: Journal, group: Group) -> list[orchestrator_pb2.TrajectoryRecord]:
@@ -79,7 +79,7 @@ async def wholes(journal: Journal, group: Group) -> list[orchestrator_pb2.Trajec
 
 def accept(journal: Journal, number: int, versions: Sequence[Version] = (BASE,), count: int = 2) -> None:
     """Draw and accept a group."""
-    journal.record(drawn(number))
+    journal.record_fact(drawn(number))
     end(journal, number, versions, count)
 
 
@@ -121,8 +121,8 @@ def unmade(number: int):
 def begin_epoch(journal: Journal, origin: Version = BASE) -> int:
     """Allot and begin the next epoch."""
     epoch = journal.ledger.allotted + 1
-    journal.record(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=epoch)))
-    journal.record(pb.Fact(epoch_begun=pb.EpochBegun(epoch=epoch, origin=origin.to_proto())))
+    journal.record_fact(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=epoch)))
+    journal.record_fact(pb.Fact(epoch_begun=pb.EpochBegun(epoch=epoch, origin=origin.to_proto())))
     return epoch
 
 

@@ -46,7 +46,7 @@ class RunOnDisk(SimulatedRun):
         super().note(**kind)
         assert self.journal is not None
         if "process_started" not in kind:  # the journal notes its own
-            self.journal.record(self.facts[-1])
+            self.journal.record_fact(self.facts[-1])
 
     def place(self, trajectory: str) -> journal_pb2.PayloadPlace:
         assert self.journal is not None

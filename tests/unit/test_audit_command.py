@@ -273,9 +273,9 @@ async def sampled_by_an_agent(directory: Path) -> Path:
     """Let an external agent sample twice; return the segment that has it."""
     journal = Journal(directory, {"run": "test"})
     for fact in (drawn(1), granted(1, 1, [0]), opened(1, 0)):
-        journal.record(fact)
+        journal.record_fact(fact)
     for request in ("a", "b"):
-        journal.record(recorded(journal, 1, 0, generation(request, [1, 2], [3])))
+        journal.record_fact(recorded(journal, 1, 0, generation(request, [1, 2], [3])))
     await journal.close()
     _, fact = first(directory, "session_generation_recorded")
     return segment_path(directory / "journal", fact.session_generation_recorded.place.segment)

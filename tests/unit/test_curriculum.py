@@ -42,7 +42,7 @@ class World:
 
     def record(self, **kind) -> None:
         self.facts.append(pb.Fact(**kind))
-        self.curriculum.apply(self.facts[-1])
+        self.curriculum.apply_fact(self.facts[-1])
 
     def draw(self, now: float = 0.0) -> Group | None:
         found = self.curriculum.choose(now, self.redraws)
@@ -151,7 +151,7 @@ def test_a_start_draws_on_under_the_ratio_that_was_set_while_the_run_lived() -> 
     for _ in range(6):
         lived.draw()
     for fact in lived.facts:
-        started.curriculum.apply(fact)
+        started.curriculum.apply_fact(fact)
     assert started.curriculum.share("b") == 8 / 11
     assert started.curriculum.noted() == lived.curriculum.noted()
 
@@ -162,7 +162,7 @@ def test_a_start_under_another_ratio_owes_nobody_what_the_old_one_gave() -> None
     for _ in range(100):
         lived.accept(lived.draw())
     for fact in lived.facts:
-        started.curriculum.apply(fact)
+        started.curriculum.apply_fact(fact)
     assert [started.draw().draw.environment for _ in range(20)].count("b") in {9, 10, 11}
 
 
@@ -362,7 +362,7 @@ def test_a_start_that_reads_the_facts_draws_on_as_if_nothing_had_happened(seed, 
     lived, started = World(*settings), World(*settings)
     later = live_on(lived, random.Random(seed), steps) + 1000.0
     for fact in lived.facts:
-        started.curriculum.apply(pb.Fact.FromString(fact.SerializeToString()))
+        started.curriculum.apply_fact(pb.Fact.FromString(fact.SerializeToString()))
     assert started.curriculum.noted() == lived.curriculum.noted()
     started.redraws, started.groups = list(lived.redraws), lived.groups
     for each in (lived, started):
@@ -427,7 +427,7 @@ def test_a_restart_in_the_middle_of_a_pass_doubles_and_loses_no_task(seed, pools
             world.record(curriculum_noted=world.curriculum.noted())
     started = World(settings, count=30)
     for fact in world.facts:
-        started.curriculum.apply(fact)
+        started.curriculum.apply_fact(fact)
     started.groups = world.groups
     drawn += [started.draw().draw.task_id for _ in range(30 - before)]
     assert sorted(drawn) == sorted(f"a{number}" for number in range(30))
@@ -457,7 +457,7 @@ def test_facts_of_what_no_longer_exists_are_passed_over() -> None:
         lived.draw_again(group)
         lived.accept(group)
     for fact in lived.facts:
-        now.curriculum.apply(fact)
+        now.curriculum.apply_fact(fact)
     now.redraws = [each for each in lived.redraws if each.task_id != "a0"]
     assert now.curriculum.task("gone", "gone0", 0) is None
     assert now.curriculum.task("a", "a4", 0) is None

@@ -23,21 +23,21 @@ def open_journal(directory: Path) -> Journal:
 
 def lived(journal: Journal, group: int) -> None:
     """Lend both episodes of a group: the first is sampled twice and submitted, the second is given up and opened again."""
-    journal.record(drawn(group))
-    journal.record(granted(group, 1, [0, 1]))
-    journal.record(opened(group, 0))
-    journal.record(opened(group, 1))
-    journal.record(recorded(journal, group, 0, generation("a", [1, 2], [3, 4], [5])))
-    journal.record(recorded(journal, group, 0, generation("b", [1, 2, 3, 4, 9], [6], parent="a/0")))
+    journal.record_fact(drawn(group))
+    journal.record_fact(granted(group, 1, [0, 1]))
+    journal.record_fact(opened(group, 0))
+    journal.record_fact(opened(group, 1))
+    journal.record_fact(recorded(journal, group, 0, generation("a", [1, 2], [3, 4], [5])))
+    journal.record_fact(recorded(journal, group, 0, generation("b", [1, 2, 3, 4, 9], [6], parent="a/0")))
     for request in ("lost", "late"):
-        journal.record(recorded(journal, group, 0, generation(request, [7], [8]), undelivered=True))
-    journal.record(delivered(group, 0, "late"))
-    journal.record(rewarded(group, 0, 0.5))
-    journal.record(rewarded(group, 0, 0.25, generation_id="a/1"))
-    journal.record(submitted(group, 0, truncated=True))
-    journal.record(given_up(group, 1))
-    journal.record(granted(group, 2, [1], principal="bob"))
-    journal.record(opened(group, 1, attempt=1, lease=2))
+        journal.record_fact(recorded(journal, group, 0, generation(request, [7], [8]), undelivered=True))
+    journal.record_fact(delivered(group, 0, "late"))
+    journal.record_fact(rewarded(group, 0, 0.5))
+    journal.record_fact(rewarded(group, 0, 0.25, generation_id="a/1"))
+    journal.record_fact(submitted(group, 0, truncated=True))
+    journal.record_fact(given_up(group, 1))
+    journal.record_fact(granted(group, 2, [1], principal="bob"))
+    journal.record_fact(opened(group, 1, attempt=1, lease=2))
 
 
 async def test_a_start_finds_leases_sessions_and_rewards_as_they_were(tmp_path) -> None:
@@ -78,9 +78,9 @@ async def test_payloads_of_sessions_are_kept_while_their_group_runs_and_deleted_
     for number in (1, 2, 3):
         if number > 1:
             accept(journal, number)
-        journal.record(made(journal, number))
-        journal.record(applied(journal, number))
-        journal.record(covered(number))
+        journal.record_fact(made(journal, number))
+        journal.record_fact(applied(journal, number))
+        journal.record_fact(covered(number))
         await journal.durable()
     assert segment_numbers(tmp_path / "journal")[0] > later
     await journal.close()
@@ -90,7 +90,7 @@ async def test_a_group_that_ends_leaves_only_how_its_sessions_ended(tmp_path, mo
     monkeypatch.setattr(ledger, "KEPT_SESSIONS", 4)
     journal = open_journal(tmp_path)
     lived(journal, 1)
-    journal.record(dropped(1, "EPISODE_DEADLINE"))
+    journal.record_fact(dropped(1, "EPISODE_DEADLINE"))
     assert journal.ledger.groups == {}
     ended = journal.ledger.ended_sessions
     assert {name: (each.principal, each.reason) for name, each in ended.items()} == {
@@ -100,11 +100,11 @@ async def test_a_group_that_ends_leaves_only_how_its_sessions_ended(tmp_path, mo
     }
     assert ended["g1-0-0"].trajectory_ids == ("g1-0.0", "g1-0.1", "g1-0.2")
     for number in (2, 3):
-        journal.record(drawn(number))
-        journal.record(granted(number, 1, [0, 1]))
-        journal.record(opened(number, 0))
-        journal.record(opened(number, 1))
-        journal.record(dropped(number, "EPISODE_DEADLINE"))
+        journal.record_fact(drawn(number))
+        journal.record_fact(granted(number, 1, [0, 1]))
+        journal.record_fact(opened(number, 0))
+        journal.record_fact(opened(number, 1))
+        journal.record_fact(dropped(number, "EPISODE_DEADLINE"))
     assert list(journal.ledger.ended_sessions) == ["g2-0-0", "g2-1-0", "g3-0-0", "g3-1-0"], "the last ones alone"
     await journal.close()
 
@@ -112,7 +112,7 @@ async def test_a_group_that_ends_leaves_only_how_its_sessions_ended(tmp_path, mo
 async def test_a_group_that_is_drawn_again_keeps_what_was_lent_of_it(tmp_path) -> None:
     journal = open_journal(tmp_path)
     lived(journal, 1)
-    journal.record(drawn(1, attempt=1))
+    journal.record_fact(drawn(1, attempt=1))
     assert [each.name for each in journal.ledger.groups[1].external.sessions] == ["g1-0-0", "g1-1-1"]
     await journal.close()
 
@@ -142,7 +142,7 @@ async def test_facts_of_external_episodes_that_cannot_be_true_are_not_written(tm
     ]
     for fact in impossible:
         with pytest.raises(LedgerError):
-            journal.record(fact)
+            journal.record_fact(fact)
     assert journal.ledger.last_seq == facts
     await journal.durable()
     assert folded(read_facts(tmp_path)) == journal.ledger
@@ -151,31 +151,31 @@ async def test_facts_of_external_episodes_that_cannot_be_true_are_not_written(tm
 
 async def test_the_end_of_a_lease_gives_back_what_was_not_opened_and_ends_the_wait_for_a_reward(tmp_path) -> None:
     journal = open_journal(tmp_path)
-    journal.record(drawn(1))
-    journal.record(granted(1, 1, [0, 1]))
-    journal.record(opened(1, 0))
-    journal.record(recorded(journal, 1, 0, generation("a", [1], [2])))
-    journal.record(submitted(1, 0, reward_follows=True))
+    journal.record_fact(drawn(1))
+    journal.record_fact(granted(1, 1, [0, 1]))
+    journal.record_fact(opened(1, 0))
+    journal.record_fact(recorded(journal, 1, 0, generation("a", [1], [2])))
+    journal.record_fact(submitted(1, 0, reward_follows=True))
     external = journal.ledger.groups[1].external
     assert (external.on_offer, external.slots[0].settled) == ([], False)
-    journal.record(lease_ended(1, 1))
+    journal.record_fact(lease_ended(1, 1))
     assert (external.on_offer, external.slots[0].settled, external.complete) == ([1], True, False)
     await journal.close()
 
 
 async def test_a_submission_that_waits_is_settled_by_the_reward_of_the_episode_or_of_all_its_branches(tmp_path) -> None:
     journal = open_journal(tmp_path)
-    journal.record(drawn(1))
-    journal.record(granted(1, 1, [0, 1]))
+    journal.record_fact(drawn(1))
+    journal.record_fact(granted(1, 1, [0, 1]))
     for episode in (0, 1):
-        journal.record(opened(1, episode))
-        journal.record(recorded(journal, 1, episode, generation("a", [1], [2], [3])))
-        journal.record(submitted(1, episode, reward_follows=True))
+        journal.record_fact(opened(1, episode))
+        journal.record_fact(recorded(journal, 1, episode, generation("a", [1], [2], [3])))
+        journal.record_fact(submitted(1, episode, reward_follows=True))
     slots = journal.ledger.groups[1].external.slots
-    journal.record(rewarded(1, 0, 1.0))
+    journal.record_fact(rewarded(1, 0, 1.0))
     assert [each.settled for each in slots] == [True, False]
-    journal.record(rewarded(1, 1, 1.0, branch="a/0"))
+    journal.record_fact(rewarded(1, 1, 1.0, branch="a/0"))
     assert not slots[1].settled
-    journal.record(rewarded(1, 1, 0.0, branch="a/1"))
+    journal.record_fact(rewarded(1, 1, 0.0, branch="a/1"))
     assert journal.ledger.groups[1].external.complete
     await journal.close()

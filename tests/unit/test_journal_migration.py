@@ -69,8 +69,8 @@ async def test_a_journal_of_format_1_goes_on_where_it_stopped(run_dir) -> None:
 async def test_a_trainer_that_lost_a_batch_of_the_old_journal_gets_it_again(run_dir) -> None:
     journal = open_journal(run_dir)
     journal.ledger.check_reach(1)
-    journal.record(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=2)))
-    journal.record(pb.Fact(epoch_begun=pb.EpochBegun(epoch=2, origin=Version(1, 1).to_proto())))
+    journal.record_fact(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=2)))
+    journal.record_fact(pb.Fact(epoch_begun=pb.EpochBegun(epoch=2, origin=Version(1, 1).to_proto())))
     assert [batch.batch_id for batch in journal.ledger.to_send] == ["batch-2-epoch-1", "batch-3-epoch-1"]
     assert journal.ledger.trained == 2
     with pytest.raises(Exception, match="no longer holds batch 1"):
@@ -85,8 +85,8 @@ async def test_an_audit_counts_what_a_journal_of_format_1_only_counted(run_dir) 
     assert not result.differences
     assert (result.accepted, result.trained, result.dropped) == (ledger.accepted, ledger.trained, ledger.dropped)
     assert (result.counted_batches, result.groups_in_flight) == (2, {4, 5})
-    journal.record(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=2)))
-    journal.record(pb.Fact(epoch_begun=pb.EpochBegun(epoch=2, origin=Version(1, 1).to_proto())))
+    journal.record_fact(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=2)))
+    journal.record_fact(pb.Fact(epoch_begun=pb.EpochBegun(epoch=2, origin=Version(1, 1).to_proto())))
     await journal.durable()
     result = audit(read_facts(run_dir), [], ledger.lineage)
     assert not result.differences
@@ -142,7 +142,7 @@ async def test_a_group_of_the_old_journal_that_the_disk_damaged_is_noticed(run_d
     journal = open_journal(run_dir)
     with pytest.raises(GroupDamagedError):
         await journal.trajectories(journal.ledger.groups[5])
-    journal.record(pb.Fact(group_dropped=pb.GroupDropped(group=5, reason="JOURNAL_DAMAGED", redraw=True)))
+    journal.record_fact(pb.Fact(group_dropped=pb.GroupDropped(group=5, reason="JOURNAL_DAMAGED", redraw=True)))
     assert [(each.environment, each.position) for each in journal.ledger.redraws] == [("letters", 4)]
     assert isinstance(journal.ledger.redraws[0], Redraw)
     await journal.close()

@@ -97,8 +97,8 @@ async def test_curriculum_and_set_aside_share_are_part_of_it(tmp_path) -> None:
         def follow(fact: pb.Fact) -> None:
             nonlocal read
             read += 1
-            curriculum.apply(fact)
-            share.apply(fact)
+            curriculum.apply_fact(fact)
+            share.apply_fact(fact)
 
         snapshots = Snapshots((curriculum, share), (), least_facts=1)
         return Journal(tmp_path, {"run": "r"}, follow=follow, snapshots=snapshots), curriculum, share
@@ -106,7 +106,7 @@ async def test_curriculum_and_set_aside_share_are_part_of_it(tmp_path) -> None:
     journal, curriculum, share = start()
     for number in range(1, 9):
         accept(journal, number)
-    journal.record(
+    journal.record_fact(
         pb.Fact(trajectories_set_aside=pb.TrajectoriesSetAside(group=3, reason="TOO_LONG", trajectory_ids=["g3-0"]))
     )
     await journal.close()
@@ -133,7 +133,7 @@ async def test_few_facts_are_read_again_rather_than_written_twice(tmp_path) -> N
 async def test_a_start_after_a_kill_writes_a_snapshot_of_what_it_reads(tmp_path) -> None:
     journal, _ = opened(tmp_path)
     for number in range(1, 9):
-        journal.record(drawn(number))
+        journal.record_fact(drawn(number))
     await journal.durable()
     journal._thread.end()
     journal._connection.close()
@@ -153,7 +153,7 @@ async def test_nothing_is_recorded_in_a_journal_that_closes(tmp_path) -> None:
     closing = asyncio.ensure_future(journal.close())
     await asyncio.wait({closing})
     with pytest.raises(JournalError, match="the journal is closed"):
-        journal.record(drawn(9))
+        journal.record_fact(drawn(9))
     again, _ = opened(tmp_path)  # which compares the state with the facts
     assert 9 not in again.ledger.groups
     await again.close()

@@ -43,7 +43,7 @@ def settings(**orchestrator: object) -> tuple[LiveSettings, SimpleNamespace]:
 def change(live: LiveSettings, **values: str) -> list[tuple[str, str, str]]:
     changes = live.plan({key.replace("__", "."): text for key, text in values.items()})
     for each in changes:
-        live.apply(each)
+        live.apply_change(each)
     return [(each.key, each.old, each.new) for each in changes]
 
 
@@ -63,7 +63,7 @@ def test_a_change_is_seen_by_whoever_reads_the_settings():
         "orchestrator.environments.v1.hard.ratio": "1",
     }
     for each in live.plan(values):
-        live.apply(each)
+        live.apply_change(each)
     assert held.common.max_staleness == 0
     assert (held.config.max_concurrent, held.config.checkpoint.every_steps) == (32, 0)
     assert [each.ratio for each in held.config.mix] == [1.0, 1.0]
@@ -185,7 +185,7 @@ def test_any_text_is_refused_or_changes_all_of_it(values):
     live, _ = settings()
     with contextlib.suppress(SluiceError):
         for each in live.plan(values):
-            live.apply(each)
+            live.apply_change(each)
         assert live.plan(values) == []
 
 
@@ -195,7 +195,7 @@ def test_any_number_is_refused_or_kept_to_the_bit(key, number):
     with contextlib.suppress(SluiceError):
         changes = live.plan({key: as_toml(number)})
         for each in changes:
-            live.apply(each)
+            live.apply_change(each)
         again, held = settings()
         again.restore({each.key: each.new for each in changes})
         assert again.plan({key: as_toml(number)}) == []

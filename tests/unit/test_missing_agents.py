@@ -120,7 +120,7 @@ class Mixed:
 
     def record(self, **kind) -> None:
         self.facts.record(**kind)
-        self.curriculum.apply(pb.Fact(**kind))
+        self.curriculum.apply_fact(pb.Fact(**kind))
 
     def running(self, environment: str) -> list[Group]:
         live = self.ledger.groups.values()
@@ -143,7 +143,7 @@ class Mixed:
             self.ticks[each.number] = self.ticks.get(each.number, 0) + 1
             if self.ticks[each.number] > each.number % 3:
                 self.facts.accept(each.number, {each.floor}, trajectories=2)
-                self.curriculum.apply(pb.Fact(group_accepted=pb.GroupAccepted(group=each.number)))
+                self.curriculum.apply_fact(pb.Fact(group_accepted=pb.GroupAccepted(group=each.number)))
         self.missing.look(self.ledger.groups.values(), self.now)
         for number in self.missing.put_off(self.ledger.groups.values(), others_can=self.curriculum.others_can):
             assert not agents, "an agent is there"

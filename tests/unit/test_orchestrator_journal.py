@@ -62,7 +62,7 @@ def batches(found: list[Batch]) -> list[tuple[str, list[int]]]:
 async def test_a_reading_that_is_given_up_ends_at_the_next_fact_and_writes_nothing(tmp_path) -> None:
     journal = open_journal(tmp_path)
     for number in range(1, 4):
-        journal.record(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=number)))
+        journal.record_fact(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=number)))
     await journal.close()
     before, followed, given_up = list(read_facts(tmp_path)), [], threading.Event()
 
@@ -84,12 +84,12 @@ async def test_a_start_has_the_state_that_was_durable(tmp_path) -> None:
     begin_epoch(journal)
     for number in (1, 2, 3, 4):
         accept(journal, number, [Version(1, 0)])
-    journal.record(drawn(5))
-    journal.record(generated(journal, 5))
-    journal.record(made(journal, 1, 2))
-    journal.record(applied(journal, 1, STALE=["g2-1"], elapsed_s=12.5))
-    journal.record(made(journal, 3))
-    journal.record(dropped(4, Reason.STALE, redraw=True))
+    journal.record_fact(drawn(5))
+    journal.record_fact(generated(journal, 5))
+    journal.record_fact(made(journal, 1, 2))
+    journal.record_fact(applied(journal, 1, STALE=["g2-1"], elapsed_s=12.5))
+    journal.record_fact(made(journal, 3))
+    journal.record_fact(dropped(4, Reason.STALE, redraw=True))
     await journal.durable()
     before = folded(read_facts(tmp_path))
     assert before == journal.ledger
@@ -106,12 +106,12 @@ async def test_a_start_has_the_state_that_was_durable(tmp_path) -> None:
 
 async def test_numbers_of_facts_go_on_over_restarts(tmp_path) -> None:
     journal = open_journal(tmp_path)
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     assert await journal.durable() == 2
     await killed(journal)
     again = open_journal(tmp_path)
     assert again.ledger.last_seq == 3, "the process that started"
-    again.record(drawn(2))
+    again.record_fact(drawn(2))
     assert await again.durable() == 4
     await again.close()
     assert [seq for seq, _ in read_facts(tmp_path)] == [1, 2, 3, 4]
@@ -120,12 +120,12 @@ async def test_numbers_of_facts_go_on_over_restarts(tmp_path) -> None:
 async def test_a_fact_that_does_not_follow_from_the_others_is_not_written(tmp_path) -> None:
     journal = open_journal(tmp_path)
     accept(journal, 1)
-    journal.record(made(journal, 1))
+    journal.record_fact(made(journal, 1))
     for impossible in (drawn(1), dropped(1, "STALE"), dropped(9, "STALE"), made(journal), unmade(7)):
         with pytest.raises(LedgerError):
-            journal.record(impossible)
+            journal.record_fact(impossible)
     with pytest.raises(LedgerError, match="kind"):
-        journal.record(pb.Fact())
+        journal.record_fact(pb.Fact())
     await journal.durable()
     assert folded(read_facts(tmp_path)) == journal.ledger
     await journal.close()
@@ -163,8 +163,8 @@ def test_a_file_system_on_which_sqlite_has_no_shared_memory_is_refused_with_the_
 
 async def test_an_unfinished_group_keeps_what_was_sampled_of_it_until_it_begins_again(tmp_path) -> None:
     journal = open_journal(tmp_path)
-    journal.record(drawn(1))
-    journal.record(generated(journal, 1, "kept"))
+    journal.record_fact(drawn(1))
+    journal.record_fact(generated(journal, 1, "kept"))
     await killed(journal)
     again = open_journal(tmp_path)
     group = again.ledger.groups[1]
@@ -176,7 +176,7 @@ async def test_an_unfinished_group_keeps_what_was_sampled_of_it_until_it_begins_
     assert episodes.keep_turn(0, 0, 1, 0.5, b"digest")
     assert episodes.keep_turn(0, 0, 1, 0.5, b"digest")
     assert not episodes.keep_turn(0, 0, 1, 0.5, b"other"), "the environment answered otherwise before"
-    again.record(drawn(1, attempt=1))
+    again.record_fact(drawn(1, attempt=1))
     assert again.ledger.groups[1].generations == []
     assert JournaledEpisodes(again, again.ledger.groups[1]).attempt(0) == 1
     assert again.ledger.next_group == 2, "it keeps its number"
@@ -185,8 +185,8 @@ async def test_an_unfinished_group_keeps_what_was_sampled_of_it_until_it_begins_
 
 async def test_a_damaged_generation_is_sampled_again(tmp_path) -> None:
     journal = open_journal(tmp_path)
-    journal.record(drawn(1))
-    journal.record(generated(journal, 1))
+    journal.record_fact(drawn(1))
+    journal.record_fact(generated(journal, 1))
     await journal.durable()
     flip(tmp_path, journal.ledger.groups[1].generations[0].place)
     assert await JournaledEpisodes(journal, journal.ledger.groups[1]).generation(0, 0, range(2)) is None
@@ -210,9 +210,9 @@ async def test_a_trainer_that_returns_to_an_older_version_lacks_the_batches_afte
     begin_epoch(journal)
     for number in (1, 2, 3):
         accept(journal, number)
-        journal.record(made(journal, number))
-    journal.record(applied(journal, 1))
-    journal.record(applied(journal, 2, STALE=["g2-0"]))
+        journal.record_fact(made(journal, number))
+    journal.record_fact(applied(journal, 1))
+    journal.record_fact(applied(journal, 2, STALE=["g2-0"]))
     assert (journal.ledger.trained, journal.ledger.dropped) == (3, {"STALE": 1})
     await killed(journal)
     again = open_journal(tmp_path)
@@ -220,7 +220,7 @@ async def test_a_trainer_that_returns_to_an_older_version_lacks_the_batches_afte
     assert batches(again.ledger.to_send) == [("b2", [2]), ("b3", [3])]
     assert live(again, Stage.BATCHED) == [3, 2]
     assert (again.ledger.trained, again.ledger.dropped) == (2, {}), "the weights that trained it are gone"
-    again.record(applied(again, 2))
+    again.record_fact(applied(again, 2))
     assert (again.ledger.trained, again.ledger.accepted) == (4, 6)
     await again.close()
 
@@ -230,12 +230,12 @@ async def test_batches_that_the_weights_hold_and_nobody_reported_are_known(tmp_p
     begin_epoch(journal)
     for number in (1, 2, 3):
         accept(journal, number)
-        journal.record(made(journal, number))
+        journal.record_fact(made(journal, number))
     begin_epoch(journal, Version(1, 2))
     assert batches(journal.ledger.unreported) == [("b1", [1]), ("b2", [2])]
     assert batches(journal.ledger.to_send) == [("b3", [3])]
-    journal.record(applied(journal, 1))
-    journal.record(applied(journal, 2))
+    journal.record_fact(applied(journal, 1))
+    journal.record_fact(applied(journal, 2))
     assert (journal.ledger.unreported, journal.ledger.applied, journal.ledger.next_batch) == ([], 2, 4)
     await journal.close()
 
@@ -245,12 +245,12 @@ async def test_a_batch_that_was_taken_apart_leaves_its_number_and_its_groups_fre
     begin_epoch(journal)
     for number in (1, 2):
         accept(journal, number)
-        journal.record(made(journal, number))
+        journal.record_fact(made(journal, number))
     with pytest.raises(LedgerError, match="not the last one"):
-        journal.record(unmade(1))
-    journal.record(unmade(2))
+        journal.record_fact(unmade(1))
+    journal.record_fact(unmade(2))
     assert live(journal, Stage.READY) == [2]
-    journal.record(made(journal, 2))
+    journal.record_fact(made(journal, 2))
     assert batches(journal.ledger.to_send) == [("b1", [1]), ("b3", [2])]
     await journal.close()
 
@@ -259,25 +259,25 @@ async def test_a_stale_group_of_an_applied_batch_is_drawn_again_exactly_once(tmp
     journal = open_journal(tmp_path)
     begin_epoch(journal)
     accept(journal, 1)
-    journal.record(made(journal, 1))
-    journal.record(applied(journal, 1, STALE=["g1-0", "g1-1"], redrawn=[1]))
+    journal.record_fact(made(journal, 1))
+    journal.record_fact(applied(journal, 1, STALE=["g1-0", "g1-1"], redrawn=[1]))
     await killed(journal)
     again = open_journal(tmp_path)
     assert len(again.ledger.redraws) == 1
-    again.record(drawn(2, 0, redraw="STALE"))
+    again.record_fact(drawn(2, 0, redraw="STALE"))
     assert again.ledger.redraws == []
     begin_epoch(again, BASE)
-    again.record(applied(again, 1, STALE=["g1-0", "g1-1"], redrawn=[1]))
+    again.record_fact(applied(again, 1, STALE=["g1-0", "g1-1"], redrawn=[1]))
     assert again.ledger.redraws == [], "the trainer lost the batch and refused it again: its task is drawn already"
     await again.close()
 
 
 async def test_what_was_generated_and_given_up_at_once_is_counted_by_name(tmp_path) -> None:
     journal = open_journal(tmp_path)
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     lost = pb.EndedEpisode(episode=0, reason=Reason.MISSING_REWARD, untrainable=["g1-0"])
-    journal.record(pb.Fact(episodes_ended=pb.EpisodesEnded(group=1, episodes=[lost])))
-    journal.record(dropped(1, Reason.MISSING_REWARD))
+    journal.record_fact(pb.Fact(episodes_ended=pb.EpisodesEnded(group=1, episodes=[lost])))
+    journal.record_fact(dropped(1, Reason.MISSING_REWARD))
     ledger = journal.ledger
     assert (ledger.accepted, ledger.dropped) == (1, {Reason.MISSING_REWARD: 1})
     assert (ledger.failed_groups, ledger.groups) == ({Reason.MISSING_REWARD: 1}, {})
@@ -286,12 +286,12 @@ async def test_what_was_generated_and_given_up_at_once_is_counted_by_name(tmp_pa
 
 async def test_every_epoch_is_new_even_if_the_trainer_never_answered(tmp_path) -> None:
     journal = open_journal(tmp_path)
-    journal.record(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=1)))
+    journal.record_fact(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=1)))
     await killed(journal)
     again = open_journal(tmp_path)
     assert (again.resumes, again.ledger.allotted, again.ledger.epoch) == (True, 1, 0)
     with pytest.raises(LedgerError):
-        again.record(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=1)))
+        again.record_fact(pb.Fact(epoch_allotted=pb.EpochAllotted(epoch=1)))
     await again.close()
 
 
@@ -365,7 +365,7 @@ async def test_a_group_is_not_taken_for_damaged_while_the_disk_does_not_answer(t
     clock = SimulatedClock()
     again = open_journal(tmp_path, disk=dead_disk, clock=clock)
     dead_disk.answers.clear()
-    again.record(drawn(2))
+    again.record_fact(drawn(2))
     reading = asyncio.create_task(again.trajectories(again.ledger.groups[1]))
     await clock.advance(store._DISK_S)
     with pytest.raises(JournalError) as failed:
@@ -380,7 +380,7 @@ async def test_a_journal_on_a_dead_disk_is_given_up_in_time(tmp_path, dead_disk)
     clock = SimulatedClock()
     journal = open_journal(tmp_path, disk=dead_disk, clock=clock)
     dead_disk.answers.clear()
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     closing = asyncio.create_task(journal.close())
     await clock.advance(store._DISK_S)
     async with asyncio.timeout(LIMIT_S):
@@ -398,18 +398,18 @@ async def four_applied(directory: Path, **settings) -> Journal:
     begin_epoch(journal)
     for number in (1, 2, 3, 4):
         accept(journal, number, count=1)
-        journal.record(made(journal, number))
-        journal.record(applied(journal, number))
+        journal.record_fact(made(journal, number))
+        journal.record_fact(applied(journal, number))
     await journal.durable()
     return journal
 
 
 async def test_payloads_live_until_the_checkpoint_before_the_last_covers_them_and_facts_for_ever(tmp_path) -> None:
     journal = await four_applied(tmp_path)
-    journal.record(covered(2))
+    journal.record_fact(covered(2))
     await journal.durable()
     assert segment_numbers(tmp_path / "journal") == [1, 2, 3, 4], "the trainer may return to the base model"
-    journal.record(covered(4))
+    journal.record_fact(covered(4))
     await journal.durable()
     assert segment_numbers(tmp_path / "journal") == [3, 4]
     assert journal.ledger.trained == 4
@@ -422,8 +422,8 @@ async def test_no_segment_is_deleted_by_a_transaction_that_fails(tmp_path) -> No
     disk = FullDisk()
     journal = await four_applied(tmp_path, disk=disk)
     disk.full = True
-    journal.record(covered(2))
-    journal.record(covered(4))
+    journal.record_fact(covered(2))
+    journal.record_fact(covered(4))
     with pytest.raises(JournalError):
         await journal.durable()
     again = open_journal(tmp_path)
@@ -441,7 +441,7 @@ async def test_the_number_of_a_deleted_segment_is_not_used_again(tmp_path) -> No
         accept(journal, number)
         (first, _) = journal.ledger.groups[number].trajectories
         assert first.place.segment == number
-        journal.record(dropped(number, Reason.STALE))
+        journal.record_fact(dropped(number, Reason.STALE))
         await journal.close()
         await open_journal(tmp_path).close()
         assert not segment_numbers(tmp_path / "journal"), "nobody needs it any more"
@@ -450,8 +450,8 @@ async def test_the_number_of_a_deleted_segment_is_not_used_again(tmp_path) -> No
 async def test_a_segment_that_a_killed_process_left_behind_is_removed_at_the_next_start(tmp_path) -> None:
     journal = await four_applied(tmp_path)
     left = segment_path(tmp_path / "journal", 1).read_bytes()
-    journal.record(covered(2))
-    journal.record(covered(4))
+    journal.record_fact(covered(2))
+    journal.record_fact(covered(4))
     await killed(journal)
     segment_path(tmp_path / "journal", 1).write_bytes(left)
     again = open_journal(tmp_path)
@@ -464,7 +464,7 @@ async def test_a_segment_that_a_killed_process_left_behind_is_removed_at_the_nex
 async def test_two_checkpoints_at_one_version_leave_the_one_before_them_usable(tmp_path) -> None:
     journal = await four_applied(tmp_path)
     for version in (2, 4, 4):
-        journal.record(covered(version))
+        journal.record_fact(covered(version))
     begin_epoch(journal, Version(1, 2))
     assert [batch.sequence_no for batch in journal.ledger.to_send] == [3, 4]
     await journal.close()
@@ -472,8 +472,8 @@ async def test_two_checkpoints_at_one_version_leave_the_one_before_them_usable(t
 
 async def test_a_trainer_that_returns_further_than_the_payloads_reach_is_refused(tmp_path) -> None:
     journal = await four_applied(tmp_path)
-    journal.record(covered(2))
-    journal.record(covered(4))
+    journal.record_fact(covered(2))
+    journal.record_fact(covered(4))
     journal.ledger.check_reach(2)
     with pytest.raises(LedgerError, match="no longer holds batch 2"):
         journal.ledger.check_reach(1)
@@ -519,14 +519,14 @@ async def test_any_failure_of_a_write_fails_all_who_wait_and_everything_after_it
     disk = FullDisk()
     journal = open_journal(tmp_path, disk=disk)
     disk.full = True
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     outcomes = await asyncio.gather(journal.durable(), journal.durable(), return_exceptions=True)
     assert [type(each) for each in outcomes] == [JournalError, JournalError]
     disk.full = False
     with pytest.raises(JournalError, match="cannot write the journal"):
         await journal.durable()
     with pytest.raises(JournalError, match="cannot write the journal"):
-        journal.record(drawn(2))
+        journal.record_fact(drawn(2))
     assert [fact.WhichOneof("kind") for _, fact in read_facts(tmp_path)] == ["process_started"]
 
 
@@ -535,10 +535,10 @@ async def test_durable_does_not_wait_for_what_is_recorded_after_the_call(tmp_pat
 
     async def record_for_ever() -> None:
         for number in itertools.count(2):
-            journal.record(drawn(number))
+            journal.record_fact(drawn(number))
             await asyncio.sleep(0)
 
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     recording = asyncio.create_task(record_for_ever())
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -554,10 +554,10 @@ async def test_who_waits_for_records_ends_their_gathering(tmp_path) -> None:
     journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0))
     async with asyncio.timeout(LIMIT_S):
         for number in range(1, 4):  # also what is recorded while a write is under way
-            journal.record(drawn(number))
+            journal.record_fact(drawn(number))
             waiting = asyncio.create_task(journal.durable())
             await asyncio.sleep(0)
-            journal.record(drawn(100 + number))
+            journal.record_fact(drawn(100 + number))
             await asyncio.gather(waiting, journal.durable())
     assert folded(read_facts(tmp_path)) == journal.ledger
     await journal.close()
@@ -565,7 +565,7 @@ async def test_who_waits_for_records_ends_their_gathering(tmp_path) -> None:
 
 async def test_records_whose_write_was_cancelled_are_not_called_durable(tmp_path) -> None:
     journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0))
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     waiting = asyncio.create_task(journal.durable())
     (writing,) = [task for task in asyncio.all_tasks() if task.get_name() == "journal"]
     await asyncio.sleep(0)
@@ -578,10 +578,10 @@ async def test_records_whose_write_was_cancelled_are_not_called_durable(tmp_path
 
 async def test_records_beyond_the_bound_are_refused(tmp_path) -> None:
     journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0, queue_records=2))
-    journal.record(drawn(1))
-    journal.record(drawn(2))
+    journal.record_fact(drawn(1))
+    journal.record_fact(drawn(2))
     with pytest.raises(JournalError, match="too slow"):
-        journal.record(drawn(3))
+        journal.record_fact(drawn(3))
     assert journal._flushing is not None
     journal._flushing.cancel()
     await asyncio.wait({journal._flushing})
@@ -589,7 +589,7 @@ async def test_records_beyond_the_bound_are_refused(tmp_path) -> None:
 
 async def test_payloads_beyond_the_bound_are_refused(tmp_path) -> None:
     journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0, queue_bytes=1000))
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     journal.keep(record("g1-0"))
     with pytest.raises(JournalError, match="queue_mb"):
         journal.keep(record("g1-1", "long" * 300))
@@ -603,7 +603,7 @@ async def test_a_payload_from_outside_waits_until_half_of_the_queue_is_free(tmp_
     disk = DeadDisk()
     journal = Journal(tmp_path, IDENTITY, limits=limits, disk=disk)
     disk.answers.clear()
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     journal.keep(record("g1-0", "long" * 100))
     await journal.room_for(1000)
     waiting = asyncio.create_task(journal.room_for(2000))
@@ -670,11 +670,13 @@ async def test_the_memory_of_a_run_is_bounded_by_what_a_rollback_can_reach(tmp_p
     begin_epoch(journal)
     for number in range(1, 61):
         accept(journal, number, [Version(1, number - 1)])
-        journal.record(made(journal, number))
-        journal.record(applied(journal, number, STALE=[f"g{number}-1"]))
-        journal.record(pb.Fact(evaluation_recorded=pb.EvaluationRecorded(evaluation={"environment": f"e{number}"})))
+        journal.record_fact(made(journal, number))
+        journal.record_fact(applied(journal, number, STALE=[f"g{number}-1"]))
+        journal.record_fact(
+            pb.Fact(evaluation_recorded=pb.EvaluationRecorded(evaluation={"environment": f"e{number}"}))
+        )
         if number % 10 == 0:
-            journal.record(covered(number))
+            journal.record_fact(covered(number))
     await killed(journal)
     again = open_journal(tmp_path)
     assert again.ledger == folded(read_facts(tmp_path))
@@ -700,12 +702,12 @@ async def test_a_trainer_cannot_return_behind_what_is_covered_even_if_nothing_ca
     begin_epoch(journal)
     for number in (1, 2):
         accept(journal, number)
-        journal.record(made(journal, number))
-        journal.record(applied(journal, number))
+        journal.record_fact(made(journal, number))
+        journal.record_fact(applied(journal, number))
     for number in (1, 2):
-        journal.record(covered(number))
+        journal.record_fact(covered(number))
     begin_epoch(journal, Version(1, 1))
-    journal.record(covered(2, epoch=2))
+    journal.record_fact(covered(2, epoch=2))
     with pytest.raises(LedgerError):
         journal.ledger.check_reach(0)
     await journal.close()
@@ -715,15 +717,15 @@ async def test_a_task_that_will_not_be_drawn_again_is_counted_and_owed_no_more(t
     journal = open_journal(tmp_path)
     for number in (1, 2):
         accept(journal, number)
-        journal.record(dropped(number, Reason.STALE, redraw=True))
+        journal.record_fact(dropped(number, Reason.STALE, redraw=True))
     given_up = pb.Fact(
         redraw_dropped=pb.RedrawDropped(
             environment="letters", task_id="task-0", position=0, redraw_reason="STALE", reason=Reason.QUARANTINED
         )
     )
-    journal.record(given_up)
+    journal.record_fact(given_up)
     with pytest.raises(LedgerError, match="had not to be drawn again"):
-        journal.record(given_up)
+        journal.record_fact(given_up)
     await killed(journal)
     again = open_journal(tmp_path)
     assert again.ledger.redraws == [Redraw("letters", "task-1", 1, "STALE")]
@@ -736,7 +738,7 @@ async def test_the_replicas_that_are_held_are_known_after_a_kill(tmp_path) -> No
     hold, follow = rollout_pb2.WEIGHT_POLICY_MODE_HOLD, rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
     for replica, mode in (("a", hold), ("b", hold), ("a", follow)):
         noted = pb.WeightPolicyNoted(replica=replica, mode=mode, owner="evaluation")
-        journal.record(pb.Fact(weight_policy_noted=noted))
+        journal.record_fact(pb.Fact(weight_policy_noted=noted))
     await killed(journal)
     again = open_journal(tmp_path)
     assert list(again.ledger.weight_policies) == ["b"]
@@ -750,7 +752,7 @@ def test_the_number_of_older_groups_is_known_whatever_the_order_in_which_groups_
             fact = dropped(rng.choice(list(ledger.groups)), "EPISODE_FAILED")
         else:
             fact = drawn(ledger.next_group)
-        ledger.apply(seq, fact)
+        ledger.apply_fact(seq, fact)
         asked = rng.randrange(ledger.next_group + 1)
         assert ledger.older(asked) == sum(number < asked for number in ledger.groups)
 

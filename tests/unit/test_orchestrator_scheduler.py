@@ -26,7 +26,7 @@ class Facts:
         self.ledger = ledger
 
     def record(self, **kind: object) -> None:
-        self.ledger.apply(self.ledger.last_seq + 1, pb.Fact(**kind))
+        self.ledger.apply_fact(self.ledger.last_seq + 1, pb.Fact(**kind))
 
     def draw(self, number: int, version: Version) -> Group:
         self.record(task_drawn=pb.TaskDrawn(group=number, position=number, policy_version=version.to_proto()))

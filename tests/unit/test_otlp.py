@@ -94,11 +94,11 @@ def write_step(directory: Path) -> None:
             begin_epoch(journal)
         number = journal.ledger.next_batch
         accept(journal, number)
-        journal.record(made(journal, number))
+        journal.record_fact(made(journal, number))
         fact = applied(journal, number)
         fact.batch_applied.policy_version.epoch, fact.batch_applied.policy_version.number = 1, number
-        journal.record(fact)
-        journal.record(covered(number))
+        journal.record_fact(fact)
+        journal.record_fact(covered(number))
         await journal.close()
 
     asyncio.run(write())

@@ -28,7 +28,7 @@ class Batches:
         self.now, self.made = 0.0, 0
 
     def note(self, **kind: object) -> None:
-        self.pace.apply(pb.Fact(**kind), self.now)
+        self.pace.apply_fact(pb.Fact(**kind), self.now)
 
     def send(self, *, generate_s: float) -> None:
         """Generate and send a batch."""

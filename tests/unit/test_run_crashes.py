@@ -149,7 +149,7 @@ class CrashingRun(RuleBasedStateMachine):
                         self.directory,
                         {"run": "r"},
                         limits=JournalLimits(fsync_interval_s=0.0, segment_bytes=400),
-                        follow=self.curriculum.apply,
+                        follow=self.curriculum.apply_fact,
                         snapshots=Snapshots((self.curriculum,), (), least_facts=self.chance.choice((1, 5, 30))),
                         disk=self.disk,
                     )
@@ -214,12 +214,12 @@ class CrashingRun(RuleBasedStateMachine):
             assert folded(read_facts(self.directory)) == self.ledger
             again = new_curriculum()
             for _, fact in read_facts(self.directory):
-                again.apply(fact)
+                again.apply_fact(fact)
             assert described(again) == described(self.curriculum)
             assert again.choose(0.0, self.ledger.redraws) == self.curriculum.choose(0.0, self.ledger.redraws)
 
     def record(self, **kind):
-        self.journal.record(pb.Fact(**kind))
+        self.journal.record_fact(pb.Fact(**kind))
 
     async def open_epoch(self):
         """As `Training` does."""
@@ -461,7 +461,7 @@ class CrashingRun(RuleBasedStateMachine):
         for each in reversed(later):
             self.record(batch_unmade=pb.BatchUnmade(sequence_no=each.sequence_no))
         for fact in refused(found, BatchRefusedError(rows, "too long")):
-            self.journal.record(fact)
+            self.journal.record_fact(fact)
 
     @precondition(lambda self: self.trainer.queue)
     @rule(late=st.booleans())

@@ -184,12 +184,12 @@ class CrashingSessions(RuleBasedStateMachine):
             if isinstance(session, Session):
                 assert set(ids) <= session.samples.keys(), "a generation was recorded and nobody knows"
                 if session.submission is None:
-                    answer = self.claims.record(session.principal, copied(request), self.now)
+                    answer = self.claims.record_generation(session.principal, copied(request), self.now)
                     assert answer == (ids, parent)
                     other = copied(request)
                     other.generation.response.samples[0].token_ids[0] += 1
                     with pytest.raises(SluiceError) as refused:
-                        self.claims.record(session.principal, other, self.now)
+                        self.claims.record_generation(session.principal, other, self.now)
                     assert refused.value.code is grpc.StatusCode.ALREADY_EXISTS
 
     # Groups.
@@ -199,7 +199,7 @@ class CrashingSessions(RuleBasedStateMachine):
         def draw():
             if sum(each.stage is Stage.RUNNING for each in self.ledger.groups.values()) < 3:
                 number = self.ledger.next_group
-                self.journal.record(drawn(number))
+                self.journal.record_fact(drawn(number))
                 self.lending.offer(number)
 
         self.run(draw)
@@ -225,9 +225,9 @@ class CrashingSessions(RuleBasedStateMachine):
                 for session, own in records
             ]
             ended = pb.EpisodesEnded(group=number, episodes=episodes, beginnings=kept.beginnings)
-            self.journal.record(pb.Fact(episodes_ended=ended))
+            self.journal.record_fact(pb.Fact(episodes_ended=ended))
             kind = {"group_accepted": pb.GroupAccepted(group=number)} if everyone else None
-            self.journal.record(pb.Fact(**kind) if kind else dropped(number, "EPISODE_FAILED"))
+            self.journal.record_fact(pb.Fact(**kind) if kind else dropped(number, "EPISODE_FAILED"))
             self.lending.withdraw(number)
 
         try:
@@ -247,7 +247,7 @@ class CrashingSessions(RuleBasedStateMachine):
     def a_group_fails(self, choice):
         running = [each.number for each in self.ledger.groups.values() if each.stage is Stage.RUNNING]
         if running:
-            self.run(lambda: self.journal.record(dropped(running[choice % len(running)], "EPISODE_DEADLINE")))
+            self.run(lambda: self.journal.record_fact(dropped(running[choice % len(running)], "EPISODE_DEADLINE")))
 
     # Agents.
 
@@ -307,7 +307,7 @@ class CrashingSessions(RuleBasedStateMachine):
             prefix_keys=[digest([7]), *([parent.key] if parent else [])],
         )
         request.claim.seconds = 20
-        answer = self.attempt(lambda: self.claims.begin(session.principal, request, self.now))
+        answer = self.attempt(lambda: self.claims.begin_generation(session.principal, request, self.now))
         if isinstance(answer, Claimed):
             assert (answer.parent.key if answer.parent else None) == (parent.key if parent else None)
             self.claimed[session.name, request.request_id, gateway] = request
@@ -333,7 +333,7 @@ class CrashingSessions(RuleBasedStateMachine):
             self.replies[f"{request_id}/{index}"] = reply
         request = session_pb2.RecordGenerationRequest(episode_id=name, gateway=gateway, generation=made)
         principal = self.owner(name)
-        answer = self.attempt(lambda: self.claims.record(principal, copied(request), self.now))
+        answer = self.attempt(lambda: self.claims.record_generation(principal, copied(request), self.now))
         self.claimed.pop((name, request_id, gateway), None)
         if answer:
             ids, parent_id = answer
@@ -406,7 +406,7 @@ class CrashingSessions(RuleBasedStateMachine):
         )
         request.claim.seconds = 1
         for call in (
-            lambda: self.claims.begin(stranger, request, self.now),
+            lambda: self.claims.begin_generation(stranger, request, self.now),
             lambda: self.lending.submit(stranger, episode_pb2.SubmitTrajectoryRequest(episode_id=name), self.now),
             lambda: self.lending.reward(stranger, episode_pb2.RecordRewardRequest(episode_id=name), self.now),
             lambda: self.lending.abandon(stranger, episode_pb2.AbandonEpisodeRequest(episode_id=name)),

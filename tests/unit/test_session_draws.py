@@ -84,7 +84,7 @@ class EqualRequests(RuleBasedStateMachine):
 
         async def start():
             self.journal = Journal(Path(self.home.name), {"run": "r"}, limits=JournalLimits(fsync_interval_s=0.0))
-            self.journal.record(drawn(1))
+            self.journal.record_fact(drawn(1))
             self.start()
             (lease,) = self.lending.lease("ann", episode_pb2.LeaseTasksRequest(request_id="l", max_tasks=1), 0.0)
             opening = episode_pb2.OpenEpisodeRequest(lease_id=lease.lease_id, request_id="o")
@@ -115,7 +115,7 @@ class EqualRequests(RuleBasedStateMachine):
                 **more,
             )
             request.claim.seconds = CLAIM_S
-            return self.claims.begin("ann", request, self.now, joined=joined)
+            return self.claims.begin_generation("ann", request, self.now, joined=joined)
 
         return self.loop.run(calling())
 
@@ -193,7 +193,7 @@ class EqualRequests(RuleBasedStateMachine):
             request = session_pb2.RecordGenerationRequest(
                 episode_id=self.session.name, gateway=gateway, generation=made, undelivered=not readers
             )
-            self.claims.record("ann", request, self.now)
+            self.claims.record_generation("ann", request, self.now)
 
         self.loop.run(record())
         del self.running[gateway, name]

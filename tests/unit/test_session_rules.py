@@ -41,7 +41,7 @@ class Run:
         self.lending = Lending(journal, LIMITS, self.now)
         self.claims = Claims(journal, self.lending, LIMITS)
         for number in (1, 2):
-            journal.record(drawn(number))
+            journal.record_fact(drawn(number))
             self.lending.offer(number)
 
     def lease(self, request: str = "r", principal: str = "ann", tasks: int = 1, episodes: int = 0) -> list[str]:
@@ -63,7 +63,7 @@ class Run:
             **{"is_retry": retry > 0, "retry": retry} | more,
         )
         message.claim.seconds = 20
-        return self.claims.begin("ann", message, self.now, joined=joined)
+        return self.claims.begin_generation("ann", message, self.now, joined=joined)
 
     def record(
         self,
@@ -79,7 +79,7 @@ class Run:
         message = session_pb2.RecordGenerationRequest(
             episode_id="g1-0-0", gateway="east", generation=made, undelivered=undelivered
         )
-        return self.claims.record("ann", message, self.now)
+        return self.claims.record_generation("ann", message, self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -510,7 +510,7 @@ async def test_what_could_not_be_trained_or_found_again_is_not_recorded(run, ses
             made.MergeFrom(session_pb2.RecordedGeneration(**{name: value}))
     request = session_pb2.RecordGenerationRequest(episode_id=session.name, gateway="east", generation=made)
     with pytest.raises(SluiceError) as refused:
-        run.claims.record("ann", request, 0)
+        run.claims.record_generation("ann", request, 0)
     assert list(refused.value.violations) == [field]
 
 
@@ -533,7 +533,7 @@ async def test_a_token_without_a_log_probability_or_a_version_is_not_recorded(ru
     )
     request = session_pb2.RecordGenerationRequest(episode_id=session.name, gateway="east", generation=made)
     with pytest.raises(SluiceError) as refused:
-        run.claims.record("ann", request, 0)
+        run.claims.record_generation("ann", request, 0)
     assert list(refused.value.violations) == [f"generation.response.samples[0].{field}"]
 
 
@@ -572,7 +572,7 @@ async def test_a_session_is_not_idle_while_a_request_of_it_is_under_way(run, ses
         episode_id=session.name, request_id="a", gateway="east", body_digest=digest([1])
     )
     message.claim.seconds = 45
-    run.claims.begin("ann", message, run.now)
+    run.claims.begin_generation("ann", message, run.now)
     run.wait(40)
     assert run.lending.find(session.name) is session
     run.wait(5)
@@ -618,7 +618,7 @@ async def test_a_submission_must_name_whole_paths_of_its_own_tree(run, session):
     assert submit(["a/0", "b/1"]) == ("g1-0",)
     with pytest.raises(SluiceError, match="submitted before"):
         submit()
-    run.journal.record(dropped(1, "EPISODE_DEADLINE"))
+    run.journal.record_fact(dropped(1, "EPISODE_DEADLINE"))
     assert submit(["a/0", "b/1"]) == ("g1-0",), "also when its group has ended"
     with pytest.raises(SluiceError, match="submitted before"):
         submit(["a/0", "b/1"], reward=1.0)
@@ -660,7 +660,7 @@ async def test_who_samples_at_most_settles_no_session_that_has_two_keys(run, ses
     settler = common_pb2.CREDENTIAL_SETTLING_KEY
     first = run.lending.submit("ann", submit, 0.0, settler)
     assert run.lending.submit("ann", submit, 0.0, common_pb2.CREDENTIAL_PRINCIPAL) == first, "whoever repeats it"
-    run.journal.record(dropped(1, "EPISODE_DEADLINE"))
+    run.journal.record_fact(dropped(1, "EPISODE_DEADLINE"))
     assert run.lending.submit("ann", submit, 0.0, settler) == first
     with pytest.raises(SluiceError, match="the session key only samples"):
         run.lending.submit("ann", submit, 0.0, sampler)
@@ -695,6 +695,6 @@ async def test_what_was_sampled_in_a_session_leaves_the_memory_when_the_session_
     run.lending.abandon("ann", episode_pb2.AbandonEpisodeRequest(episode_id=other.name))
     desk.expire(run.now)
     assert desk.cached_bytes == both / 2
-    run.journal.record(dropped(1, "EPISODE_DEADLINE"))
+    run.journal.record_fact(dropped(1, "EPISODE_DEADLINE"))
     desk.expire(run.now)
     assert desk.cached_bytes == 0

@@ -126,9 +126,9 @@ def made(count: int) -> journal_pb2.Fact:
 
 def test_one_odd_group_pauses_no_run_and_a_batch_worth_of_them_does() -> None:
     share = SetAsideShare(0.05, 16)
-    share.apply(set_aside(16))
+    share.apply_fact(set_aside(16))
     assert not share.exceeded
-    share.apply(set_aside(2))
+    share.apply_fact(set_aside(2))
     assert "R: do this" in share.exceeded
     assert "max_set_aside" in share.exceeded
 
@@ -136,27 +136,27 @@ def test_one_odd_group_pauses_no_run_and_a_batch_worth_of_them_does() -> None:
 def test_the_share_is_that_of_the_last_batches() -> None:
     share = SetAsideShare(0.05, 10)
     for _ in range(WINDOW):
-        share.apply(made(10))
-    share.apply(set_aside(11))
+        share.apply_fact(made(10))
+    share.apply_fact(set_aside(11))
     assert share.exceeded
-    share.apply(made(10))  # it belongs to this batch
+    share.apply_fact(made(10))  # it belongs to this batch
     for _ in range(WINDOW - 1):
-        share.apply(made(10))
+        share.apply_fact(made(10))
         assert share.exceeded
-    share.apply(made(10))
+    share.apply_fact(made(10))
     assert not share.exceeded
 
 
 def test_a_batch_that_is_taken_apart_counts_once_and_an_operator_begins_anew() -> None:
     share = SetAsideShare(0.05, 10)
-    share.apply(set_aside(9))
+    share.apply_fact(set_aside(9))
     for _ in range(50):
-        share.apply(made(10))
-        share.apply(journal_pb2.Fact(batch_unmade=journal_pb2.BatchUnmade()))
+        share.apply_fact(made(10))
+        share.apply_fact(journal_pb2.Fact(batch_unmade=journal_pb2.BatchUnmade()))
     assert not share.exceeded
-    share.apply(set_aside(3))
+    share.apply_fact(set_aside(3))
     assert share.exceeded
-    share.apply(journal_pb2.Fact(run_resumed=journal_pb2.RunResumed(principal="ann")))
+    share.apply_fact(journal_pb2.Fact(run_resumed=journal_pb2.RunResumed(principal="ann")))
     assert not share.exceeded
 
 

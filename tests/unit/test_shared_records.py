@@ -61,7 +61,7 @@ def stored(directory: Path) -> int:
 
 async def test_a_prompt_is_on_disk_once_and_its_trajectories_are_whole_after_a_start(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     before = stored(tmp_path)
     end_with(journal, 1, shared(1, 64))
     await journal.close()
@@ -85,7 +85,7 @@ async def test_digests_are_those_of_whole_trajectories() -> None:
 async def test_a_journal_has_groups_of_both_kinds(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     for number in (1, 2):
-        journal.record(drawn(number))
+        journal.record_fact(drawn(number))
     end_with(journal, 1, [SharedRecord(whole(1, index)) for index in range(2)])
     end_with(journal, 2, [shared(2, 1)[0], SharedRecord(whole(2, 1))])
     await journal.close()
@@ -103,7 +103,7 @@ async def test_a_chain_of_beginnings_is_put_together_in_order(tmp_path: Path) ->
     own = [record(f"g1-{index}") for index in range(3)]
     records = [SharedRecord(each, turn) for each, turn in zip(own, (turns[49], None, turns[20]), strict=True)]
     journal = opened(tmp_path)
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     end_with(journal, 1, records)
     await journal.close()
     again = opened(tmp_path)
@@ -117,10 +117,10 @@ async def test_a_chain_of_beginnings_is_put_together_in_order(tmp_path: Path) ->
 
 async def test_what_is_set_aside_takes_nothing_from_the_others(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     end_with(journal, 1, shared(1, 3))
     aside = pb.TrajectoriesSetAside(group=1, trajectory_ids=["g1-0"], reason=Reason.TRAINER_REFUSES)
-    journal.record(pb.Fact(trajectories_set_aside=aside))
+    journal.record_fact(pb.Fact(trajectories_set_aside=aside))
     assert await wholes(journal, journal.ledger.groups[1]) == [whole(1, 1), whole(1, 2)]
     await journal.close()
     again = opened(tmp_path)
@@ -133,11 +133,11 @@ async def in_segments(directory: Path) -> Journal:
     journal = opened(directory, segment_bytes=1)
     begin_epoch(journal)
     accept(journal, 1, count=1)
-    journal.record(drawn(2))
+    journal.record_fact(drawn(2))
     end_with(journal, 2, shared(2, 2))
     for number in (1, 2):
-        journal.record(made(journal, number))
-        journal.record(applied(journal, number))
+        journal.record_fact(made(journal, number))
+        journal.record_fact(applied(journal, number))
     await journal.durable()
     return journal
 
@@ -148,10 +148,10 @@ async def test_the_segment_of_a_prompt_lives_as_long_as_those_of_its_trajectorie
     assert [each.place.segment for each in group.beginnings] == [2]
     assert [each.place.segment for each in group.trajectories] == [3, 4]
     accept(journal, 3, count=1)
-    journal.record(made(journal, 3))
-    journal.record(applied(journal, 3))
-    journal.record(covered(1))
-    journal.record(covered(3))
+    journal.record_fact(made(journal, 3))
+    journal.record_fact(applied(journal, 3))
+    journal.record_fact(covered(1))
+    journal.record_fact(covered(3))
     await journal.durable()
     assert segment_numbers(tmp_path / "journal") == [2, 3, 4, 5], "a trainer that returns to batch 1 gets batch 2 again"
     await journal.close()
@@ -170,7 +170,7 @@ def place_of_prompt(directory: Path) -> Place:
 
 async def test_a_damaged_prompt_is_noticed_and_the_audit_names_its_group(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     end_with(journal, 1, shared(1, 2))
     await journal.close()
     assert not audit_run(tmp_path).differences
@@ -188,7 +188,7 @@ async def test_a_damaged_prompt_is_noticed_and_the_audit_names_its_group(tmp_pat
 
 async def test_the_audit_misses_the_segment_of_a_prompt(tmp_path: Path) -> None:
     journal = opened(tmp_path, segment_bytes=1)
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     end_with(journal, 1, shared(1, 2))
     await journal.close()
     segment_path(tmp_path / "journal", place_of_prompt(tmp_path).segment).unlink()
@@ -198,7 +198,7 @@ async def test_the_audit_misses_the_segment_of_a_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", [False, True])
 async def test_a_fork_takes_prompts_along_or_drops_their_groups(tmp_path: Path, lost: bool) -> None:
     journal = opened(tmp_path / "old", segment_bytes=1)
-    journal.record(drawn(1))
+    journal.record_fact(drawn(1))
     end_with(journal, 1, shared(1, 2))
     await journal.close()
     if lost:

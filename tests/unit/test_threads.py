@@ -56,7 +56,7 @@ async def main():
     answers = True
     journal = Journal(Path(sys.argv[1]), {"run": "r"}, limits=JournalLimits(fsync_interval_s=0.0), disk=Dead())
     answers = False
-    journal.record(journal_pb2.Fact(epoch_allotted=journal_pb2.EpochAllotted(epoch=1)))
+    journal.record_fact(journal_pb2.Fact(epoch_allotted=journal_pb2.EpochAllotted(epoch=1)))
     try:
         async with asyncio.timeout(0.1):
             await journal.close()

@@ -101,7 +101,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         self._lending = Lending(journal, limits, 0.0)
         self._claims = Claims(journal, self._lending, limits)
         task = pb.TaskDrawn(environment="e", task_id="t", group=1, episodes=1, policy_version=BASE.to_proto())
-        journal.record(pb.Fact(task_drawn=task))
+        journal.record_fact(pb.Fact(task_drawn=task))
         self._lending.offer(1)
         lease = episode_pb2.LeaseTasksRequest(request_id="r", max_tasks=1)
         (given,) = self._lending.lease("anyone", lease, 0.0)
@@ -140,7 +140,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
     async def _begin(self, principal, request, most_s):
         self.began.append(request)
         while True:
-            answer = self._claims.begin("anyone", request, 0.0, joined=request.joins)
+            answer = self._claims.begin_generation("anyone", request, 0.0, joined=request.joins)
             if request.held:
                 return session_pb2.BeginGenerationResponse()
             if isinstance(answer, Running) and answer.gateway == request.gateway and answer.request_id != request.joins:
@@ -161,7 +161,7 @@ class Orchestrator(session_pb2_grpc.SessionServiceServicer):
         if self.refusals:
             self.refused += 1
             raise self.refusals.pop()
-        names, parent = self._claims.record("anyone", request, 0.0)
+        names, parent = self._claims.record_generation("anyone", request, 0.0)
         self.recording += 1
         await self.room.wait()
         self.recorded.setdefault(request.generation.request_id, request.generation)
