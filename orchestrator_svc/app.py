@@ -310,7 +310,7 @@ async def _built(
             for each in config.mix
             if each.workflow == EXTERNAL
         }
-        changed, events = asyncio.Event(), EventLog(journal.ledger.start, recorder.event)
+        changed, events = asyncio.Event(), EventLog(journal.ledger.start, recorder.write_event)
 
         def on_replica(replica: Replica) -> None:
             events.append(replica_event(replica))

@@ -1,6 +1,6 @@
 """Which task is drawn next: the mix of environments, the pools of tasks by solve rate, rate limits, quarantine and how tasks leave it.
 
-A pure state machine: no clock, no I/O. `Curriculum.choose` only looks; `Curriculum.apply_fact` takes the facts of the journal, one
+A pure state machine: no clock, no I/O. `Curriculum.choose_task` only looks; `Curriculum.apply_fact` takes the facts of the journal, one
 after the other, and changes the state. A start reads the same facts and draws on where the process before it stopped.
 
 A draw has one of three causes, in this order: a task is drawn again (its trajectories were too old, or damaged); a group that
@@ -196,7 +196,7 @@ class Curriculum:
 
     # Choose.
 
-    def choose(self, now: float, redraws: Iterable[Redraw] = (), away: Collection[str] = ()) -> Draw | None:
+    def choose_task(self, now: float, redraws: Iterable[Redraw] = (), away: Collection[str] = ()) -> Draw | None:
         """Return the next task, or None while no environment can deliver. Nothing changes.
 
         Args:
@@ -244,7 +244,7 @@ class Curriculum:
         return failures if failures >= source.settings.quarantine_after else None
 
     def _draw_from(self, name: str, reason: str, passed_over: tuple[str, ...] = ()) -> Draw:
-        task_id, position = self._sources[name].stream.choose()
+        task_id, position = self._sources[name].stream.choose_task()
         return Draw(name, task_id, position, self._draws(name, task_id), reason, passed_over)
 
     def _draws(self, name: str, task_id: str) -> int:

@@ -216,7 +216,7 @@ class Dispatcher:
         """
         now = self._clock()
         self._drop_redraws()
-        draw = self.curriculum.choose(now, self._ledger.redraws, self._desk.missing.away)
+        draw = self.curriculum.choose_task(now, self._ledger.redraws, self._desk.missing.away)
         if draw is None:
             if self.curriculum.exhausted:
                 raise SluiceError.aborted(
@@ -341,7 +341,7 @@ class Dispatcher:
             scored = await self._scored(group, task, settings)
         except _GroupFailedError as failed:
             found = [Dropped(each, failed.reason) for each in failed.records]
-            self._recorder.dropped([*found, *await self._of_lost_episodes(group, failed.reason, failed.records)])
+            self._recorder.write_dropped([*found, *await self._of_lost_episodes(group, failed.reason, failed.records)])
             self._drop(group, failed.reason, failed.problem, heals=failed.heals)
         except NoAgentError:
             log.info("a group is put off: no agent came for it", group=group.name, environment=group.environment)
@@ -438,8 +438,8 @@ class Dispatcher:
         if replaced:
             scored.leave_out(Reason.NO_SIGNAL)
         if group.lost and group.generations:
-            self._recorder.dropped(await self._of_lost_episodes(group, Reason.EPISODE_FAILED, scored.everyone))
-        self._recorder.dropped(
+            self._recorder.write_dropped(await self._of_lost_episodes(group, Reason.EPISODE_FAILED, scored.everyone))
+        self._recorder.write_dropped(
             [
                 Dropped(each, reason)
                 for each in scored.everyone

@@ -163,7 +163,7 @@ class Evaluations:
             fact = journal_pb2.EvaluationRecorded(evaluation=finished)
             self._journal.record_fact(journal_pb2.Fact(evaluation_recorded=fact))
         for name, values in metrics.items():
-            await self._reporter.evaluation(version, name, values)
+            await self._reporter.show_evaluation(version, name, values)
         self.standing.take(version, metrics)
 
     async def _evaluate(self, wanted: Version, *, exactly: bool) -> tuple[Version, dict[str, EvalResult]]:

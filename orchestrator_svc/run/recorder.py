@@ -101,7 +101,7 @@ class Recorder:
         self._writer: MetricsWriter | None = None
         self._waiting: deque[asyncio.Future[Any]] = deque()
 
-    async def step(
+    async def write_step(
         self, step: int, metrics: Mapping[str, float], records: Sequence[SharedRecord], lineage: Lineage
     ) -> None:
         """Record one applied batch; return before it is written, unless the disk is far behind.
@@ -128,7 +128,7 @@ class Recorder:
 
         await self._soon(write)
 
-    def dropped(self, lost: Sequence[Dropped]) -> None:
+    def write_dropped(self, lost: Sequence[Dropped]) -> None:
         """Write trajectories that never reached a batch. Returns at once; nothing may change them afterwards."""
         file = self._dropped
         if file is None or not lost:
@@ -139,7 +139,7 @@ class Recorder:
 
         self._beside(write, sum(each.record.trajectory_bytes + each.record.text_bytes for each in lost))
 
-    def event(self, event: orchestrator_pb2.RunEvent) -> None:
+    def write_event(self, event: orchestrator_pb2.RunEvent) -> None:
         """Write an event. Returns at once."""
         if self._events.takes(event):
             self._beside(lambda: self._events.write(event), event.ByteSize())
@@ -173,11 +173,11 @@ class Recorder:
                 error=why,
             )
 
-    async def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+    async def write_scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record scalars of an evaluation."""
         await self._soon(lambda: self._metrics().write(step, metrics))
 
-    async def steps(self) -> Mapping[int, int]:
+    async def recorded_steps(self) -> Mapping[int, int]:
         """Return the last epoch in which each step was recorded, by this process and earlier ones."""
         path = self._run_dir / "metrics.jsonl"
 
@@ -192,7 +192,7 @@ class Recorder:
         await self._drain(0)
         return await self._thread.submit(read)
 
-    async def report(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+    async def write_report(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write ``report.json`` from all steps recorded so far and some facts of the run; return it."""
 
         def write() -> dict[str, Any]:

@@ -52,7 +52,7 @@ class RunReporter:
         self._failed_before = self._failed_calls()
         self._shares = status.shares()
 
-    async def step(self, step: AppliedStep) -> None:
+    async def show_step(self, step: AppliedStep) -> None:
         """Show and record an applied batch."""
         version, metrics = step.version, {**step.metrics, EPOCH: float(step.version.epoch)}
         if not step.past:
@@ -62,7 +62,7 @@ class RunReporter:
             self._status.history.add(record)
             await turn.give_way()
         self._status.step_finished(version, metrics)
-        await self._recorder.step(version.number, metrics, step.records, self._ledger.lineage)
+        await self._recorder.write_step(version.number, metrics, step.records, self._ledger.lineage)
         shown = {name: round(metrics[name], 4) for name in ("reward/mean", "staleness/mean") if name in metrics}
         log.info("step", version=str(version), trained=step.trained, dropped=dict(step.dropped), **shown)
 
@@ -98,19 +98,21 @@ class RunReporter:
         """Return the calls of environments that failed so far."""
         return sum(each.failed_calls for each in self._environments.values())
 
-    async def steps(self) -> Mapping[int, int]:
+    async def recorded_steps(self) -> Mapping[int, int]:
         """Return the last epoch in which each step was recorded, by this process and earlier ones."""
-        return await self._recorder.steps()
+        return await self._recorder.recorded_steps()
 
-    async def evaluation(self, version: Version, environment: str, metrics: Mapping[str, float]) -> None:
+    async def show_evaluation(self, version: Version, environment: str, metrics: Mapping[str, float]) -> None:
         """Show and record an evaluation on one environment."""
         self._status.evaluation_finished(version, environment, metrics)
         prefix = "eval" if len(self._environments) == 1 else f"eval/{environment}"
-        await self._recorder.scalars(version.number, {f"{prefix}/{name}": value for name, value in metrics.items()})
+        await self._recorder.write_scalars(
+            version.number, {f"{prefix}/{name}": value for name, value in metrics.items()}
+        )
         shown = {name: round(value, 4) for name, value in metrics.items()}
         log.info("evaluation", version=str(version), environment=environment, **shown)
 
-    async def report(self, state: str, facts: Mapping[str, Any]) -> None:
+    async def write_report(self, state: str, facts: Mapping[str, Any]) -> None:
         """Write the report.
 
         Args:
@@ -124,7 +126,7 @@ class RunReporter:
             # Nothing will train them; a continued run would.
             left = sum(each.size for each in ledger.groups.values() if each.stage is not Stage.RUNNING)
             dropped[Reason.RUN_ENDED] += left
-        report = await self._recorder.report(
+        report = await self._recorder.write_report(
             {
                 "run": self._common.run,
                 "state": state,

@@ -308,7 +308,7 @@ class Run:
         ]
 
         async def on_step(step: AppliedStep) -> None:
-            await self._reporter.step(step)
+            await self._reporter.show_step(step)
             if step.past:
                 return
             now = self._clock()
@@ -324,7 +324,7 @@ class Run:
                     evaluating = self._evaluate(self._evaluations, step.version)
                     self._evaluating = beside.create_task(evaluating, name="evaluation")
 
-        await self._training.run(on_step, await self._reporter.steps())
+        await self._training.run(on_step, await self._reporter.recorded_steps())
         for each in helpers:
             each.cancel()
         self._status.waits_for.pop(_ROOM, None)
@@ -402,7 +402,7 @@ class Run:
 
     async def _report(self, state: str) -> None:
         evaluations = self._evaluations
-        await self._reporter.report(
+        await self._reporter.write_report(
             state,
             {
                 "stop_reason": self._stop_reason,

@@ -125,7 +125,7 @@ class TaskStream:
         """Return the number of tasks in each pool, without those in quarantine."""
         return {name: self._sizes[name] for name in POOLS}
 
-    def choose(self) -> tuple[str, int]:
+    def choose_task(self) -> tuple[str, int]:
         """Return the next task and its position. At least one must not be in quarantine."""
         if self._pools.enabled:
             return self._choose_by_pool(), self.next_position

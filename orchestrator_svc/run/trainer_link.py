@@ -141,7 +141,7 @@ class TrainerLink:
         ask = partial(self.client.save_checkpoint, self.run, position, timeout_s=deadline_s)
         return await self._persist(ask, patience_s, "the trainer writes no checkpoint")
 
-    async def submit(
+    async def submit_batch(
         self, header: trainer_pb2.BatchHeader, trajectories: Sequence[tokens_pb2.Trajectory]
     ) -> trainer_pb2.SubmitBatchResponse:
         """Submit a batch, waiting while the trainer's queue is full.

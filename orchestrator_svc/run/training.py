@@ -471,7 +471,7 @@ class Training:
         texts = {group.number: await self._texts(group) for group in groups}
         groups = self._scheduler.stale_groups()  # limits may have been changed meanwhile
         for group in groups:
-            self._recorder.dropped([Dropped(each, Reason.STALE) for each in texts.get(group.number, ())])
+            self._recorder.write_dropped([Dropped(each, Reason.STALE) for each in texts.get(group.number, ())])
         versions = sorted({version for group in groups for version in group.versions})
         log.warning("groups are too old to be trained", groups=len(groups), versions=[str(each) for each in versions])
         for group in groups:
@@ -490,7 +490,7 @@ class Training:
         """Write the text of the trajectories that the end of the run leaves in no batch; a run that is continued may train them."""
         for group in list(self._ledger.groups.values()):
             if group.stage is not Stage.RUNNING:
-                self._recorder.dropped([Dropped(each, Reason.RUN_ENDED) for each in await self._texts(group)])
+                self._recorder.write_dropped([Dropped(each, Reason.RUN_ENDED) for each in await self._texts(group)])
 
     def _set_aside(self, facts: Sequence[journal_pb2.Fact], found: Sequence[Found]) -> None:
         """Set aside what can never be trained; the run goes on without it."""
@@ -499,7 +499,7 @@ class Training:
             self._journal.record_fact(fact)
             said = fact.trajectories_set_aside
             lost = [records[each] for each in said.trajectory_ids if each in records]
-            self._recorder.dropped([Dropped(each, said.reason) for each in lost])
+            self._recorder.write_dropped([Dropped(each, said.reason) for each in lost])
             log.error(
                 "trajectories are set aside: they can never be trained",
                 group=f"g{said.group}",
@@ -556,7 +556,7 @@ class Training:
         await self._journal.durable()
         self._submitting = True
         self._note_load()
-        await self._trainer.submit(header, Each(records, SharedRecord.whole_trajectory))
+        await self._trainer.submit_batch(header, Each(records, SharedRecord.whole_trajectory))
         self._submitting = False
         self._record(batch_sent=journal_pb2.BatchSent(sequence_no=batch.sequence_no, epoch=epoch))
         # The report may have come before the answer.

@@ -279,7 +279,7 @@ async def test_a_task_to_draw_again_survives_a_kill(tmp_path) -> None:
         journal.record_fact(pb.Fact(**kind))
 
     curriculum, journal = opened()
-    drawn = curriculum.choose(0.0, journal.ledger.redraws)
+    drawn = curriculum.choose_task(0.0, journal.ledger.redraws)
     task = pb.TaskDrawn(environment="letters", task_id=drawn.task_id, group=1, position=drawn.position, episodes=1)
     record(journal, task_drawn=task)
     ended = pb.EndedEpisode(episode=0, reward=1.0)
@@ -289,14 +289,14 @@ async def test_a_task_to_draw_again_survives_a_kill(tmp_path) -> None:
     record(journal, group_dropped=pb.GroupDropped(group=1, reason="STALE", trajectories=1, redraw=True))
     await journal.durable()  # what follows is lost: the process is killed here
     curriculum, again = opened()
-    chosen = curriculum.choose(0.0, again.ledger.redraws)
+    chosen = curriculum.choose_task(0.0, again.ledger.redraws)
     assert (chosen.task_id, chosen.reason, chosen.draw) == (drawn.task_id, "STALE", 1)
     position = chosen.position
     task = pb.TaskDrawn(
         environment="letters", task_id=chosen.task_id, group=2, position=position, redraw_reason="STALE"
     )
     record(again, task_drawn=task)
-    assert curriculum.choose(0.0, again.ledger.redraws).reason == ""
+    assert curriculum.choose_task(0.0, again.ledger.redraws).reason == ""
     await again.close()
     await journal.close()
 

@@ -1359,7 +1359,7 @@ async def test_an_evaluation_that_breaks_last_is_counted_and_the_checkpoint_writ
 
 
 async def test_a_change_while_the_last_step_is_reported_does_not_cut_its_report_off(scene, monkeypatch) -> None:
-    report_step = RunReporter.step
+    report_step = RunReporter.show_step
 
     async def interrupted(self: RunReporter, step: AppliedStep) -> None:
         if step.version.number == 4:
@@ -1368,7 +1368,7 @@ async def test_a_change_while_the_last_step_is_reported_does_not_cut_its_report_
                 await asyncio.sleep(0)
         await report_step(self, step)
 
-    monkeypatch.setattr(RunReporter, "step", interrupted)
+    monkeypatch.setattr(RunReporter, "show_step", interrupted)
     report = await scene.run(evaluation={"every_steps": 4, "prompts": 2})
     assert [step for step, _ in report["reward_curve"]] == [1, 2, 3, 4]
     assert len(report["evaluations"]) == 1
@@ -1629,7 +1629,7 @@ async def test_the_deadline_of_a_step_does_not_run_while_the_trainer_is_away(sce
 
 async def test_a_trainer_that_is_lost_while_a_step_is_reported_does_not_cut_the_report_off(scene, monkeypatch) -> None:
     scene.trainer.automatic = False
-    report_step, submit, gone = RunReporter.step, TrainerLink.submit, asyncio.Event()
+    report_step, submit, gone = RunReporter.show_step, TrainerLink.submit_batch, asyncio.Event()
     reported: list[int] = []
 
     async def slow(self: RunReporter, step: AppliedStep) -> None:
@@ -1648,8 +1648,8 @@ async def test_a_trainer_that_is_lost_while_a_step_is_reported_does_not_cut_the_
             raise EpochLostError("the trainer went away")
         await submit(self, header, trajectories)
 
-    monkeypatch.setattr(RunReporter, "step", slow)
-    monkeypatch.setattr(TrainerLink, "submit", lost)
+    monkeypatch.setattr(RunReporter, "show_step", slow)
+    monkeypatch.setattr(TrainerLink, "submit_batch", lost)
     task = scene.start(common={"max_staleness": 3})
     await scene.until(lambda: len(scene.trainer.waiting) == 2 and len(scene.replicas[0].calls) == 8)
     scene.trainer.apply()

@@ -45,7 +45,7 @@ class World:
         self.curriculum.apply_fact(self.facts[-1])
 
     def draw(self, now: float = 0.0) -> Group | None:
-        found = self.curriculum.choose(now, self.redraws)
+        found = self.curriculum.choose_task(now, self.redraws)
         if found is None:
             return None
         self.groups += 1
@@ -253,7 +253,7 @@ def test_an_environment_whose_tasks_are_all_in_quarantine_passes_its_share_on(po
     for task in ("b0", "b1"):
         world.quarantine("b", task)
     assert world.curriculum.exhausted
-    assert world.curriculum.choose(0.0) is None
+    assert world.curriculum.choose_task(0.0) is None
 
 
 def test_a_bucket_starts_so_many_groups_per_second() -> None:
@@ -283,10 +283,10 @@ def test_a_limited_environment_passes_its_share_on_and_says_when_it_can_deliver_
 def test_an_environment_runs_so_many_groups_at_a_time() -> None:
     world = World(environment("a", max_running=2))
     first, _ = world.draw(), world.draw()
-    assert world.curriculum.choose(0.0) is None
+    assert world.curriculum.choose_task(0.0) is None
     assert world.curriculum.wait_s(0.0) is None
     world.accept(first)
-    assert world.curriculum.choose(0.0) is not None
+    assert world.curriculum.choose_task(0.0) is not None
 
 
 def test_tasks_come_by_pool_in_the_wanted_shares() -> None:
@@ -439,7 +439,7 @@ def test_a_task_that_cannot_be_drawn_again_says_why() -> None:
     owed = [Redraw("a", "a0", 0, "STALE"), Redraw("a", "a1", 1, "STALE"), Redraw("a", "gone", 2, "STALE")]
     assert [world.curriculum.why_not_again(each) for each in owed] == ["", "QUARANTINED", "TASK_CHANGED"]
     assert world.curriculum.why_not_again(Redraw("gone", "a0", 0, "STALE")) == "TASK_CHANGED"
-    assert world.curriculum.choose(0.0, owed[1:]).reason == ""
+    assert world.curriculum.choose_task(0.0, owed[1:]).reason == ""
 
 
 def test_what_the_rule_for_long_episodes_did_is_counted_by_environment() -> None:

@@ -114,7 +114,7 @@ async def test_curriculum_and_set_aside_share_are_part_of_it(tmp_path) -> None:
     again, same_curriculum, same_share = start()
     assert read == 1
     assert same_curriculum.noted() == curriculum.noted()
-    assert same_curriculum.choose(0.0) == curriculum.choose(0.0)
+    assert same_curriculum.choose_task(0.0) == curriculum.choose_task(0.0)
     assert same_share.state() == share.state()
     assert share.state()[1] == 1
     await again.close()

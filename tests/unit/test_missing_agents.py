@@ -162,7 +162,7 @@ class Mixed:
 
     def dispatch(self) -> None:
         while (version := self.scheduler.wanted_version()) is not None:
-            draw = self.curriculum.choose(self.now, self.ledger.redraws, self.missing.away)
+            draw = self.curriculum.choose_task(self.now, self.ledger.redraws, self.missing.away)
             if draw is None:
                 return
             if not draw.reason:

@@ -226,8 +226,8 @@ async def test_what_a_run_leaves_is_not_written_through_a_link(tmp_path: Path) -
         path.parent.mkdir(exist_ok=True)
         path.with_name(f".{path.name}").symlink_to(stranger)
     recorder = Recorder(tmp_path, TrajectoryFiles(tmp_path / "trajectories", 0))
-    await recorder.step(1, {"reward/mean": 0.5}, [record("g1-0")], Lineage())
-    report = await recorder.report({"steps": 1, "run": "r"})
+    await recorder.write_step(1, {"reward/mean": 0.5}, [record("g1-0")], Lineage())
+    report = await recorder.write_report({"steps": 1, "run": "r"})
     await recorder.close()
     assert stranger.read_text() == "kept"
     assert not any(path.is_symlink() for path in written)
@@ -239,7 +239,7 @@ async def test_a_step_is_written_although_whoever_recorded_it_was_cancelled(tmp_
     monkeypatch.setattr(recorder_module, "_WAITING", 0)
     recorder, disk = Recorder(tmp_path, None), threading.Event()
     recorder._thread.submit(disk.wait)
-    recording = asyncio.create_task(recorder.step(1, {"reward/mean": 0.5}, [], Lineage()))
+    recording = asyncio.create_task(recorder.write_step(1, {"reward/mean": 0.5}, [], Lineage()))
     await asyncio.sleep(0)
     recording.cancel()
     await asyncio.wait({recording})
@@ -253,8 +253,8 @@ async def test_two_callers_wait_for_a_slow_disk_side_by_side(tmp_path: Path, mon
     recorder, first, second = Recorder(tmp_path, None), threading.Event(), threading.Event()
     recorder._waiting += [recorder._thread.submit(first.wait), recorder._thread.submit(second.wait)]
     callers = [
-        asyncio.create_task(recorder.scalars(1, {"eval/reward_mean": 0.5})),
-        asyncio.create_task(recorder.step(1, {"reward/mean": 0.5}, [], Lineage())),
+        asyncio.create_task(recorder.write_scalars(1, {"eval/reward_mean": 0.5})),
+        asyncio.create_task(recorder.write_step(1, {"reward/mean": 0.5}, [], Lineage())),
     ]
     await asyncio.sleep(0)
     written = recorder._waiting[0]

@@ -216,7 +216,7 @@ class CrashingRun(RuleBasedStateMachine):
             for _, fact in read_facts(self.directory):
                 again.apply_fact(fact)
             assert described(again) == described(self.curriculum)
-            assert again.choose(0.0, self.ledger.redraws) == self.curriculum.choose(0.0, self.ledger.redraws)
+            assert again.choose_task(0.0, self.ledger.redraws) == self.curriculum.choose_task(0.0, self.ledger.redraws)
 
     def record(self, **kind):
         self.journal.record_fact(pb.Fact(**kind))
@@ -295,7 +295,7 @@ class CrashingRun(RuleBasedStateMachine):
             dropped = pb.RedrawDropped(environment=first.environment, task_id=first.task_id, position=first.position)
             dropped.redraw_reason, dropped.reason = first.reason, reason
             self.record(redraw_dropped=dropped)
-        draw = self.curriculum.choose(0.0, self.ledger.redraws)
+        draw = self.curriculum.choose_task(0.0, self.ledger.redraws)
         if draw is None:
             return None
         return pb.TaskDrawn(

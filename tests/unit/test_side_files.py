@@ -161,7 +161,7 @@ async def test_the_run_waits_for_no_disk_with_what_is_written_beside_it(tmp_path
     recorder._thread.submit(disk.wait)
     large = "x" * (20 << 20)
     for number in range(5):  # the disk does not answer: each returns at once, and the last two have no room
-        recorder.dropped([Dropped(record(f"g{number}-0", large), "STALE")])
+        recorder.write_dropped([Dropped(record(f"g{number}-0", large), "STALE")])
     disk.set()
     await recorder.close()
     found = [each["trajectory_id"] for each in both(tmp_path / "trajectories")]
@@ -171,20 +171,20 @@ async def test_the_run_waits_for_no_disk_with_what_is_written_beside_it(tmp_path
 async def test_a_disk_that_refuses_events_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").mkdir()
     recorder = Recorder(tmp_path, None)
-    recorder.event(load(1000.0))
-    await recorder.step(1, {"reward/mean": 0.5}, [], Lineage())
-    await recorder.steps()
+    recorder.write_event(load(1000.0))
+    await recorder.write_step(1, {"reward/mean": 0.5}, [], Lineage())
+    await recorder.recorded_steps()
     (tmp_path / "events.jsonl").rmdir()
-    recorder.event(load(1020.0, groups=7))
+    recorder.write_event(load(1020.0, groups=7))
     await recorder.close()
-    recorder.event(load(1040.0))  # a replica may come or go while the files are closed
+    recorder.write_event(load(1040.0))  # a replica may come or go while the files are closed
     assert list(read_metrics(tmp_path / "metrics.jsonl")) == [1]
     assert [each["live_groups"] for each in lines_of(tmp_path / "events.jsonl")] == [7]
 
 
 async def test_a_dropped_trajectory_has_the_row_of_any_other(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, None, DroppedFile(tmp_path / "trajectories", 1 << 20))
-    recorder.dropped([Dropped(record("g1-0"), "NO_SIGNAL")])
+    recorder.write_dropped([Dropped(record("g1-0"), "NO_SIGNAL")])
     await recorder.close()
     (found,) = both(tmp_path / "trajectories")
     assert (found["step"], found["outcome"], found["reason"], found["staleness"]) == (
