@@ -20,8 +20,7 @@ from typing import Any
 from orchestrator_svc.config import PacingConfig
 from orchestrator_svc.journal.facts import Reason
 from orchestrator_svc.journal.ledger import Batch, Ledger
-from orchestrator_svc.run.pacing import Pace
-from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.scheduler import OnStale, Pace, Scheduler, StalenessBound
 from sluice.environments.base import Message, Task
 from sluice.v1 import journal_pb2
 from sluice.versions import BASE, Version

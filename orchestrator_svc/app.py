@@ -33,11 +33,10 @@ from orchestrator_svc.run.evaluation import Evaluated, Evaluations
 from orchestrator_svc.run.external import External
 from orchestrator_svc.run.free_space import DiskWatch, FreeSpace
 from orchestrator_svc.run.live_settings import LiveSettings
-from orchestrator_svc.run.pacing import Pace
 from orchestrator_svc.run.recorder import DroppedFile, Recorder, TrajectoryFiles
 from orchestrator_svc.run.report import RunReporter
 from orchestrator_svc.run.run import Run
-from orchestrator_svc.run.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.run.scheduler import OnStale, Pace, Scheduler, StalenessBound
 from orchestrator_svc.run.setting_aside import SetAsideShare
 from orchestrator_svc.run.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.run.trainer_link import TrainerLink

@@ -25,9 +25,8 @@ from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.run.curriculum import FAULTS, SHARED, Curriculum, overlong_counter, release_fact
 from orchestrator_svc.run.faults import FirstRewards, Outage
 from orchestrator_svc.run.free_space import FreeSpace
-from orchestrator_svc.run.pacing import Pace
 from orchestrator_svc.run.recorder import Dropped, Recorder
-from orchestrator_svc.run.scheduler import Scheduler
+from orchestrator_svc.run.scheduler import Pace, Scheduler
 from orchestrator_svc.run.sifting import ScoredGroup, sift
 from orchestrator_svc.run.status import RunStatus
 from orchestrator_svc.run.workflows import GroupRunner, Sampling, loss

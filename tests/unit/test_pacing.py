@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.overlap import Course, EngineSpeed, Loop, Workload, course, lengths
 from orchestrator_svc.config import PacingConfig
-from orchestrator_svc.run.pacing import Pace
+from orchestrator_svc.run.scheduler import Pace
 from sluice.v1 import journal_pb2 as pb
 from sluice.versions import Version
 
