@@ -36,7 +36,7 @@ import psutil
 from benchmarks import faults
 from benchmarks.children import log_tail, scratch
 from benchmarks.faults import Fault
-from orchestrator_svc.commands.audit.command import audit_run
+from orchestrator_svc.commands.audit import audit_run
 from orchestrator_svc.journal.segments import JournalError
 from sluice.config import ConfigError
 

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.children import log_tail, make_model, scratch
 from benchmarks.faulty_environments import FAULTY, TASKS, Sound
-from orchestrator_svc.commands.audit.command import audit_run
+from orchestrator_svc.commands.audit import audit_run
 
 HERE = Path(__file__).with_name("faulty_environments.py")
 

@@ -31,7 +31,7 @@ from benchmarks.capture.clients import EndedError, Fleet, Played, RefusedError
 from benchmarks.capture.records import keep_segments, read_run
 from benchmarks.capture.warm_up import warm_model
 from benchmarks.children import in_child, log_tail, scratch
-from orchestrator_svc.commands.audit.command import audit_run
+from orchestrator_svc.commands.audit import audit_run
 from orchestrator_svc.journal.segments import JournalError
 from sluice.cli import fork_server
 from sluice.cli.rl import write_settings

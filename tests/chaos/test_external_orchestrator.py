@@ -18,7 +18,7 @@ from orchestrator_doubles import RolloutDouble
 from test_external_episodes import Killed, ended, play, trained_ids
 from test_orchestrator_run import make_scene, trained
 
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.journal.store import read_facts
 from sluice.versions import Lineage
 

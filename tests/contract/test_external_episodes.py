@@ -16,7 +16,7 @@ from orchestrator_doubles import RolloutDouble
 from simulated_clock import SimulatedClock
 from test_orchestrator_run import DEADLINE_S, Scene, finished, make_scene, trained
 
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.sessions.desk import BACK_S

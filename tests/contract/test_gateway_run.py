@@ -21,7 +21,7 @@ from test_orchestrator_run import DEADLINE_S, Scene, make_scene, trained
 
 from gateway_svc.app import serve
 from gateway_svc.config import GatewayConfig
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.facts import Place
 from orchestrator_svc.journal.segments import read_payload

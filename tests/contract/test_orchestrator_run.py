@@ -31,7 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
 from orchestrator_svc.app import EPISODES, SERVICE_NAME, SESSIONS, only_writer, serve
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.journal import DATABASE, snapshot, store
 from orchestrator_svc.journal.ledger import folded

@@ -13,7 +13,7 @@ from simulated_clock import SimulatedClock
 from structlog.testing import capture_logs
 from test_orchestrator_run import DEADLINE_S, LIMIT_S, TICK_S, Scene, make_scene, trained
 
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.run import setting_aside
 from sluice import limits

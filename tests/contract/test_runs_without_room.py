@@ -15,7 +15,7 @@ from orchestrator_doubles import RolloutDouble
 from simulated_clock import SimulatedClock
 from test_orchestrator_run import DEADLINE_S, PATIENT, TICK_S, Scene, make_scene, trained
 
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.run import free_space
 from orchestrator_svc.run.free_space import LOOK_S

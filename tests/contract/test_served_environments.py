@@ -24,7 +24,7 @@ from test_orchestrator_run import DEADLINE_S, make_scene, trained
 
 from envserver_svc.app import serve
 from envserver_svc.config import EnvServerConfig
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.journal.store import read_facts
 from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, ConfigError, SecurityConfig

@@ -23,7 +23,7 @@ from test_orchestrator_run import DEADLINE_S, Scene, make_scene
 
 from gateway_svc.app import serve
 from gateway_svc.config import GatewayConfig
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.run import setting_aside, sifting
 from orchestrator_svc.sessions import lending

@@ -33,7 +33,7 @@ from test_external_episodes import EXTERNAL  # noqa: E402
 from test_gateway_run import ToolReplica, opened, running_gateway  # noqa: E402
 from test_orchestrator_run import make_scene  # noqa: E402
 
-from orchestrator_svc.commands.audit.compare import audit  # noqa: E402
+from orchestrator_svc.commands.audit_compare import audit  # noqa: E402
 from orchestrator_svc.journal.store import read_facts  # noqa: E402
 from sluice.v1 import tokens_pb2  # noqa: E402
 from sluice.versions import Lineage  # noqa: E402

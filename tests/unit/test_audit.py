@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from simulated_run import EPISODES, SimulatedRun
 
-from orchestrator_svc.commands.audit.compare import JOURNAL, RECORD, AuditResult, audit
+from orchestrator_svc.commands.audit_compare import JOURNAL, RECORD, AuditResult, audit
 from orchestrator_svc.journal.ledger import folded
 from sluice.digests import batch_digest
 from sluice.v1 import checkpoint_pb2, journal_pb2, tokens_pb2

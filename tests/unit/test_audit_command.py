@@ -19,8 +19,8 @@ from run_on_disk import RunOnDisk, a_life, lived
 from session_facts import generation, granted, opened, recorded
 from simulated_run import EPISODES
 
-from orchestrator_svc.commands.audit.command import _places, audit_run, run
-from orchestrator_svc.commands.audit.compare import AuditResult
+from orchestrator_svc.commands.audit import _places, audit_run, run
+from orchestrator_svc.commands.audit_compare import AuditResult
 from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.segments import segment_path
 from orchestrator_svc.journal.store import Journal, JournalLimits

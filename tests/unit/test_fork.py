@@ -13,7 +13,7 @@ from run_on_disk import RunOnDisk, a_life, lived
 from simulated_run import EPISODES
 
 from orchestrator_svc.commands import fork as fork_module
-from orchestrator_svc.commands.audit.command import audit_run
+from orchestrator_svc.commands.audit import audit_run
 from orchestrator_svc.commands.fork import FORKED, fork, run
 from orchestrator_svc.journal import DATABASE
 from orchestrator_svc.journal.ledger import Ledger, folded

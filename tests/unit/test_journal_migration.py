@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc.commands.audit.compare import audit
+from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.journal import migration
 from orchestrator_svc.journal.facts import Redraw, Stage
 from orchestrator_svc.journal.ledger import folded

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from run_facts import accept, applied, begin_epoch, covered, made
 
-from orchestrator_svc.commands.trace import command as trace_command
+from orchestrator_svc.commands import trace as trace_command
 from orchestrator_svc.journal.store import Journal, JournalLimits
 from sluice.config import ConfigError
 

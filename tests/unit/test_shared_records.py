@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_facts import accept, applied, begin_epoch, covered, drawn, end_with, made, record, wholes
 
-from orchestrator_svc.commands.audit.command import audit_run
+from orchestrator_svc.commands.audit import audit_run
 from orchestrator_svc.commands.fork import _beginning, _link_segments
 from orchestrator_svc.journal.facts import Place, Reason, Stage
 from orchestrator_svc.journal.ledger import folded

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from session_facts import given_up, granted, opened, submitted
 from simulated_run import SimulatedRun
 
-from orchestrator_svc.commands.trace.spans import Span, Spans
+from orchestrator_svc.commands.spans import Span, Spans
 from sluice.v1 import journal_pb2 as pb
 from sluice.versions import Version
 

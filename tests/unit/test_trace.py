@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from session_facts import digest, generation, granted, opened
 
-from orchestrator_svc.commands.trace.command import lines
-from orchestrator_svc.commands.trace.history import Trace, following
+from orchestrator_svc.commands.trace import lines
+from orchestrator_svc.commands.trace_history import Trace, following
 from orchestrator_svc.journal.facts import LedgerError
 from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import session_pb2, tokens_pb2

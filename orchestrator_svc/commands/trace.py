@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 from google.protobuf.json_format import MessageToDict
 
 from orchestrator_svc.commands.runs import find_run
+from orchestrator_svc.commands.spans import Span, SpanId, Spans
 from orchestrator_svc.commands.table import table_lines
-from orchestrator_svc.commands.trace.history import Following, Trace, TracedSession, following
-from orchestrator_svc.commands.trace.spans import Span, SpanId, Spans
+from orchestrator_svc.commands.trace_history import Following, Trace, TracedSession, following
 from orchestrator_svc.journal.external import RecordedRequest, Session
 from orchestrator_svc.journal.facts import LedgerError
 from orchestrator_svc.journal.segments import JournalError, SegmentError, read_payload

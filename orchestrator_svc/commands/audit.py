@@ -17,7 +17,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from rich.console import Console
 
-from orchestrator_svc.commands.audit.compare import (
+from orchestrator_svc.commands.audit_compare import (
     CHECKPOINT,
     JOURNAL,
     PAYLOADS,
