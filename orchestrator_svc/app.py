@@ -43,7 +43,8 @@ from orchestrator_svc.run.trainer_link import TrainerLink
 from orchestrator_svc.run.training import Training
 from orchestrator_svc.run.workflows import GroupRunner, RolloutWorkflow, Sampling, choose_filter, choose_workflow
 from orchestrator_svc.sessions.desk import Desk, Posed, Waiting, run_secret
-from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
+from orchestrator_svc.sessions.exchange import SESSIONS
+from orchestrator_svc.sessions.servicer import EPISODES, EpisodeServicer, SessionServicer
 from sluice import host_files
 from sluice.client import TrainerClient
 from sluice.clock import CLOCK, Clock
@@ -66,8 +67,6 @@ from sluice.watch.files import watch_of
 log = structlog.get_logger(__name__)
 
 SERVICE_NAME = "sluice.v1.OrchestratorService"
-SESSIONS = "sluice.v1.SessionService"
-EPISODES = "sluice.v1.EpisodeService"
 
 _NAME_CHARACTERS = 255
 

@@ -225,7 +225,7 @@ class Run:
             principal: Name of who changes them.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT, as `LiveSettings.plan` and `quarantine.chosen`.
+            SluiceError: INVALID_ARGUMENT, as `LiveSettings.plan` and `tasks_to_release`.
             JournalError: if the change cannot be written.
         """
         settings, ledger = {key: value for key, value in values.items() if key != RELEASE}, self._journal.ledger

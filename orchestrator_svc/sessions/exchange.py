@@ -43,7 +43,7 @@ _LOG_ID_CHARACTERS = 128
 _WRAPPING_BYTES = 64 << 10
 """Bytes of a call beside what it records."""
 
-_SERVICE = "sluice.v1.SessionService"
+SESSIONS = "sluice.v1.SessionService"
 
 Begin: TypeAlias = Callable[
     [str, session_pb2.BeginGenerationRequest, float], Awaitable[session_pb2.BeginGenerationResponse]
@@ -55,7 +55,7 @@ Get: TypeAlias = Callable[[str, session_pb2.GetGenerationRequest], Awaitable[ses
 Write: TypeAlias = Callable[[session_pb2.ExchangeResponse], Awaitable[None]]
 
 _METRICS = {
-    kind: MethodMetrics(_SERVICE, method)
+    kind: MethodMetrics(SESSIONS, method)
     for kind, method in (("begin", "BeginGeneration"), ("record", "RecordGeneration"), ("get", "GetGeneration"))
 }
 
@@ -259,7 +259,7 @@ async def _answered(
         code = grpc.StatusCode.CANCELLED
         raise
     except Exception as error:
-        log.exception("rpc failed unexpectedly", rpc=f"{_SERVICE}/Exchange", kind=kind)
+        log.exception("rpc failed unexpectedly", rpc=f"{SESSIONS}/Exchange", kind=kind)
         failure = unexpected_failure(error, request.log_id[:_LOG_ID_CHARACTERS])
         code = failure.code
         answer.error = failure.to_status().SerializeToString()

@@ -27,6 +27,8 @@ from sluice.sampling.pool import ReplicaPool
 from sluice.template_arguments import arguments_text
 from sluice.v1 import common_pb2, episode_pb2, episode_pb2_grpc, session_pb2, session_pb2_grpc
 
+EPISODES = "sluice.v1.EpisodeService"
+
 ON_BEHALF_OF = "on-behalf-of"
 """Metadata of a gateway's call: the principal whose call it is."""
 

@@ -30,7 +30,7 @@ from simulated_clock import SimulatedClock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
-from orchestrator_svc.app import EPISODES, SERVICE_NAME, SESSIONS, only_writer, serve
+from orchestrator_svc.app import SERVICE_NAME, only_writer, serve
 from orchestrator_svc.commands.audit_compare import audit
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.journal import DATABASE, snapshot, store
@@ -46,6 +46,8 @@ from orchestrator_svc.run.report import RunReporter
 from orchestrator_svc.run.run import Run
 from orchestrator_svc.run.task_stream import TaskStream
 from orchestrator_svc.run.trainer_link import EpochLostError, TrainerLink
+from orchestrator_svc.sessions.exchange import SESSIONS
+from orchestrator_svc.sessions.servicer import EPISODES
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, FailedForGoodError, SecurityConfig, UnfinishedError

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from orchestrator_svc.app import EPISODES, SESSIONS
 from orchestrator_svc.commands.eval.config import EvalConfig
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.journal.store import Journal
@@ -34,7 +33,8 @@ from orchestrator_svc.run.evaluation import Attempted, AttemptsFile, EvalResult,
 from orchestrator_svc.run.external import EvaluationGroups, ExternalEvaluation
 from orchestrator_svc.run.workflows import EpisodeData, GroupRunner, RolloutWorkflow, Sampling, choose_workflow
 from orchestrator_svc.sessions.desk import Desk, Waiting
-from orchestrator_svc.sessions.servicer import EpisodeServicer, SessionServicer
+from orchestrator_svc.sessions.exchange import SESSIONS
+from orchestrator_svc.sessions.servicer import EPISODES, EpisodeServicer, SessionServicer
 from sluice.chat_endpoint import ChatEndpoint
 from sluice.clock import CLOCK, Clock
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
