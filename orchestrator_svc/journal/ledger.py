@@ -46,6 +46,9 @@ KEPT_CHECKPOINTS = 2
 KEPT_SETTING_CHANGES = 100
 """Changes of settings that the ledger keeps, as Run.changed_settings says."""
 
+_OF_OTHERS = frozenset({"run_resumed", "evaluation_recorded", "curriculum_noted", "task_quarantined", "task_released"})
+"""Kinds of facts that the ledger leaves to the curriculum, to the evaluations, and to what watches how much is set aside."""
+
 KEPT_SESSIONS = 16_384
 """Ended sessions that the ledger keeps, the last ones: an agent that repeats a call gets the answer that it got before."""
 
@@ -263,6 +266,7 @@ class Ledger:
             if hasattr(ExternalEpisodes, each.name)
             else getattr(self, f"_{each.name}")
             for each in pb.Fact.DESCRIPTOR.oneofs_by_name["kind"].fields
+            if each.name not in _OF_OTHERS
         }
 
     # What others read.
@@ -328,7 +332,8 @@ class Ledger:
         if kind is None:
             raise LedgerError(f"fact {seq} is of a kind that this release does not know: use the one that wrote it")
         try:
-            self._kinds[kind](getattr(fact, kind))
+            if kind not in _OF_OTHERS:
+                self._kinds[kind](getattr(fact, kind))
             if kind == "task_drawn" and not (group := self.groups[fact.task_drawn.group]).drawn_s:
                 group.drawn_s = fact.time.seconds + fact.time.nanos / 1e9
         except LookupError as error:
@@ -365,23 +370,22 @@ class Ledger:
         else:
             self.next_group = max(self.next_group, fact.group + 1)
             if fact.redraw_reason:
-                self._redrawn(fact)
+                self._take_redraw(fact)
         self._add(group)
 
-    def _redrawn(self, fact: pb.TaskDrawn) -> None:
-        drawn = (fact.environment, fact.position, fact.redraw_reason)
+    def _take_redraw(self, fact: pb.TaskDrawn | pb.RedrawDropped) -> bool:
+        """Remove the task of a fact from those that have to be drawn again; return whether it was among them."""
+        wanted = (fact.environment, fact.position, fact.redraw_reason)
         for index, each in enumerate(self.redraws):
-            if (each.environment, each.position, each.reason) == drawn:
+            if (each.environment, each.position, each.reason) == wanted:
                 del self.redraws[index]
-                return
+                return True
+        return False
 
     def _redraw_dropped(self, fact: pb.RedrawDropped) -> None:
-        for index, each in enumerate(self.redraws):
-            if (each.environment, each.position, each.reason) == (fact.environment, fact.position, fact.redraw_reason):
-                del self.redraws[index]
-                self.redraws_dropped[fact.reason] += 1
-                return
-        raise LedgerError(f"task {fact.task_id} of environment {fact.environment} had not to be drawn again")
+        if not self._take_redraw(fact):
+            raise LedgerError(f"task {fact.task_id} of environment {fact.environment} had not to be drawn again")
+        self.redraws_dropped[fact.reason] += 1
 
     def _generation_recorded(self, fact: pb.GenerationRecorded) -> None:
         group = self._running(fact.group)
@@ -465,9 +469,6 @@ class Ledger:
         self.set_aside[fact.reason] = SetAside((before.trajectories if before else 0) + count, fact.problem)
         if not group.size:
             self._remove(group)
-
-    def _run_resumed(self, fact: pb.RunResumed) -> None:
-        """Leave it to what watches how much is set aside."""
 
     def _batch_made(self, fact: pb.BatchMade) -> None:
         groups = [self.groups.get(number) for number in fact.groups]
@@ -577,12 +578,6 @@ class Ledger:
             del self._outcomes[number]
         self._covered = max(self._covered, covered)
 
-    def _evaluation_recorded(self, fact: pb.EvaluationRecorded) -> None:
-        """Leave it to the evaluations of the run, which read these facts by themselves."""
-
-    def _curriculum_noted(self, fact: pb.CurriculumNoted) -> None:
-        """Leave it to the curriculum, which follows the same facts: the ledger does not know which task comes next."""
-
     def _setting_changed(self, fact: pb.SettingChanged) -> None:
         self.settings[fact.key] = fact.new_value
         change = orchestrator_pb2.ChangedSetting(
@@ -593,12 +588,6 @@ class Ledger:
             principal=fact.principal,
         )
         self.setting_changes = [*self.setting_changes, change][-KEPT_SETTING_CHANGES:]
-
-    def _task_quarantined(self, fact: pb.TaskQuarantined) -> None:
-        """Leave it to the curriculum."""
-
-    def _task_released(self, fact: pb.TaskReleased) -> None:
-        """Leave it to the curriculum."""
 
     def _weight_policy_noted(self, fact: pb.WeightPolicyNoted) -> None:
         if fact.mode == rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW:
