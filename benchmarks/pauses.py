@@ -25,7 +25,7 @@ from benchmarks.children import make_model, median_ratio
 from benchmarks.weight_stack import neighbour, receiving, serves, weight_service
 from rollout_svc.engines.base import GenerationRequest, InferenceEngine, PauseMode, Sampling
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
-from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.replica import EngineSupervisor
 from sluice.versions import Version, VersionSpan
 from weightsync.receiver import PolicyMode, WeightReceiver
 from weightsync.staged import StagedVersion, TensorSpec

@@ -18,9 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 
 from rollout_svc.engines.base import EngineError, EngineStatus, PauseMode
+from rollout_svc.replica import EngineSupervisor, ReplicaWeights
 from rollout_svc.servicer import MAX_NAME, RolloutServicer, loaded_adapters
-from rollout_svc.supervision import EngineSupervisor
-from rollout_svc.weights import ReplicaWeights
 from sluice.rpc import SluiceError
 from sluice.rpc.drain import Drain
 from sluice.v1 import rollout_pb2 as pb

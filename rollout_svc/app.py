@@ -15,11 +15,10 @@ from rollout_svc.admin import ReplicaMetrics, RolloutAdminServicer
 from rollout_svc.announce import Announcer
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import EngineError, EnginePackage, EngineSettingsError, InferenceEngine
+from rollout_svc.replica import EngineSupervisor, ReplicaWeights
 from rollout_svc.replies import reply_format
 from rollout_svc.servicer import HAND_OVER_S, RolloutServicer
-from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
-from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, ConfigError, Service
 from sluice.engines import ENGINES
 from sluice.peers import missing_peers_reported

@@ -28,8 +28,8 @@ from rollout_svc.engines.base import (
     Sampling,
     Stage,
 )
+from rollout_svc.replica import EngineSupervisor
 from rollout_svc.responses import ResponseCache
-from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, Prompt, ReplyStream, TextStream
 from sluice.clock import CLOCK, Clock
 from sluice.limits import MAX_TEMPERATURE

@@ -17,10 +17,9 @@ from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.engines.base import InferenceEngine, PauseMode
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.http import create_app
+from rollout_svc.replica import EngineSupervisor, ReplicaWeights
 from rollout_svc.servicer import RolloutServicer
-from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
-from rollout_svc.weights import ReplicaWeights
 from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.openai.server import HttpServer

@@ -42,9 +42,9 @@ from rollout_svc.engines.base import (
 )
 from rollout_svc.engines.slots.engine import TransformersEngine
 from rollout_svc.engines.vllm import weights as vllm_weights
+from rollout_svc.replica import EngineSupervisor
 from rollout_svc.replies import reply_format
 from rollout_svc.servicer import RolloutServicer
-from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
 from sluice.engines import ENGINES
 from sluice.rpc.drain import Drain

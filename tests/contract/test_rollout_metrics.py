@@ -9,8 +9,7 @@ from small_models import save_model, staged
 from rollout_svc.admin import ReplicaMetrics
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import GenerationRequest, PauseMode, Sampling
-from rollout_svc.supervision import EngineSupervisor
-from rollout_svc.weights import ReplicaWeights
+from rollout_svc.replica import EngineSupervisor, ReplicaWeights
 from sluice.config import CommonConfig
 from sluice.versions import Version
 

@@ -16,7 +16,7 @@ from small_models import greedy, save_model, staged
 
 from rollout_svc.engines.base import EngineError, GenerationRequest, PauseMode, Sampling
 from rollout_svc.engines.slots.engine import TransformersEngine
-from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.replica import EngineSupervisor
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version

@@ -24,10 +24,9 @@ from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.engines.base import EngineError, GenerationRequest, InferenceEngine, PauseMode, Sampling
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
+from rollout_svc.replica import EngineSupervisor, ReplicaWeights
 from rollout_svc.servicer import RolloutServicer
-from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
-from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, FailedForGoodError, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, connect
 from sluice.rpc.drain import Drain

@@ -19,10 +19,9 @@ from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, LoraLimits, RolloutConfig
 from rollout_svc.config import LoraConfig as RolloutLora
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
+from rollout_svc.replica import EngineSupervisor, ReplicaWeights
 from rollout_svc.servicer import RolloutServicer
-from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
-from rollout_svc.weights import ReplicaWeights
 from sluice.clock import CLOCK, Clock
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.render import tokenizer_digest
