@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from simulated_clock import LIMIT_S, SimulatedClock
 
-from rollout_svc import announce
-from rollout_svc.announce import Announcer
+from rollout_svc import app
+from rollout_svc.app import Announcer
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.drain import Drain
@@ -118,7 +118,7 @@ def address(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def calls_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "CALL_S", LIMIT_S)
+    monkeypatch.setattr(app, "CALL_S", LIMIT_S)
 
 
 async def test_a_replica_registers_renews_its_lease_and_says_that_it_leaves(address):
@@ -202,7 +202,7 @@ async def test_a_replica_does_not_wait_long_for_an_orchestrator_that_hangs(addre
         await replica.clock.until(lambda: orchestrator.asked == 1)
         replica.drain.begin(0.0)
         leaving = asyncio.create_task(replica.announcer.left())
-        await replica.clock.advance(announce.LEAVE_S)
+        await replica.clock.advance(app.LEAVE_S)
         await replica.clock.until(leaving.done)
         assert not replica.running.done()
         orchestrator.answers.set()
