@@ -15,10 +15,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from gateway_svc.canonical import conversation_keys
-from gateway_svc.capture import Begun, CapturedRequest, Result, Unsupported, read_body
-from gateway_svc.dialects import chat, messages, responses
+from gateway_svc.capture import settle_sampling
 from gateway_svc.http import Reply
 from sluice.config import Options, whole_number
+from sluice.openai import chat, messages, responses
+from sluice.openai.fields import ClientRequest, read_body
+from sluice.openai.shown import Begun, Result
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
 
 TURNS = 10
@@ -43,7 +45,7 @@ class Case:
 
     body: Mapping[str, Any]
     kind: type[BaseModel]
-    parse: Callable[[Any, Unsupported], CapturedRequest]
+    parse: Callable[[Any], ClientRequest]
     reply: Callable[[Any], Reply]
 
 
@@ -63,11 +65,11 @@ def run(argv: list[str]) -> Mapping[str, Any]:
 def _measure(name: str, case: Case, repeats: int) -> dict[str, float]:
     raw = json.dumps(case.body).encode()
     body = read_body(case.kind, raw)
-    conversation = case.parse(body, "override").generate.conversation
+    conversation = case.parse(body).generate.conversation
     result = _result()
     parts: dict[str, Callable[[], object]] = {
         "read": lambda: read_body(case.kind, raw),
-        "parse": lambda: case.parse(body, "override"),
+        "parse": lambda: settle_sampling(case.parse(body), "override"),
         "keys": lambda: conversation_keys(conversation),
         "whole": lambda: json.dumps(case.reply(body).whole(result)),
         "stream": lambda: _stream(case.reply(body), result),

@@ -11,11 +11,13 @@ from typing import Any
 import grpc
 import xxhash
 
-from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, settle_sampling
+from gateway_svc.capture import settle_sampling
 from gateway_svc.config import CaptureConfig
 from gateway_svc.http import paced
 from gateway_svc.recording import RecordedSessions
 from gateway_svc.sessions import RequestIdentity, SessionRef
+from sluice.openai.fields import ClientRequest
+from sluice.openai.shown import Begun, Delta, Result
 from sluice.rpc import MAX_MESSAGE_BYTES, MAX_SAMPLES, SluiceError
 from sluice.rpc.parts import PART_BYTES
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2
@@ -158,13 +160,13 @@ def _one_message(result: Result, request: episode_pb2.EpisodeServiceGenerateRequ
     )
 
 
-def _captured(request: episode_pb2.EpisodeServiceGenerateRequest) -> CapturedRequest:
+def _captured(request: episode_pb2.EpisodeServiceGenerateRequest) -> ClientRequest:
     """Return what a request asks for.
 
     Raises:
         SluiceError: INVALID_ARGUMENT without a prompt, or with too many samples.
     """
-    captured = CapturedRequest(DIALECT, "", rollout_pb2.GenerateRequest())
+    captured = ClientRequest(DIALECT, "", rollout_pb2.GenerateRequest())
     generate = captured.generate
     match request.WhichOneof("prompt"):
         case "conversation":

@@ -28,14 +28,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, Unsupported, read_body
+from gateway_svc.capture import Unsupported, settle_sampling
 from gateway_svc.config import CaptureConfig
-from gateway_svc.dialects import chat, completions, messages, responses, tokens
 from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
 from gateway_svc.shared import deadline, too_late
 from sluice.clock import CLOCK, Clock
 from sluice.limits import SEND_DEADLINE_S
+from sluice.openai import chat, completions, messages, responses, tokens
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
+from sluice.openai.fields import ClientRequest, read_body
 from sluice.openai.server import (
     HEALTH_PATH,
     SENT,
@@ -48,6 +49,7 @@ from sluice.openai.server import (
     ready_answer,
     recorded,
 )
+from sluice.openai.shown import Begun, Delta, Result
 from sluice.rpc import SluiceError
 from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
 from sluice.rpc.call_log import CallLog
@@ -334,7 +336,7 @@ class Capture:
         unsupported: Unsupported = "allow" if session.evaluation else self._settings.on_unsupported
         return Call(http, session, read_body(kind, raw), unsupported)
 
-    async def reply(self, call: Call[Any], request: CapturedRequest, reply: Reply) -> Response:
+    async def reply(self, call: Call[Any], request: ClientRequest, reply: Reply) -> Response:
         """Sample for a request, and answer whole or as a stream, until its client disconnects."""
         if not request.stream:
             return await self.whole(call, request, reply.whole)
@@ -345,7 +347,7 @@ class Capture:
         return first if isinstance(first, Response) else EventStream(_events(first, parts, reply))
 
     async def whole(
-        self, call: Call[Any], request: CapturedRequest, write: Callable[[Result], dict[str, Any]]
+        self, call: Call[Any], request: ClientRequest, write: Callable[[Result], dict[str, Any]]
     ) -> Response:
         """Sample for a request, and answer with one JSON object, unless its client disconnects."""
         parts = await self._sample(call, request)
@@ -359,12 +361,13 @@ class Capture:
             closing.pop_all()
             return answer
 
-    async def _sample(self, call: Call[Any], request: CapturedRequest) -> AsyncGenerator[Begun | Delta | Result, None]:
+    async def _sample(self, call: Call[Any], request: ClientRequest) -> AsyncGenerator[Begun | Delta | Result, None]:
+        settle_sampling(request, call.unsupported)
         self._count(request)
         identity = _identity(request.dialect, call.http.headers, await call.http.body())
         return self.sessions.generate(call.session, request, identity)
 
-    def _count(self, request: CapturedRequest) -> None:
+    def _count(self, request: ClientRequest) -> None:
         for kind, what in request.notices:
             if len(self._names) < MAX_NOTICE_NAMES:
                 self._names.add(what)
@@ -516,23 +519,23 @@ def _ending(result: Result, reply: Reply, *, opened: bool) -> Iterator[bytes]:
 def _dialects(capture: Capture) -> list[Route]:
     async def chat_completions(http: Request) -> Response:
         call = await capture.read(http, chat.ChatBody)
-        return await capture.reply(call, chat.parse(call.body, call.unsupported), chat.ChatReply(call.body))
+        return await capture.reply(call, chat.parse(call.body), chat.ChatReply(call.body))
 
     async def complete(http: Request) -> Response:
         call = await capture.read(http, completions.CompletionBody)
-        request = completions.parse(call.body, call.unsupported)
+        request = completions.parse(call.body)
         return await capture.reply(call, request, completions.CompletionReply(call.body))
 
     async def respond(http: Request) -> Response:
         call = await capture.read(http, responses.ResponsesBody)
         named = call.body.previous_response_id
         previous = await capture.sessions.conversation(call.session, named) if named else None
-        request = responses.parse(call.body, call.unsupported, previous)
+        request = responses.parse(call.body, previous)
         return await capture.reply(call, request, responses.ResponsesReply(call.body))
 
     async def create_message(http: Request) -> Response:
         call = await capture.read(http, messages.MessagesBody)
-        request = messages.parse(call.body, call.unsupported)
+        request = messages.parse(call.body)
         return await capture.reply(call, request, messages.MessagesReply(call.body))
 
     async def count_tokens(http: Request) -> JSONResponse:
@@ -542,7 +545,7 @@ def _dialects(capture: Capture) -> list[Route]:
 
     async def generate(http: Request) -> Response:
         call = await capture.read(http, tokens.TokensBody)
-        return await capture.whole(call, tokens.parse(call.body, call.unsupported), tokens.whole)
+        return await capture.whole(call, tokens.parse(call.body), tokens.whole)
 
     return [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),

@@ -23,13 +23,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gateway_svc.canonical import ConversationKeys, conversation_keys, extended_key
-from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, TextDeltas, visible_message
 from gateway_svc.config import CaptureConfig
 from gateway_svc.exchange import ON_BEHALF_OF, Exchange
 from gateway_svc.sessions import UNKNOWN_EPISODE, Opened, RequestIdentity, ServedModel, SessionRef, Strangers
 from gateway_svc.shared import Joined, SharedSampling
 from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
+from sluice.openai.fields import ClientRequest
+from sluice.openai.shown import Begun, Delta, Result, TextDeltas, visible_message
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
 from sluice.rpc.principals import ANYONE
@@ -396,7 +397,7 @@ class RecordedSessions:
     async def generate(
         self,
         session: session_pb2.FindSessionResponse,
-        request: CapturedRequest,
+        request: ClientRequest,
         identity: RequestIdentity,
         request_id: str = "",
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
@@ -434,7 +435,7 @@ class RecordedSessions:
                     yield part
 
     def _run_of(
-        self, session: session_pb2.FindSessionResponse, request: CapturedRequest, identity: RequestIdentity, name: str
+        self, session: session_pb2.FindSessionResponse, request: ClientRequest, identity: RequestIdentity, name: str
     ) -> _Run:
         """Begin to sample a request, unless the orchestrator says that it repeats another one."""
         place, deadlines = (session.episode_id, identity.digest), self._config.deadlines
@@ -473,7 +474,7 @@ class RecordedSessions:
         return run
 
     async def _sample(
-        self, session: session_pb2.FindSessionResponse, request: CapturedRequest, keys: ConversationKeys, run: _Run
+        self, session: session_pb2.FindSessionResponse, request: ClientRequest, keys: ConversationKeys, run: _Run
     ) -> AsyncGenerator[Begun | Delta | Result | Joined, None]:
         """Claim, sample and record."""
         until, begin = self._clock() + self._config.deadlines.request_s, run.begin
@@ -660,7 +661,7 @@ class RecordedSessions:
                 renewing.cancel()
 
     def _completed(
-        self, session: session_pb2.FindSessionResponse, request: CapturedRequest
+        self, session: session_pb2.FindSessionResponse, request: ClientRequest
     ) -> rollout_pb2.GenerateRequest:
         """Return the request to a replica: the session's sampling and template arguments where the client set none."""
         wanted = rollout_pb2.GenerateRequest()

@@ -8,7 +8,8 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
-from gateway_svc.capture import Begun, CapturedRequest, Delta, Result
+from sluice.openai.fields import ClientRequest
+from sluice.openai.shown import Begun, Delta, Result
 from sluice.rpc import SluiceError
 from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
 
@@ -122,7 +123,7 @@ class Sessions(Protocol):
         ...
 
     def generate(
-        self, session: session_pb2.FindSessionResponse, request: CapturedRequest, identity: RequestIdentity
+        self, session: session_pb2.FindSessionResponse, request: ClientRequest, identity: RequestIdentity
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
         """Sample and record.
 

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import grpc
 
-from gateway_svc.capture import Begun, Delta, Result
 from sluice.clock import CLOCK, Clock
+from sluice.openai.shown import Begun, Delta, Result
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
 

@@ -30,14 +30,13 @@ from sluice.openai.dialect import (
     Events,
     Numbered,
     Responses,
-    StopStringFilter,
     chat_request,
     completion_requests,
     merged,
     prompt_fields,
-    usage,
 )
 from sluice.openai.errors import answer_errors
+from sluice.openai.fields import usage
 from sluice.openai.server import (
     HEALTH_PATH,
     Connection,
@@ -49,6 +48,7 @@ from sluice.openai.server import (
     ready_answer,
     recorded,
 )
+from sluice.openai.shown import StopStringFilter
 from sluice.rpc import SluiceError
 from sluice.rpc.access import ROLLOUT_HTTP, Access
 from sluice.rpc.call_log import CallLog

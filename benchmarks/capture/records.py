@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway_svc.capture import visible_message
 from orchestrator_svc.journal.external import session_name
 from orchestrator_svc.journal.facts import Place
 from orchestrator_svc.journal.segments import read_payload
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.sessions.trajectories import UNDELIVERED
+from sluice.openai.shown import visible_message
 from sluice.v1 import journal_pb2, orchestrator_pb2, session_pb2, tokens_pb2
 from sluice.versions import Version
 

@@ -253,18 +253,23 @@ def _convert() -> Parse:
 
 def _dialects() -> Parse:
     from gateway_svc.canonical import conversation_keys  # noqa: PLC0415
-    from gateway_svc.capture import read_body  # noqa: PLC0415
-    from gateway_svc.dialects import chat, completions, messages, responses, tokens  # noqa: PLC0415
+    from gateway_svc.capture import Unsupported, settle_sampling  # noqa: PLC0415
     from gateway_svc.http import EndBody, OpenBody, RewardBody  # noqa: PLC0415
+    from sluice.openai import chat, completions, messages, responses, tokens  # noqa: PLC0415
+    from sluice.openai.fields import ClientRequest, read_body  # noqa: PLC0415
     from sluice.rpc import SluiceError  # noqa: PLC0415
 
+    def settled(request: ClientRequest, unsupported: Unsupported) -> ClientRequest:
+        settle_sampling(request, unsupported)
+        return request
+
     parsers = (
-        lambda raw: chat.parse(read_body(chat.ChatBody, raw), "override"),
-        lambda raw: completions.parse(read_body(completions.CompletionBody, raw), "not_trained"),
-        lambda raw: responses.parse(read_body(responses.ResponsesBody, raw), "reject", None),
-        lambda raw: messages.parse(read_body(messages.MessagesBody, raw), "allow"),
+        lambda raw: settled(chat.parse(read_body(chat.ChatBody, raw)), "override"),
+        lambda raw: settled(completions.parse(read_body(completions.CompletionBody, raw)), "not_trained"),
+        lambda raw: settled(responses.parse(read_body(responses.ResponsesBody, raw)), "reject"),
+        lambda raw: settled(messages.parse(read_body(messages.MessagesBody, raw)), "allow"),
         lambda raw: messages.counted(read_body(messages.CountBody, raw)),
-        lambda raw: tokens.parse(read_body(tokens.TokensBody, raw), "override"),
+        lambda raw: settled(tokens.parse(read_body(tokens.TokensBody, raw)), "override"),
         lambda raw: [read_body(kind, raw) for kind in (OpenBody, RewardBody, EndBody)],
     )
 
@@ -321,7 +326,7 @@ def _openai() -> Parse:
 
 def _replies() -> Parse:
     from rollout_svc.replies import read_json_calls, split_thinking  # noqa: PLC0415
-    from sluice.openai.dialect import StopStringFilter  # noqa: PLC0415
+    from sluice.openai.shown import StopStringFilter  # noqa: PLC0415
     from sluice.v1 import tokens_pb2  # noqa: PLC0415
 
     def parse(data: bytes) -> None:
@@ -475,9 +480,9 @@ TARGETS: Mapping[str, Target] = {
             + [b"\x03\x01python -m verl.trainer.main_ppo data.train_files=a trainer.nnodes=1 \\\n  a.b=c\n"]
         ),
     ),
-    "dialects": Target(_dialects, ("gateway_svc",), _dialect_seeds),
+    "dialects": Target(_dialects, ("gateway_svc", "sluice.openai"), _dialect_seeds),
     "openai": Target(_openai, ("sluice.openai.dialect",), _dialect_seeds),
-    "replies": Target(_replies, ("rollout_svc.replies", "sluice.openai.dialect"), _reply_seeds),
+    "replies": Target(_replies, ("rollout_svc.replies", "sluice.openai.shown"), _reply_seeds),
     "frames": Target(_frames, ("sluice.environments.framing",), _frame_seeds),
     "principals": Target(_principals, ("sluice.rpc.principals",), _principal_seeds),
     "checkpoints": Target(_checkpoints, ("sluice.checkpoint_files", "sluice.batch_record"), _checkpoint_seeds),

@@ -56,7 +56,7 @@ def gateway_document() -> dict[str, Any]:
     """Return the routes of a gateway, each with the body that it reads; a route without a body of its own takes any JSON."""
     from gateway_svc import http  # noqa: PLC0415 - each loads a service
     from gateway_svc.config import CaptureConfig  # noqa: PLC0415
-    from gateway_svc.dialects import chat, completions, messages, responses, tokens  # noqa: PLC0415
+    from sluice.openai import chat, completions, messages, responses, tokens  # noqa: PLC0415
 
     bodies: Mapping[str, type[BaseModel]] = {
         "/v1/chat/completions": chat.ChatBody,

@@ -15,14 +15,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice.openai.errors import error_body
+from sluice.openai.fields import (
+    FINISH_REASONS,
+    LEAST,
+    MAX_ALTERNATIVES,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    NO_ALTERNATIVES,
+    Bias,
+    JsonObject,
+    TokenId,
+    Unsigned,
+    inconsistent,
+    usage,
+)
+from sluice.openai.shown import MessageFilter, StopStringFilter
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.template_arguments import set_template_arguments
 from sluice.tool_schemas import tool_message
@@ -50,96 +63,8 @@ SAME_NAMES = (
 MAX_PROMPTS = 256
 """Maximum number of prompts in one request."""
 
-MAX_ALTERNATIVES = 20
-"""Maximum number of alternatives per token."""
-
-Unsigned = Annotated[int, Field(ge=0, lt=2**32)]
-TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
-def _fault(parameter: str, text: str) -> PydanticCustomError:
-    """Return the error for a parameter that does not fit another one. The response names the parameter."""
-    return PydanticCustomError("inconsistent", "{text}", {"parameter": parameter, "text": text})
-
-
-MAX_DEPTH = 16
-"""Maximum nesting of objects and lists in a JSON object of free form; protobuf has a limit of its own near this."""
-
-MAX_VALUES = 65_536
-"""Maximum number of values in a JSON object of free form."""
-
-MAX_MESSAGES = 16_384
-MAX_TOOLS = 1024
-
 MAX_COMPLETIONS = 1024
 """Maximum number of samples of one request, over all of its prompts."""
-
-
-def _bounded(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse an object that is nested too deeply, too large, or holds a number that JSON does not have."""
-    level: list[Any] = [given]
-    count = 0
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for each in level:
-            below += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-            if isinstance(each, float) and not math.isfinite(each):
-                raise PydanticCustomError("not_finite", "{number} is not a number of JSON", {"number": str(each)})
-            if isinstance(each, int) and abs(each) > MAX_INTEGER:
-                raise PydanticCustomError("too_large", "an integer has more than 64 bits")
-        count += len(below)
-        if count > MAX_VALUES:
-            raise PydanticCustomError("too_large", "has more than {most} values", {"most": MAX_VALUES})
-        if not below:
-            return given
-        level = below
-    raise PydanticCustomError("too_deep", "has more than {most} levels", {"most": MAX_DEPTH})
-
-
-MAX_INTEGER = 2**64
-
-
-def refuse_not_finite(body: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a parsed body, unless a number in it, wherever it stands, is none of JSON: NaN, or too large for a double, as 1e999.
-
-    Such a number cannot be sent back, nor shown to the model.
-
-    Raises:
-        PydanticCustomError: with the path of the number.
-    """
-    left = [body]
-    while left:
-        value = left.pop()
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        for each in inside:
-            kind = type(each)
-            if kind is dict or kind is list:
-                left.append(each)
-            elif kind is float and not math.isfinite(each):
-                text = f"{each} is not a number of JSON: send a finite number that a double holds"
-                raise _fault(_path_of(each, body), text)
-    return body
-
-
-def _path_of(wanted: float, body: Any) -> str:  # noqa: ANN401 - JSON
-    """Return the path of this very object in a parsed body, cut to a length that fits a message."""
-    left: list[tuple[str, Any]] = [("", body)]
-    while left:
-        path, value = left.pop()
-        if value is wanted:
-            return path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
-        if isinstance(value, dict):
-            left += ((f"{path}.{name}" if path else name, each) for name, each in value.items())
-        elif isinstance(value, list):
-            left += ((f"{path}[{index}]", each) for index, each in enumerate(value))
-    return ""
-
-
-MAX_PATH = 256
-"""Maximum number of characters of a path in a message: a client chooses the names in it."""
-
-JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class Body(BaseModel):
@@ -205,7 +130,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _fault("stream_options", "needs stream = true")
+            raise inconsistent("stream_options", "needs stream = true")
         return self
 
     @property
@@ -295,9 +220,9 @@ class ChatRequest(GenerationBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _fault("top_logprobs", "needs logprobs = true")
+            raise inconsistent("top_logprobs", "needs logprobs = true")
         if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:
-            raise _fault("max_completion_tokens", "differs from max_tokens: send one of them")
+            raise inconsistent("max_completion_tokens", "differs from max_tokens: send one of them")
         return self
 
 
@@ -318,9 +243,11 @@ class CompletionRequest(GenerationBody):
     @model_validator(mode="after")
     def _all_samples_are_returned(self) -> Self:
         if self.best_of not in {None, self.n or 1}:
-            raise _fault("best_of", "must equal n: samples are not ranked here")
+            raise inconsistent("best_of", "must equal n: samples are not ranked here")
         if len(self.prompts) * (self.n or 1) > MAX_COMPLETIONS:
-            raise _fault("n", f"{len(self.prompts)} prompts with n = {self.n} are more than {MAX_COMPLETIONS} samples")
+            raise inconsistent(
+                "n", f"{len(self.prompts)} prompts with n = {self.n} are more than {MAX_COMPLETIONS} samples"
+            )
         return self
 
     @property
@@ -391,22 +318,6 @@ def _message(message: ChatMessage) -> tokens_pb2.ChatMessage:
 
 # --- responses --------------------------------------------------------------------------------------------------
 
-FINISH_REASONS = {
-    tokens_pb2.FINISH_REASON_STOP: "stop",
-    tokens_pb2.FINISH_REASON_LENGTH: "length",
-    tokens_pb2.FINISH_REASON_ABORT: "abort",
-    tokens_pb2.FINISH_REASON_ERROR: "error",
-    tokens_pb2.FINISH_REASON_VERSION_RETIRED: "version_retired",
-}
-"""The last three are not OpenAI's: an operator ended the request, the model's output was NaN, or its adapter was unloaded. The
-tokens up to then are valid."""
-
-
-LEAST = -9999.0
-"""OpenAI's value for the logarithm of zero, which JSON does not have."""
-
-NO_ALTERNATIVES = tokens_pb2.TopLogprobs()
-
 BACKLOG = 64
 """Maximum number of messages that wait for a slow client. Then tokens wait in the engine, where max_tokens is the bound."""
 
@@ -417,78 +328,6 @@ Numbered = tuple[int, rollout_pb2.GenerateStreamResponse]
 
 TokenText = Callable[[int], str]
 """Returns the text of one token. Special tokens have theirs too."""
-
-
-class StopStringFilter:
-    """Removes the stop string from the end of a text that comes in parts. What may be its beginning is held back.
-
-    The text is cut where the string is first, which may be before its end: a sample may have to reach `min_tokens`, and the texts
-    around a tool call are joined. So what follows any of the strings is held back, too.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = [""]
-        self.is_cut = False
-        """Whether a stop string was found, so that the rest is held back until the end."""
-
-    def after(self, new: str, stop_string: str, *, last: bool) -> str:
-        """Return what can be shown after more text. `stop_string` is the one that ended the text, if any did."""
-        self._held.append(new)
-        if self.is_cut and not (last or stop_string):
-            return ""
-        text = "".join(self._held)
-        if stop_string or last:
-            self._held.clear()
-            return text.partition(stop_string)[0] if stop_string else text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self.is_cut = bool(found)
-        held = max((overlap(text, stop) for stop in self._stops), default=0)
-        end = min([len(text) - held, *found])
-        self._held = [text[end:]]
-        return text[:end]
-
-    def complete(self) -> str:
-        """Return what was held back as the beginning of a stop string, since no more text follows before the end of the sample."""
-        if self.is_cut:
-            return ""
-        text = "".join(self._held)
-        self._held.clear()
-        return text
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of a text that is a prefix of the mark, and not all of it."""
-    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while at >= 0 and not mark.startswith(text[at:]):
-        at = text.find(mark[0], at + 1)
-    return len(text) - at if at >= 0 else 0
-
-
-class MessageFilter:
-    """Removes the stop string from reasoning and content that come in parts; see `StopStringFilter`. Reasoning is shown first.
-
-    Args:
-        stops: The stop strings.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._reasoning, self._content = StopStringFilter(stops), StopStringFilter(stops)
-        self._unshown: list[str] = []
-        self._is_reasoned = False
-
-    def after(self, reasoning: str, content: str, stop_string: str, *, last: bool) -> tuple[str, str]:
-        """Return the reasoning and the content that can be shown after more of them."""
-        shown = self._reasoning.after(reasoning, stop_string, last=last)
-        if content and not (last or self._is_reasoned):
-            self._is_reasoned = True
-            shown += self._reasoning.complete()
-        self._unshown.append(content)
-        if self._reasoning.is_cut and not last:
-            return shown, ""
-        content = "".join(self._unshown)
-        self._unshown.clear()
-        return shown, self._content.after(content, stop_string, last=last)
 
 
 class ChatResponses:
@@ -569,16 +408,6 @@ def prompt_fields(responses: Responses, prompt_ids: Sequence[int], *, of_choice:
     """Return the ids of a prompt, if they were asked for: in each choice if choices may have different prompts, else once."""
     wanted = responses.body.return_token_ids and responses.several_prompts is of_choice
     return {"prompt_token_ids": list(prompt_ids)} if wanted else {}
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
-    """Return the token counts. `cached_tokens` of the prompt were in the prefix cache."""
-    counted: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-    return counted if cached_tokens is None else counted | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
 
 
 def _ending(sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_svc.capture import NEUTRAL, CapturedRequest, TextDeltas, settle_sampling, visible_message
+from gateway_svc.capture import NEUTRAL, settle_sampling
+from sluice.openai.fields import ClientRequest
+from sluice.openai.shown import TextDeltas, visible_message
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 
@@ -57,8 +59,8 @@ def test_each_field_that_changes_the_distribution_follows_the_settings(name):
     values = {"logit_bias": {5: 1.0}, "temperature": 0.0, "ignore_eos": True}
     given = {name: values.get(name, 2 if name in {"top_k", "min_tokens"} else 0.5)}
 
-    def settled(unsupported) -> CapturedRequest:
-        request = CapturedRequest("d", "m", rollout_pb2.GenerateRequest(sampling=tokens_pb2.SamplingParams(**given)))
+    def settled(unsupported) -> ClientRequest:
+        request = ClientRequest("d", "m", rollout_pb2.GenerateRequest(sampling=tokens_pb2.SamplingParams(**given)))
         settle_sampling(request, unsupported)
         return request
 
@@ -74,7 +76,7 @@ def test_each_field_that_changes_the_distribution_follows_the_settings(name):
 
 def test_what_means_nothing_is_no_notice():
     sampling = tokens_pb2.SamplingParams(**NEUTRAL, temperature=0.7, seed=3, max_tokens=5)
-    request = CapturedRequest("d", "m", rollout_pb2.GenerateRequest(sampling=sampling))
+    request = ClientRequest("d", "m", rollout_pb2.GenerateRequest(sampling=sampling))
     settle_sampling(request, "reject")
     assert {each.name for each, _ in request.generate.sampling.ListFields()} == {"temperature", "seed", "max_tokens"}
     assert not request.notices
@@ -82,9 +84,9 @@ def test_what_means_nothing_is_no_notice():
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-6, 0.0099])
 def test_a_temperature_that_is_no_sampling_follows_the_settings_as_greedy_does(temperature):
-    def settled(unsupported) -> CapturedRequest:
+    def settled(unsupported) -> ClientRequest:
         sampling = tokens_pb2.SamplingParams(temperature=temperature)
-        request = CapturedRequest("d", "m", rollout_pb2.GenerateRequest(sampling=sampling))
+        request = ClientRequest("d", "m", rollout_pb2.GenerateRequest(sampling=sampling))
         settle_sampling(request, unsupported)
         return request
 
@@ -98,6 +100,6 @@ def test_a_temperature_that_is_no_sampling_follows_the_settings_as_greedy_does(t
 @pytest.mark.parametrize("temperature", [0.01, 0.7, 100.0, -1.0, 1e9])
 def test_other_temperatures_are_taken_or_left_to_the_replica_to_refuse(temperature):
     sampling = tokens_pb2.SamplingParams(temperature=temperature)
-    request = CapturedRequest("d", "m", rollout_pb2.GenerateRequest(sampling=sampling))
+    request = ClientRequest("d", "m", rollout_pb2.GenerateRequest(sampling=sampling))
     settle_sampling(request, "reject")
     assert request.generate.sampling == sampling

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_svc.canonical import canonical_arguments, conversation_keys, extended_key
-from gateway_svc.capture import CapturedRequest, read_body
-from gateway_svc.dialects import chat, messages, responses
+from sluice.openai import chat, messages, responses
+from sluice.openai.fields import ClientRequest, read_body
 from sluice.v1 import episode_pb2, tokens_pb2
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -87,8 +87,8 @@ class Chat:
         }
 
     @staticmethod
-    def parse(body: Any) -> CapturedRequest:
-        return chat.parse(read_body(chat.ChatBody, json.dumps(body).encode()), "override")
+    def parse(body: Any) -> ClientRequest:
+        return chat.parse(read_body(chat.ChatBody, json.dumps(body).encode()))
 
     @classmethod
     def later(cls, draw: st.DrawFn, message: tokens_pb2.ChatMessage) -> dict[str, Any]:
@@ -134,8 +134,8 @@ class Messages:
         }
 
     @staticmethod
-    def parse(body: Any) -> CapturedRequest:
-        return messages.parse(read_body(messages.MessagesBody, json.dumps(body).encode()), "override")
+    def parse(body: Any) -> ClientRequest:
+        return messages.parse(read_body(messages.MessagesBody, json.dumps(body).encode()))
 
     @classmethod
     def later(cls, draw: st.DrawFn, message: tokens_pb2.ChatMessage) -> dict[str, Any]:
@@ -194,8 +194,8 @@ class Responses:
         }
 
     @staticmethod
-    def parse(body: Any) -> CapturedRequest:
-        return responses.parse(read_body(responses.ResponsesBody, json.dumps(body).encode()), "override")
+    def parse(body: Any) -> ClientRequest:
+        return responses.parse(read_body(responses.ResponsesBody, json.dumps(body).encode()))
 
     @classmethod
     def later(cls, draw: st.DrawFn, message: tokens_pb2.ChatMessage) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import grpc
 import pytest
 from pydantic import BaseModel
 
-from gateway_svc.capture import MAX_NOTICE_CHARACTERS, read_body
-from gateway_svc.dialects import chat, responses
-from gateway_svc.dialects.chat import ChatBody
-from gateway_svc.dialects.completions import CompletionBody
-from gateway_svc.dialects.messages import CountBody, MessagesBody
-from gateway_svc.dialects.responses import ResponsesBody
-from gateway_svc.dialects.tokens import TokensBody
+from sluice.openai import chat, responses
+from sluice.openai.chat import ChatBody
+from sluice.openai.completions import CompletionBody
+from sluice.openai.fields import MAX_NOTICE_CHARACTERS, read_body
+from sluice.openai.messages import CountBody, MessagesBody
+from sluice.openai.responses import ResponsesBody
+from sluice.openai.tokens import TokensBody
 from sluice.rpc import SluiceError
 
 MARK = "@number@"
@@ -75,6 +75,4 @@ def test_a_body_that_is_no_object_or_not_json_is_refused_as_before() -> None:
 @pytest.mark.parametrize(("dialect", "kind"), [(chat, ChatBody), (responses, ResponsesBody)])
 def test_a_choice_of_a_tool_is_named_in_a_notice_by_its_first_characters(dialect: Any, kind: type[BaseModel]) -> None:
     body = read_body(kind, json.dumps(BODIES[kind] | {"tool_choice": "x" * 100_000}).encode())
-    assert [what for _, what in dialect.parse(body, "override").notices] == [
-        ("tool_choice." + "x" * 64)[:MAX_NOTICE_CHARACTERS]
-    ]
+    assert [what for _, what in dialect.parse(body).notices] == [("tool_choice." + "x" * 64)[:MAX_NOTICE_CHARACTERS]]

@@ -9,9 +9,9 @@ import grpc
 import pytest
 from simulated_clock import SimulatedClock
 
-from gateway_svc.capture import Begun
 from gateway_svc.http import paced
 from gateway_svc.shared import Part, SharedSampling
+from sluice.openai.shown import Begun
 from sluice.rpc import SluiceError
 
 DEADLINE_S, LINGER_S, KEEPALIVE_S = 3600.0, 60.0, 5.0

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from sluice.openai.dialect import (
     ChatRequest,
     CompletionRequest,
-    StopStringFilter,
     chat_logprobs,
     chat_request,
     completion_logprobs,
     completion_requests,
 )
+from sluice.openai.shown import StopStringFilter
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

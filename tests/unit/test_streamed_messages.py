@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from test_openai_shapes import STOPS, stopped
 from test_reply_parts import FORMATS, PIECES, cut, offered
 
-from gateway_svc.capture import Begun, Delta, Result, TextDeltas, visible_message
-from gateway_svc.dialects import chat, messages, responses
 from rollout_svc.replies import ReplyReader
-from sluice.openai.dialect import ChatRequest, ChatResponses, Events, MessageFilter, StopStringFilter
+from sluice.openai import chat, messages, responses
+from sluice.openai.dialect import ChatRequest, ChatResponses, Events
+from sluice.openai.shown import Begun, Delta, MessageFilter, Result, StopStringFilter, TextDeltas, visible_message
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 STOP, LENGTH = tokens_pb2.FINISH_REASON_STOP, tokens_pb2.FINISH_REASON_LENGTH

@@ -9,10 +9,10 @@ import pytest
 from tiny_policy import TINY
 
 from gateway_svc.canonical import conversation_keys
-from gateway_svc.dialects import chat
-from gateway_svc.dialects.chat import ChatBody
 from rollout_svc.tokenizer import MAX_ARGUMENT_BYTES, ModelTokenizer, check_size
 from sluice.cli.init_model import character_tokenizer
+from sluice.openai import chat
+from sluice.openai.chat import ChatBody
 from sluice.openai.dialect import ChatRequest, chat_request
 from sluice.rpc import SluiceError
 from sluice.template_arguments import set_template_arguments, template_arguments
@@ -40,7 +40,7 @@ def _replica() -> tokens_pb2.Conversation:
 
 def _gateway() -> tokens_pb2.Conversation:
     body = json.dumps({"model": "policy", "messages": ASK, "chat_template_kwargs": GIVEN})
-    return chat.parse(ChatBody.model_validate_json(body), "override").generate.conversation
+    return chat.parse(ChatBody.model_validate_json(body)).generate.conversation
 
 
 @pytest.mark.parametrize("travels", [_replica, _gateway])

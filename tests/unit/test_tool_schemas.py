@@ -11,15 +11,15 @@ from pydantic import BaseModel
 from tiny_policy import TINY
 
 from gateway_svc.canonical import conversation_keys
-from gateway_svc.capture import CapturedRequest
-from gateway_svc.dialects import chat, messages, responses
-from gateway_svc.dialects.chat import ChatBody
-from gateway_svc.dialects.messages import MessagesBody
-from gateway_svc.dialects.responses import ResponsesBody
 from rollout_svc.tokenizer import MAX_TOOLS_BYTES, ModelTokenizer, check_size
 from sluice.cli.init_model import character_tokenizer
 from sluice.environments.wire import plain_tools, tool_messages
+from sluice.openai import chat, messages, responses
+from sluice.openai.chat import ChatBody
 from sluice.openai.dialect import ChatRequest, chat_request
+from sluice.openai.fields import ClientRequest
+from sluice.openai.messages import MessagesBody
+from sluice.openai.responses import ResponsesBody
 from sluice.rpc import SluiceError
 from sluice.tool_schemas import tool_dict, tool_message
 from sluice.v1 import tokens_pb2
@@ -52,7 +52,7 @@ def _replica(function: dict[str, Any]) -> tokens_pb2.Tool:
     return chat_request(body).conversation.tools[0]
 
 
-def _gateway(parsed: CapturedRequest) -> tokens_pb2.Tool:
+def _gateway(parsed: ClientRequest) -> tokens_pb2.Tool:
     return parsed.generate.conversation.tools[0]
 
 
@@ -68,13 +68,13 @@ def _body(kind: type[Body], **fields: Any) -> Body:
 PATHS: dict[str, Callable[[dict[str, Any]], tokens_pb2.Tool]] = {
     "replica": _replica,
     "chat completions": lambda function: _gateway(
-        chat.parse(_body(ChatBody, messages=ASK, tools=[{"type": "function", "function": function}]), "override")
+        chat.parse(_body(ChatBody, messages=ASK, tools=[{"type": "function", "function": function}]))
     ),
     "responses": lambda function: _gateway(
-        responses.parse(_body(ResponsesBody, input="x", tools=[{"type": "function", **function}]), "override")
+        responses.parse(_body(ResponsesBody, input="x", tools=[{"type": "function", **function}]))
     ),
     "messages": lambda function: _gateway(
-        messages.parse(_body(MessagesBody, messages=ASK, max_tokens=4, tools=[_renamed(function)]), "override")
+        messages.parse(_body(MessagesBody, messages=ASK, max_tokens=4, tools=[_renamed(function)]))
     ),
     "environment": lambda function: tool_messages([{"type": "function", "function": function}])[0],
 }

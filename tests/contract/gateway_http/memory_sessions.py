@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 
 from gateway_svc.canonical import conversation_keys, extended_key
-from gateway_svc.capture import Begun, CapturedRequest, Delta, Result, visible_message
 from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
+from sluice.openai.fields import ClientRequest
+from sluice.openai.shown import Begun, Delta, Result, visible_message
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY, SETTLING_KEY
 from sluice.v1 import episode_pb2, rollout_pb2, session_pb2, tokens_pb2
@@ -66,7 +67,7 @@ class MemorySession:
     settling_key: str
     generations: dict[str, Generation] = field(default_factory=dict)
     keys: dict[bytes, str] = field(default_factory=dict)
-    requests: list[CapturedRequest] = field(default_factory=list)
+    requests: list[ClientRequest] = field(default_factory=list)
     running: dict[bytes, asyncio.Task[Result]] = field(default_factory=dict)
     answered: dict[bytes, Result] = field(default_factory=dict)
     rewards: list[episode_pb2.RecordRewardRequest] = field(default_factory=list)
@@ -120,7 +121,7 @@ class MemorySessions:
         return self._known(ref, settles=True).found
 
     async def generate(
-        self, session: session_pb2.FindSessionResponse, request: CapturedRequest, identity: RequestIdentity
+        self, session: session_pb2.FindSessionResponse, request: ClientRequest, identity: RequestIdentity
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
         kept = self.all[session.episode_id]
         if self.failures:
@@ -148,7 +149,7 @@ class MemorySessions:
                     yield Delta(index, content=message.content[:2] if len(message.reasoning) <= 2 else "")
         yield await asyncio.shield(task)
 
-    async def _sample(self, kept: MemorySession, request: CapturedRequest, request_id: str, digest: bytes) -> Result:
+    async def _sample(self, kept: MemorySession, request: ClientRequest, request_id: str, digest: bytes) -> Result:
         """Sample and record, whether the client is still there or not."""
         await self.serving.wait()
         if self.failure is not None:
@@ -179,7 +180,7 @@ class MemorySessions:
         kept.answered[digest] = result
         return result
 
-    def _prompt(self, kept: MemorySession, request: CapturedRequest) -> tuple[str, list[int]]:
+    def _prompt(self, kept: MemorySession, request: ClientRequest) -> tuple[str, list[int]]:
         """The generation that is continued, and the ids of the prompt."""
         generate = request.generate
         match generate.WhichOneof("prompt"):

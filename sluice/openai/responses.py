@@ -12,29 +12,25 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.capture import (
-    Begun,
-    CapturedRequest,
-    Delta,
-    Inner,
-    Result,
-    Unshown,
-    Unsupported,
-    fault,
-    settle_sampling,
-)
-from gateway_svc.dialects.openai_fields import (
+from sluice.openai.errors import error_body
+from sluice.openai.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
     ROLES,
     Alternatives,
+    ClientRequest,
     Content,
+    Inner,
+    JsonObject,
     Part,
     RequestBody,
+    Unsigned,
     add_content,
     event,
+    fault,
     logprob_content,
 )
-from sluice.openai.dialect import MAX_MESSAGES, MAX_TOOLS, JsonObject, Unsigned
-from sluice.openai.errors import error_body
+from sluice.openai.shown import Begun, Delta, Result, Unshown
 from sluice.rpc import SluiceError
 from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
@@ -106,14 +102,11 @@ class ResponsesBody(RequestBody):
     metadata: dict[str, Any] | None = None
 
 
-def parse(
-    body: ResponsesBody, unsupported: Unsupported, previous: tokens_pb2.Conversation | None = None
-) -> CapturedRequest:
+def parse(body: ResponsesBody, previous: tokens_pb2.Conversation | None = None) -> ClientRequest:
     """Return what a body asks for.
 
     Args:
         body: The body.
-        unsupported: What happens to sampling that may not be trained.
         previous: Messages up to the end of the response that `previous_response_id` names. New instructions replace its own.
 
     Raises:
@@ -126,7 +119,7 @@ def parse(
         top_p=body.top_p,
         top_logprobs=(body.top_logprobs or 0) if LOGPROBS in included else 0,
     )
-    request = CapturedRequest(NAME, body.model, rollout_pb2.GenerateRequest(sampling=sampling, n=1), bool(body.stream))
+    request = ClientRequest(NAME, body.model, rollout_pb2.GenerateRequest(sampling=sampling, n=1), bool(body.stream))
     body.note_unknown(request)
     if body.background:
         raise fault("background", "is not supported: a response is answered by its own request")
@@ -146,11 +139,10 @@ def parse(
     _add_tools(conversation, body, request)
     if body.text is not None and body.text.format is not None and body.text.format.type != "text":
         request.note("not_enforced", f"text.format.{body.text.format.type}")
-    settle_sampling(request, unsupported)
     return request
 
 
-def _add_tools(conversation: tokens_pb2.Conversation, body: ResponsesBody, request: CapturedRequest) -> None:
+def _add_tools(conversation: tokens_pb2.Conversation, body: ResponsesBody, request: ClientRequest) -> None:
     if body.tool_choice == "none":
         request.note("left_out", "tools") if body.tools else None
         return
@@ -179,7 +171,7 @@ class _Reader:
     another turn.
     """
 
-    def __init__(self, conversation: tokens_pb2.Conversation, request: CapturedRequest) -> None:
+    def __init__(self, conversation: tokens_pb2.Conversation, request: ClientRequest) -> None:
         self._conversation, self._request = conversation, request
         self._turn: tokens_pb2.ChatMessage | None = None
         self._place = -1

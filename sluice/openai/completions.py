@@ -8,19 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.capture import (
-    Begun,
-    CapturedRequest,
-    Delta,
-    Result,
-    Unshown,
-    Unsupported,
-    fault,
-    set_priority,
-    settle_sampling,
-)
-from gateway_svc.dialects import openai_fields as fields
-from sluice.openai.dialect import COMPLETION_TOKENS, LEAST, TokenId
+from sluice.openai import fields
+from sluice.openai.dialect import COMPLETION_TOKENS
+from sluice.openai.fields import LEAST, ClientRequest, TokenId, fault
+from sluice.openai.shown import Begun, Delta, Result, Unshown
 from sluice.v1 import episode_pb2, rollout_pb2
 
 NAME = "openai.completions"
@@ -40,7 +31,7 @@ class CompletionBody(fields.SamplingBody):
     suffix: str | None = None
 
 
-def parse(body: CompletionBody, unsupported: Unsupported) -> CapturedRequest:
+def parse(body: CompletionBody) -> ClientRequest:
     """Return what a body asks for.
 
     Raises:
@@ -48,8 +39,7 @@ def parse(body: CompletionBody, unsupported: Unsupported) -> CapturedRequest:
     """
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     generate = body.generate_request(max_tokens, body.logprobs or 0)
-    request = CapturedRequest(NAME, body.model, generate, bool(body.stream))
-    set_priority(request, body.priority)
+    request = ClientRequest(NAME, body.model, generate, bool(body.stream))
     body.note_unknown(request)
     if body.echo:
         raise fault("echo", "is not supported: the prompt is not returned; leave it out")
@@ -64,7 +54,6 @@ def parse(body: CompletionBody, unsupported: Unsupported) -> CapturedRequest:
         generate.text = prompt
     else:
         generate.token_ids.ids.extend(prompt)
-    settle_sampling(request, unsupported)
     return request
 
 

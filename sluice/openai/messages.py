@@ -15,20 +15,20 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic_core import from_json
 
-from gateway_svc.capture import (
-    Begun,
-    CapturedRequest,
-    Delta,
-    Inner,
-    Result,
-    Unshown,
-    Unsupported,
-    fault,
-    settle_sampling,
-)
-from gateway_svc.dialects.openai_fields import RequestBody, dumps, event
-from sluice.openai.dialect import MAX_MESSAGES, MAX_TOOLS, JsonObject, Unsigned
 from sluice.openai.errors import STATUSES
+from sluice.openai.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ClientRequest,
+    Inner,
+    JsonObject,
+    RequestBody,
+    Unsigned,
+    dumps,
+    event,
+    fault,
+)
+from sluice.openai.shown import Begun, Delta, Result, Unshown
 from sluice.rpc import SluiceError
 from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
@@ -118,7 +118,7 @@ class MessagesBody(CountBody):
     stop_sequences: list[str] | None = None
 
 
-def parse(body: MessagesBody, unsupported: Unsupported) -> CapturedRequest:
+def parse(body: MessagesBody) -> ClientRequest:
     """Return what a body asks for.
 
     Raises:
@@ -131,9 +131,8 @@ def parse(body: MessagesBody, unsupported: Unsupported) -> CapturedRequest:
         top_k=body.top_k,
         stop=body.stop_sequences or [],
     )
-    request = CapturedRequest(NAME, body.model, rollout_pb2.GenerateRequest(sampling=sampling, n=1), bool(body.stream))
+    request = ClientRequest(NAME, body.model, rollout_pb2.GenerateRequest(sampling=sampling, n=1), bool(body.stream))
     _read(body, request)
-    settle_sampling(request, unsupported)
     return request
 
 
@@ -143,12 +142,12 @@ def counted(body: CountBody) -> tokens_pb2.Conversation:
     Raises:
         SluiceError: INVALID_ARGUMENT with the field at fault.
     """
-    request = CapturedRequest(NAME, body.model, rollout_pb2.GenerateRequest())
+    request = ClientRequest(NAME, body.model, rollout_pb2.GenerateRequest())
     _read(body, request)
     return request.generate.conversation
 
 
-def _read(body: CountBody, request: CapturedRequest) -> None:
+def _read(body: CountBody, request: ClientRequest) -> None:
     body.note_unknown(request)
     conversation = request.generate.conversation
     system = [Block(type="text", text=body.system)] if isinstance(body.system, str) else body.system or []
@@ -172,7 +171,7 @@ def _read(body: CountBody, request: CapturedRequest) -> None:
         request.note("not_enforced", "disable_parallel_tool_use")
 
 
-def _add_tools(conversation: tokens_pb2.Conversation, tools: Sequence[Tool], request: CapturedRequest) -> None:
+def _add_tools(conversation: tokens_pb2.Conversation, tools: Sequence[Tool], request: ClientRequest) -> None:
     for tool in tools:
         if tool.type not in {None, "custom"}:
             request.note("left_out", f"tool.{tool.type or ''}")
@@ -191,7 +190,7 @@ class _Reader:
         request: Takes the notices.
     """
 
-    def __init__(self, conversation: tokens_pb2.Conversation, where: str, request: CapturedRequest) -> None:
+    def __init__(self, conversation: tokens_pb2.Conversation, where: str, request: ClientRequest) -> None:
         self._conversation, self._where, self._request = conversation, where, request
         self._parts: list[tokens_pb2.ContentPart] = []
 

@@ -6,9 +6,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.capture import CapturedRequest, Result, Unsupported, fault, set_priority, settle_sampling
-from gateway_svc.dialects.openai_fields import Alternatives, RequestBody, SamplingBody, ending, logprob_content
-from sluice.openai.dialect import TokenId
+from sluice.openai.fields import (
+    Alternatives,
+    ClientRequest,
+    RequestBody,
+    SamplingBody,
+    TokenId,
+    ending,
+    fault,
+    logprob_content,
+)
+from sluice.openai.shown import Result
 
 NAME = "tokens.generate"
 
@@ -30,7 +38,7 @@ class TokensBody(RequestBody):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
 
-def parse(body: TokensBody, unsupported: Unsupported) -> CapturedRequest:
+def parse(body: TokensBody) -> ClientRequest:
     """Return what a body asks for.
 
     Raises:
@@ -39,15 +47,14 @@ def parse(body: TokensBody, unsupported: Unsupported) -> CapturedRequest:
     sampling = body.sampling_params
     generate = sampling.generate_request(sampling.max_tokens, sampling.logprobs or 0)
     generate.token_ids.ids.extend(body.token_ids)
-    request = CapturedRequest(NAME, body.model, generate)
-    set_priority(request, body.priority)
+    generate.priority = body.priority or 0
+    request = ClientRequest(NAME, body.model, generate)
     body.note_unknown(request)
     sampling.note_unknown(request)
     if body.stream:
         raise fault(
             "stream", "is not supported here: leave it out, or use /v1/completions with token ids as the prompt"
         )
-    settle_sampling(request, unsupported)
     return request
 
 

@@ -12,20 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.capture import (
-    Begun,
-    CapturedRequest,
-    Delta,
-    Inner,
-    Result,
-    Unshown,
-    Unsupported,
-    fault,
-    set_priority,
-    settle_sampling,
-)
-from gateway_svc.dialects import openai_fields as fields
-from sluice.openai.dialect import MAX_MESSAGES, MAX_TOOLS, JsonObject, Unsigned
+from sluice.openai import fields
+from sluice.openai.fields import MAX_MESSAGES, MAX_TOOLS, ClientRequest, Inner, JsonObject, Unsigned, fault
+from sluice.openai.shown import Begun, Delta, Result, Unshown
 from sluice.template_arguments import set_template_arguments
 from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, tokens_pb2
@@ -97,7 +86,7 @@ class ChatBody(fields.SamplingBody):
     functions: list[Any] | None = None
 
 
-def parse(body: ChatBody, unsupported: Unsupported) -> CapturedRequest:
+def parse(body: ChatBody) -> ClientRequest:
     """Return what a body asks for.
 
     Raises:
@@ -105,8 +94,7 @@ def parse(body: ChatBody, unsupported: Unsupported) -> CapturedRequest:
     """
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
-    request = CapturedRequest(NAME, body.model, body.generate_request(max_tokens, top_logprobs), bool(body.stream))
-    set_priority(request, body.priority)
+    request = ClientRequest(NAME, body.model, body.generate_request(max_tokens, top_logprobs), bool(body.stream))
     body.note_unknown(request)
     if body.functions:
         raise fault("functions", "are not supported: send them as tools")
@@ -120,11 +108,10 @@ def parse(body: ChatBody, unsupported: Unsupported) -> CapturedRequest:
     if body.response_format is not None and body.response_format.type != "text":
         request.note("not_enforced", f"response_format.{body.response_format.type}")
     set_template_arguments(conversation, body.chat_template_kwargs)
-    settle_sampling(request, unsupported)
     return request
 
 
-def _add_message(conversation: tokens_pb2.Conversation, message: Message, where: str, request: CapturedRequest) -> None:
+def _add_message(conversation: tokens_pb2.Conversation, message: Message, where: str, request: ClientRequest) -> None:
     added = conversation.messages.add(
         role=fields.ROLES.get(message.role, message.role),
         tool_call_id=message.tool_call_id or "",
@@ -136,7 +123,7 @@ def _add_message(conversation: tokens_pb2.Conversation, message: Message, where:
         added.tool_calls.add(id=call.id or "", name=call.function.name, arguments=call.function.arguments or "")
 
 
-def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: CapturedRequest) -> None:
+def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: ClientRequest) -> None:
     for tool in body.tools or []:
         if tool.function is None or tool.type != "function":
             request.note("left_out", f"tool.{tool.type}")

@@ -1,1 +1,0 @@
-"""The dialects: each file parses the requests of one API and writes its responses."""

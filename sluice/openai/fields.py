@@ -1,0 +1,427 @@
+"""What the dialects have in common: what a request asks for, bodies, sampling, content, and the fields of responses."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import grpc
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from sluice.openai.errors import describe_faults, error_body
+from sluice.openai.shown import Result
+from sluice.rpc import MAX_SAMPLES, SluiceError
+from sluice.v1 import rollout_pb2, tokens_pb2
+from sluice.versions import Version
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+MAX_ALTERNATIVES = 20
+"""Maximum number of alternatives per token."""
+
+Unsigned = Annotated[int, Field(ge=0, lt=2**32)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
+
+
+def inconsistent(parameter: str, text: str) -> PydanticCustomError:
+    """Return the error for a parameter that does not fit another one. The response names the parameter."""
+    return PydanticCustomError("inconsistent", "{text}", {"parameter": parameter, "text": text})
+
+
+MAX_DEPTH = 16
+"""Maximum nesting of objects and lists in a JSON object of free form; protobuf has a limit of its own near this."""
+
+MAX_VALUES = 65_536
+"""Maximum number of values in a JSON object of free form."""
+
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
+
+
+def _bounded(given: dict[str, Any]) -> dict[str, Any]:
+    """Refuse an object that is nested too deeply, too large, or holds a number that JSON does not have."""
+    level: list[Any] = [given]
+    count = 0
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            below += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+            if isinstance(each, float) and not math.isfinite(each):
+                raise PydanticCustomError("not_finite", "{number} is not a number of JSON", {"number": str(each)})
+            if isinstance(each, int) and abs(each) > MAX_INTEGER:
+                raise PydanticCustomError("too_large", "an integer has more than 64 bits")
+        count += len(below)
+        if count > MAX_VALUES:
+            raise PydanticCustomError("too_large", "has more than {most} values", {"most": MAX_VALUES})
+        if not below:
+            return given
+        level = below
+    raise PydanticCustomError("too_deep", "has more than {most} levels", {"most": MAX_DEPTH})
+
+
+MAX_INTEGER = 2**64
+
+
+def refuse_not_finite(body: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return a parsed body, unless a number in it, wherever it stands, is none of JSON: NaN, or too large for a double, as 1e999.
+
+    Such a number cannot be sent back, nor shown to the model.
+
+    Raises:
+        PydanticCustomError: with the path of the number.
+    """
+    left = [body]
+    while left:
+        value = left.pop()
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for each in inside:
+            kind = type(each)
+            if kind is dict or kind is list:
+                left.append(each)
+            elif kind is float and not math.isfinite(each):
+                text = f"{each} is not a number of JSON: send a finite number that a double holds"
+                raise inconsistent(_path_of(each, body), text)
+    return body
+
+
+def _path_of(wanted: float, body: Any) -> str:  # noqa: ANN401 - JSON
+    """Return the path of this very object in a parsed body, cut to a length that fits a message."""
+    left: list[tuple[str, Any]] = [("", body)]
+    while left:
+        path, value = left.pop()
+        if value is wanted:
+            return path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
+        if isinstance(value, dict):
+            left += ((f"{path}.{name}" if path else name, each) for name, each in value.items())
+        elif isinstance(value, list):
+            left += ((f"{path}[{index}]", each) for index, each in enumerate(value))
+    return ""
+
+
+MAX_PATH = 256
+"""Maximum number of characters of a path in a message: a client chooses the names in it."""
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+NoticeKind: TypeAlias = Literal["ignored", "left_out", "not_enforced", "overridden", "not_trained"]
+
+MAX_NOTICE_CHARACTERS = 64
+"""Characters of the name of a notice."""
+
+MAX_NOTICES = 64
+"""Notices of one request; further ones are left out."""
+
+
+class Notice(NamedTuple):
+    """A part of a request that was not done as the client wrote it.
+
+    Attributes:
+        kind: `ignored`: it cannot change the tokens. `left_out`: it is not in the prompt. `not_enforced`: the model is asked, not
+            forced. `overridden`: the sampling of the session holds. `not_trained`: it was done, and its tokens are not trained.
+        what: Name of the field, with its value where that is one of few.
+    """
+
+    kind: NoticeKind
+    what: str
+
+
+@dataclass(slots=True)
+class ClientRequest:
+    """A request of any dialect.
+
+    Attributes:
+        dialect: Dialect and route, such as ``openai.responses``.
+        model: Name of the model as the client wrote it; the response repeats it.
+        generate: What to sample. Sampling fields that are not set are those of the session.
+        stream: Whether the client wants a stream.
+        notices: What was not done as written.
+        not_trained: Why it may not be trained, such as ``TOP_P``; empty if it may.
+    """
+
+    dialect: str
+    model: str
+    generate: rollout_pb2.GenerateRequest
+    stream: bool = False
+    notices: list[Notice] = field(default_factory=list)
+    not_trained: str = ""
+
+    def note(self, kind: NoticeKind, what: str) -> None:
+        """Add a notice, once; of a longer name only the beginning: it becomes a label of a metric, and clients choose it."""
+        notice = Notice(kind, what[:MAX_NOTICE_CHARACTERS])
+        if notice not in self.notices and len(self.notices) < MAX_NOTICES:
+            self.notices.append(notice)
+
+
+class Lenient(BaseModel):
+    """An object in which unknown keys are kept apart: they are ignored and counted."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def note_unknown(self, request: ClientRequest, *known: str) -> None:
+        """Add a notice for each key that this server does not read, unless it is null."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in known:
+                request.note("ignored", name)
+
+
+class Inner(BaseModel):
+    """An object within a body. What it holds besides its fields is ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def read_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """Parse the JSON of a request.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT with the path of each fault.
+    """
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        parameter, message = describe_faults(error.errors(include_url=False, include_input=False))
+        raise SluiceError(
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", message, violations={parameter or "body": message}
+        ) from error
+
+
+def fault(parameter: str, message: str) -> SluiceError:
+    """Return the error for a field that cannot be served."""
+    return SluiceError.invalid_argument(parameter, message)
+
+
+TEXT_PARTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
+
+IMAGE_PARTS = {"image_url", "input_image"}
+
+ROLES = {"developer": "system"}
+"""Roles with another name in the contract."""
+
+
+class RequestBody(Lenient):
+    """Body of a request, in any dialect: a JSON object whose numbers are all finite."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_finite(cls, given: Any) -> Any:  # noqa: ANN401 - JSON
+        return refuse_not_finite(given)
+
+
+class StreamOptions(Inner):
+    """Options of a streamed response."""
+
+    include_usage: bool | None = None
+
+
+class SamplingBody(RequestBody):
+    """Parameters of Chat Completions and Completions. What is not here is ignored and counted."""
+
+    model: str = ""
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Unsigned | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**32)
+    min_p: float | None = None
+    min_tokens: Unsigned | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Unsigned, Bias] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    return_token_ids: bool | None = None
+
+    def generate_request(self, max_tokens: int | None, top_logprobs: int) -> rollout_pb2.GenerateRequest:
+        """Return the request of the contract, without its prompt."""
+        names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        given = {name: getattr(self, name) for name in names}
+        sampling = tokens_pb2.SamplingParams(
+            **{name: value for name, value in given.items() if value is not None},
+            max_tokens=max_tokens,
+            top_k=max(self.top_k, 0) if self.top_k is not None else None,
+            min_tokens=self.min_tokens or 0,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
+            stop_token_ids=self.stop_token_ids or [],
+            ignore_eos=bool(self.ignore_eos),
+            logit_bias=self.logit_bias or {},
+            seed=None if self.seed is None else self.seed % 2**64,
+            top_logprobs=top_logprobs,
+        )
+        return rollout_pb2.GenerateRequest(sampling=sampling, n=self.n or 1, priority=self.priority or 0)
+
+    @property
+    def include_usage(self) -> bool:
+        """Return whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class Url(Inner):
+    """Where an image is."""
+
+    url: str
+
+
+class Part(Inner):
+    """A part of a message."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | Url | None = None
+
+
+Content = str | list[Part] | None
+
+
+def add_content(message: tokens_pb2.ChatMessage, content: Content, where: str, request: ClientRequest) -> None:
+    """Set the content of a message. Text in parts is joined; only a message with images keeps its parts.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for a part that cannot be shown to the model.
+    """
+    if content is None or isinstance(content, str):
+        message.content = content or ""
+        return
+    parts = [_part(each, f"{where}.content[{index}]", request) for index, each in enumerate(content)]
+    if all(part.WhichOneof("part") == "text" for part in parts):
+        message.content = "".join(part.text for part in parts)
+    else:
+        message.parts.extend(parts)
+
+
+def _part(part: Part, where: str, request: ClientRequest) -> tokens_pb2.ContentPart:
+    if part.type in TEXT_PARTS and part.text is not None:
+        return tokens_pb2.ContentPart(text=part.text)
+    if part.type == "refusal":
+        return tokens_pb2.ContentPart(text=part.refusal or "")
+    if part.type in IMAGE_PARTS and part.image_url is not None:
+        url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+        return tokens_pb2.ContentPart(image=_image(url, where))
+    if part.type in TEXT_PARTS:
+        request.note("ignored", "empty part")
+        return tokens_pb2.ContentPart(text="")
+    raise fault(
+        where, f"a part of type {part.type[:64]!r} cannot be given to the model: send text or an image as a data: URL"
+    )
+
+
+def _image(url: str, where: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:") or not comma or not head.endswith(";base64"):
+        raise fault(where, "the gateway fetches no images: send it as a data: URL in base64")
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise fault(where, f"the image is not base64: {error}") from error
+
+
+# --- responses --------------------------------------------------------------------------------------------------
+
+FINISH_REASONS = {
+    tokens_pb2.FINISH_REASON_STOP: "stop",
+    tokens_pb2.FINISH_REASON_LENGTH: "length",
+    tokens_pb2.FINISH_REASON_ABORT: "abort",
+    tokens_pb2.FINISH_REASON_ERROR: "error",
+    tokens_pb2.FINISH_REASON_VERSION_RETIRED: "version_retired",
+}
+"""The last three are not OpenAI's: an operator ended the request, the model's output was NaN, or its adapter was unloaded. The
+tokens up to then are valid."""
+
+
+LEAST = -9999.0
+"""OpenAI's value for the logarithm of zero, which JSON does not have."""
+
+NO_ALTERNATIVES = tokens_pb2.TopLogprobs()
+
+DONE = b"data: [DONE]\n\n"
+
+
+def logprob_content(sample: rollout_pb2.GeneratedSample) -> list[dict[str, Any]]:
+    """Return one entry per token. A gateway has no tokenizer, so a token is named by its id, in the two forms that clients read."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": token_name(token), "token_id": token, "logprob": max(logprob, LEAST), "bytes": None}
+
+    content = []
+    for position, (token, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
+        top = sample.top_logprobs[position] if sample.top_logprobs else NO_ALTERNATIVES
+        alternatives = [entry(*each) for each in zip(top.ids, top.logprobs, strict=True)]
+        content.append(entry(token, logprob) | {"top_logprobs": alternatives})
+    return content
+
+
+def token_name(token: int) -> str:
+    """Return the name of a token, as vLLM has it with `return_tokens_as_token_ids`."""
+    return f"token_id:{token}"
+
+
+def ending(sample: rollout_pb2.GeneratedSample, *, calls: bool) -> dict[str, Any]:
+    """Return the fields that say why a choice ended."""
+    reason = FINISH_REASONS.get(sample.finish_reason)
+    return {
+        "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
+        "stop_reason": sample.stop_string or None,
+    }
+
+
+def token_fields(sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
+    """Return the ids of a choice and the versions that sampled them."""
+    spans = [
+        {"start": span.start, "version": str(Version.from_proto(span.policy_version))} for span in sample.version_spans
+    ]
+    return {"token_ids": list(sample.token_ids), "version_spans": spans}
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    """Return the token counts. `cached_tokens` of the prompt were in the prefix cache."""
+    counted: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    return counted if cached_tokens is None else counted | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
+def usage_of(result: Result) -> dict[str, Any]:
+    """Return the token counts of a response."""
+    return usage(len(result.prompt_token_ids), sum(len(each.sample.token_ids) for each in result.generations))
+
+
+def event(content: Mapping[str, Any], name: str = "") -> bytes:
+    """Return one event of a stream, with its name where the dialect has names."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {dumps(content)}\n\n".encode()
+
+
+def dumps(content: Mapping[str, Any] | Sequence[Any]) -> str:
+    """Return compact JSON.
+
+    Raises:
+        ValueError: for a number that JSON does not have.
+    """
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def failure(error: SluiceError) -> bytes:
+    """Return the event of an error after which a stream of Chat Completions or Completions ends."""
+    return event(error_body(error))
