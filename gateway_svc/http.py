@@ -34,7 +34,7 @@ from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
 from gateway_svc.shared import deadline, too_late
 from sluice.clock import CLOCK, Clock
 from sluice.limits import SEND_DEADLINE_S
-from sluice.openai import chat, completions, messages, responses, tokens
+from sluice.openai import chat, completions, messages, responses
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
 from sluice.openai.fields import ClientRequest, read_body
 from sluice.openai.server import (
@@ -544,8 +544,8 @@ def _dialects(capture: Capture) -> list[Route]:
         return JSONResponse({"input_tokens": counted})
 
     async def generate(http: Request) -> Response:
-        call = await capture.read(http, tokens.TokensBody)
-        return await capture.whole(call, tokens.parse(call.body), tokens.whole)
+        call = await capture.read(http, completions.TokensBody)
+        return await capture.whole(call, completions.parse_tokens(call.body), completions.whole_tokens)
 
     return [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),

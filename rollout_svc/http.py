@@ -6,37 +6,26 @@ Requests become those of the contract. They pass the same checks and limits as g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from google.protobuf.message import Message
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.servicer import RolloutServicer
-from sluice.openai.dialect import (
-    Body,
-    ChatRequest,
-    ChatResponses,
-    CompletionRequest,
-    CompletionResponses,
-    Events,
-    Numbered,
-    Responses,
-    chat_request,
-    completion_requests,
-    merged,
-    prompt_fields,
-)
+from sluice.openai import chat, completions
 from sluice.openai.errors import answer_errors
-from sluice.openai.fields import usage
+from sluice.openai.fields import ClientRequest, usage
 from sluice.openai.server import (
     HEALTH_PATH,
     Connection,
@@ -48,7 +37,7 @@ from sluice.openai.server import (
     ready_answer,
     recorded,
 )
-from sluice.openai.shown import StopStringFilter
+from sluice.openai.shown import TextDeltas, visible_message
 from sluice.rpc import SluiceError
 from sluice.rpc.access import ROLLOUT_HTTP, Access
 from sluice.rpc.call_log import CallLog
@@ -71,7 +60,16 @@ CHANGES: Mapping[str, tuple[str, type[Message]]] = {
 """Routes that change the weights, with the calls that they stand for and their requests."""
 
 
-class UpdateRequest(Body):
+BACKLOG = 64
+"""Maximum number of messages that wait for a slow client. Then tokens wait in the engine, where max_tokens is the bound."""
+
+Numbered: TypeAlias = tuple[int, rollout_pb2.GenerateStreamResponse]
+"""A message of one of several streams, with the number of the stream."""
+
+Reply: TypeAlias = chat.ChatReply | completions.CompletionReply
+
+
+class UpdateRequest(BaseModel, extra="forbid"):
     """Body of `/update_weights`. Without a version the newest is taken."""
 
     version: str | None = None
@@ -123,57 +121,46 @@ def _add_generation(app: FastAPI, servicer: RolloutServicer, model_name: str) ->
     token_text = servicer.tokenizer.token_text
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, http: Request) -> Response:
-        return await generate(http, [chat_request(body)], ChatResponses(body, token_text))
+    async def complete_chat(body: chat.StrictChatBody, http: Request) -> Response:
+        return await generate(http, [chat.parse(body)], chat.ChatReply(body, model_name, token_text))
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionRequest, http: Request) -> Response:
-        return await generate(http, completion_requests(body), CompletionResponses(body, token_text))
+    async def complete(body: completions.StrictCompletionBody, http: Request) -> Response:
+        reply = completions.CompletionReply(body, model_name, token_text)
+        return await generate(http, completions.parse_each(body), reply)
 
-    async def generate(
-        http: Request, requests: Sequence[rollout_pb2.GenerateRequest], responses: Responses
-    ) -> Response:
+    async def generate(http: Request, asked: Sequence[ClientRequest], reply: Reply) -> Response:
         """Sample for one HTTP request, until its client disconnects."""
-        body = responses.body
-        if body.model is not None:
-            _require_model(body.model, model_name)
-        head = {"created": int(time.time()), "model": model_name}
-        respond = _stream if body.stream else _whole
+        if reply.body.model is not None:
+            _require_model(reply.body.model, model_name)
+        requests = [each.generate for each in asked]
+        for request in requests:
+            request.return_text = True
+            request.return_message = bool(request.conversation.tools)
+        respond = _stream if reply.body.stream else _whole
         try:
-            return await Connection(http.receive).serve(respond(servicer, requests, responses, head))
+            return await Connection(http.receive).serve(respond(servicer, requests, reply))
         except DisconnectedError:
             return Response(status_code=DISCONNECTED)
 
 
-async def _whole(
-    servicer: RolloutServicer,
-    requests: Sequence[rollout_pb2.GenerateRequest],
-    responses: Responses,
-    head: dict[str, Any],
-) -> Response:
+async def _whole(servicer: RolloutServicer, requests: Sequence[rollout_pb2.GenerateRequest], reply: Reply) -> Response:
     results = await _generate_all(servicer, requests)
     choices: list[dict[str, Any]] = []
     for result in results:
         for sample in result.samples:
-            text = StopStringFilter(responses.body.stops).after(sample.text, sample.stop_string, last=True)
-            choice = responses.choice(len(choices), sample, text)
-            choices.append(choice | prompt_fields(responses, result.prompt_token_ids, of_choice=True))
+            message = visible_message(sample, f"{result.request_id}/{sample.index}")
+            choices.append(reply.choice(len(choices), sample, message, result.prompt_token_ids))
     counts = usage(
         sum(len(result.prompt_token_ids) for result in results),
         sum(len(sample.token_ids) for result in results for sample in result.samples),
         sum(result.cached_prompt_tokens for result in results),
     )
-    head |= {"id": responses.prefix + results[0].request_id, "object": responses.whole}
-    fields = prompt_fields(responses, results[0].prompt_token_ids, of_choice=False)
-    return JSONResponse({**head, "choices": choices, "usage": counts, **fields})
+    identifier = reply.prefix + results[0].request_id
+    return JSONResponse(reply.response(identifier, choices, counts, results[0].prompt_token_ids))
 
 
-async def _stream(
-    servicer: RolloutServicer,
-    requests: Sequence[rollout_pb2.GenerateRequest],
-    responses: Responses,
-    head: dict[str, Any],
-) -> Response:
+async def _stream(servicer: RolloutServicer, requests: Sequence[rollout_pb2.GenerateRequest], reply: Reply) -> Response:
     """Begin a stream. An error before the first token still has its HTTP status."""
     messages = merged([servicer.stream(rollout_pb2.GenerateStreamRequest(request=each)) for each in requests])
     first: list[Numbered] = []
@@ -182,8 +169,8 @@ async def _stream(
             first.append(message)
         if message[1].chunk.deltas:
             break
-    head |= {"id": responses.prefix + first[0][1].opening.request_id, "object": responses.part}
-    return EventStream(Events(head, responses).encode(first, messages))
+    reply.set_id(reply.prefix + first[0][1].opening.request_id)
+    return EventStream(Events(reply, requests[0]).encode(first, messages))
 
 
 async def _generate_all(
@@ -196,6 +183,87 @@ async def _generate_all(
     except* SluiceError as errors:
         raise errors.exceptions[0] from errors
     return [task.result() for task in tasks]
+
+
+async def merged(
+    sources: Sequence[AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]],
+) -> AsyncGenerator[Numbered, None]:
+    """Yield the messages of several streams as they come, each with the number of its stream. Closing it closes all streams."""
+    queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue(BACKLOG)
+
+    async def pump(number: int, source: AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]) -> None:
+        try:
+            async with contextlib.aclosing(source):
+                async for message in source:
+                    await queue.put((number, message))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader raises it
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(number, source)) for number, source in enumerate(sources)]
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Events:
+    """Writes the messages of a request's streams as chunks, without stop strings in the text.
+
+    Args:
+        reply: Writes the chunks.
+        request: What one of the streams samples for; they differ in their prompts.
+    """
+
+    def __init__(self, reply: Reply, request: rollout_pb2.GenerateRequest) -> None:
+        self._reply, self._request = reply, request
+        self._prompts: dict[int, Sequence[int]] = {}
+        self._texts: dict[int, TextDeltas] = {}
+        self._begun: set[int] = set()
+        self._completion_tokens = 0
+
+    async def encode(
+        self, first: Sequence[Numbered], rest: AsyncGenerator[Numbered, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events of a response. After the first one the HTTP status is sent, so that an error is an event, too."""
+        async with contextlib.aclosing(rest):
+            try:
+                for number, message in first:
+                    for chunk in self._chunks(number, message):
+                        yield chunk
+                async for number, message in rest:
+                    for chunk in self._chunks(number, message):
+                        yield chunk
+            except SluiceError as error:
+                yield self._reply.failure(error)
+                return
+        prompt_tokens = sum(len(ids) for ids in self._prompts.values())
+        for chunk in self._reply.end(usage(prompt_tokens, self._completion_tokens)):
+            yield chunk
+
+    def _chunks(self, number: int, message: rollout_pb2.GenerateStreamResponse) -> Iterator[bytes]:
+        first = number * self._request.n
+        if message.HasField("opening"):
+            self._prompts[number] = message.opening.prompt_token_ids
+            self._texts[number] = TextDeltas(self._request.sampling.stop, of_messages=self._request.return_message)
+            yield from self._reply.begin(range(first, first + self._request.n), self._prompts[number])
+        for delta in message.chunk.deltas:
+            index = first + delta.tokens.index
+            self._completion_tokens += len(delta.tokens.token_ids)
+            prompt_ids = None if index in self._begun else self._prompts[number]
+            self._begun.add(index)
+            yield self._reply.part(index, delta.tokens, self._texts[number].after(delta), prompt_ids)
 
 
 def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str, readiness: Readiness) -> None:

@@ -255,7 +255,7 @@ def _dialects() -> Parse:
     from gateway_svc.canonical import conversation_keys  # noqa: PLC0415
     from gateway_svc.capture import Unsupported, settle_sampling  # noqa: PLC0415
     from gateway_svc.http import EndBody, OpenBody, RewardBody  # noqa: PLC0415
-    from sluice.openai import chat, completions, messages, responses, tokens  # noqa: PLC0415
+    from sluice.openai import chat, completions, messages, responses  # noqa: PLC0415
     from sluice.openai.fields import ClientRequest, read_body  # noqa: PLC0415
     from sluice.rpc import SluiceError  # noqa: PLC0415
 
@@ -269,7 +269,7 @@ def _dialects() -> Parse:
         lambda raw: settled(responses.parse(read_body(responses.ResponsesBody, raw)), "reject"),
         lambda raw: settled(messages.parse(read_body(messages.MessagesBody, raw)), "allow"),
         lambda raw: messages.counted(read_body(messages.CountBody, raw)),
-        lambda raw: settled(tokens.parse(read_body(tokens.TokensBody, raw)), "override"),
+        lambda raw: settled(completions.parse_tokens(read_body(completions.TokensBody, raw)), "override"),
         lambda raw: [read_body(kind, raw) for kind in (OpenBody, RewardBody, EndBody)],
     )
 
@@ -312,14 +312,14 @@ def _dialect_seeds() -> Sequence[bytes]:
 def _openai() -> Parse:
     from pydantic import ValidationError  # noqa: PLC0415
 
-    from sluice.openai.dialect import ChatRequest, CompletionRequest, chat_request, completion_requests  # noqa: PLC0415
+    from sluice.openai import chat, completions  # noqa: PLC0415
     from sluice.rpc import SluiceError  # noqa: PLC0415
 
     def parse(data: bytes) -> None:
         with contextlib.suppress(ValidationError, SluiceError):
-            chat_request(ChatRequest.model_validate_json(data))
+            chat.parse(chat.StrictChatBody.model_validate_json(data))
         with contextlib.suppress(ValidationError, SluiceError):
-            completion_requests(CompletionRequest.model_validate_json(data))
+            completions.parse_each(completions.StrictCompletionBody.model_validate_json(data))
 
     return parse
 
@@ -481,7 +481,7 @@ TARGETS: Mapping[str, Target] = {
         ),
     ),
     "dialects": Target(_dialects, ("gateway_svc", "sluice.openai"), _dialect_seeds),
-    "openai": Target(_openai, ("sluice.openai.dialect",), _dialect_seeds),
+    "openai": Target(_openai, ("sluice.openai",), _dialect_seeds),
     "replies": Target(_replies, ("rollout_svc.replies", "sluice.openai.shown"), _reply_seeds),
     "frames": Target(_frames, ("sluice.environments.framing",), _frame_seeds),
     "principals": Target(_principals, ("sluice.rpc.principals",), _principal_seeds),

@@ -56,7 +56,7 @@ def gateway_document() -> dict[str, Any]:
     """Return the routes of a gateway, each with the body that it reads; a route without a body of its own takes any JSON."""
     from gateway_svc import http  # noqa: PLC0415 - each loads a service
     from gateway_svc.config import CaptureConfig  # noqa: PLC0415
-    from sluice.openai import chat, completions, messages, responses, tokens  # noqa: PLC0415
+    from sluice.openai import chat, completions, messages, responses  # noqa: PLC0415
 
     bodies: Mapping[str, type[BaseModel]] = {
         "/v1/chat/completions": chat.ChatBody,
@@ -64,7 +64,7 @@ def gateway_document() -> dict[str, Any]:
         "/v1/responses": responses.ResponsesBody,
         "/v1/messages": messages.MessagesBody,
         "/v1/messages/count_tokens": messages.CountBody,
-        "/inference/v1/generate": tokens.TokensBody,
+        "/inference/v1/generate": completions.TokensBody,
         "/rl/sessions": http.OpenBody,
         "/rl/sessions/{name}/renew": http.RenewBody,
         "/rl/sessions/{name}/reward": http.RewardBody,

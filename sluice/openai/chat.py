@@ -1,23 +1,36 @@
 """OpenAI's Chat Completions: `POST /v1/chat/completions`.
 
-Fields of responses that are not OpenAI's: `reasoning_content` and `stop_reason` as vLLM has them, `generation_id` of each choice, and
-with `return_token_ids` also `token_ids`, `version_spans` and, once, `prompt_token_ids`.
+Fields of responses that are not OpenAI's: `reasoning_content` and `stop_reason` as vLLM has them; with `return_token_ids` also `token_ids`,
+`version_spans` (which policy version sampled the tokens from index `start` on) and, once, `prompt_token_ids`; and at a gateway
+`generation_id` of each choice.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sluice.openai import fields
-from sluice.openai.fields import MAX_MESSAGES, MAX_TOOLS, ClientRequest, Inner, JsonObject, Unsigned, fault
-from sluice.openai.shown import Begun, Delta, Result, Unshown
+from sluice.openai.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ClientRequest,
+    Inner,
+    JsonObject,
+    Refused,
+    Said,
+    TokenText,
+    Unsaid,
+    Unsigned,
+    fault,
+    inconsistent,
+)
+from sluice.openai.shown import Begun, Delta, Result
 from sluice.template_arguments import set_template_arguments
 from sluice.tool_schemas import tool_message
-from sluice.v1 import episode_pb2, tokens_pb2
+from sluice.v1 import rollout_pb2, tokens_pb2
 
 NAME = "openai.chat"
 
@@ -38,6 +51,8 @@ class ToolCall(Inner):
 
 class Message(Inner):
     """One message."""
+
+    roles: ClassVar[Mapping[str, str]] = fields.ROLES
 
     role: str
     content: fields.Content = None
@@ -72,7 +87,10 @@ class Typed(Inner):
 
 
 class ChatBody(fields.SamplingBody):
-    """Body of a request."""
+    """Body of a request.
+
+    Tools are passed to the chat template.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Unsigned | None = None
@@ -86,6 +104,82 @@ class ChatBody(fields.SamplingBody):
     functions: list[Any] | None = None
 
 
+# The strict forms. A list of narrower objects is a narrower list, as long as nobody appends to it, which mypy cannot know.
+
+
+class StrictCalledFunction(Said, CalledFunction, extra="forbid"):
+    """The function in a tool call."""
+
+    arguments: str = ""
+
+
+class StrictToolCall(Said, ToolCall, extra="forbid"):
+    """A tool call of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: StrictCalledFunction
+
+
+class StrictPart(Said, fields.Part, extra="forbid"):
+    """A part of a message. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+    refusal: Unsaid = None
+    image_url: Unsaid = None
+
+
+class StrictMessage(Said, Message, extra="forbid"):
+    """One message. The chat template decides which roles exist."""
+
+    roles: ClassVar[Mapping[str, str]] = {}
+
+    content: str | list[StrictPart] | None = None  # type: ignore[assignment]
+    tool_calls: list[StrictToolCall] | None = None  # type: ignore[assignment]
+    reasoning: Unsaid = None
+    refusal: None = None
+
+
+class StrictFunction(Function, extra="forbid"):
+    """A function that the model may call."""
+
+    strict: Literal[False] | None = None
+
+
+class StrictTool(Tool, extra="forbid"):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: StrictFunction
+
+
+class TextFormat(Typed, extra="forbid"):
+    """The one response format: text."""
+
+    type: Literal["text"]
+
+
+class StrictChatBody(fields.StrictSamplingBody, ChatBody, extra="forbid"):
+    """Body of a request to a replica."""
+
+    messages: Annotated[list[StrictMessage], Field(min_length=1, max_length=MAX_MESSAGES)]  # type: ignore[assignment]
+    tools: Annotated[list[StrictTool], Field(max_length=MAX_TOOLS)] | None = None  # type: ignore[assignment]
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    functions: Refused = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise inconsistent("top_logprobs", "needs logprobs = true")
+        if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:
+            raise inconsistent("max_completion_tokens", "differs from max_tokens: send one of them")
+        return self
+
+
 def parse(body: ChatBody) -> ClientRequest:
     """Return what a body asks for.
 
@@ -94,7 +188,7 @@ def parse(body: ChatBody) -> ClientRequest:
     """
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
-    request = ClientRequest(NAME, body.model, body.generate_request(max_tokens, top_logprobs), bool(body.stream))
+    request = ClientRequest(NAME, body.model or "", body.generate_request(max_tokens, top_logprobs), bool(body.stream))
     body.note_unknown(request)
     if body.functions:
         raise fault("functions", "are not supported: send them as tools")
@@ -113,7 +207,7 @@ def parse(body: ChatBody) -> ClientRequest:
 
 def _add_message(conversation: tokens_pb2.Conversation, message: Message, where: str, request: ClientRequest) -> None:
     added = conversation.messages.add(
-        role=fields.ROLES.get(message.role, message.role),
+        role=message.roles.get(message.role, message.role),
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
         reasoning=message.reasoning_content or message.reasoning or "",
@@ -139,88 +233,98 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: C
         request.note("not_enforced", "parallel_tool_calls")
 
 
-class ChatReply:
-    """Writes the response to one request.
+class ChatReply(fields.OpenAIReply[ChatBody]):
+    """Writes the response to one request; see `OpenAIReply`."""
 
-    Args:
-        body: The request.
-    """
+    prefix = "chatcmpl-"
+    kinds = ("chat.completion", "chat.completion.chunk")
+    choices_have_prompts = False
 
-    def __init__(self, body: ChatBody) -> None:
-        self._body = body
-        self._created = int(time.time())
-        self._head: dict[str, Any] = {}
-        self._unshown = Unshown()
+    def choice(
+        self,
+        index: int,
+        sample: rollout_pb2.GeneratedSample,
+        message: tokens_pb2.ChatMessage,
+        prompt_ids: Sequence[int],
+        generation_id: str = "",
+    ) -> dict[str, Any]:
+        """Return a whole choice, with a message of `visible_message`."""
+        del prompt_ids
+        calls = [_call(call) for call in message.tool_calls]
+        said: dict[str, Any] = {"role": "assistant", "content": message.content or (None if calls else "")}
+        if message.reasoning:
+            said["reasoning_content"] = message.reasoning
+        if calls:
+            said["tool_calls"] = calls
+        return {"index": index, "message": said} | self._rest(sample, message, generation_id)
+
+    def begin(self, indices: Sequence[int], prompt_ids: Sequence[int] | None = None) -> Iterator[bytes]:
+        """Yield the chunks before the first token: the role of each choice."""
+        for index in indices:
+            delta = {"role": "assistant", "content": ""}
+            extras = self.prompt(prompt_ids, of_choice=False) if index == indices[0] else {}
+            yield self._chunk({"index": index, "delta": delta, **_UNFINISHED}, extras)
+
+    def part(
+        self, index: int, new: rollout_pb2.GeneratedSample, shown: Delta, prompt_ids: Sequence[int] | None
+    ) -> bytes:
+        """Return the chunk for the next tokens of a choice, at a replica; the last one has the tool calls."""
+        del prompt_ids
+        said = {"reasoning_content": shown.reasoning, "content": shown.content, "tool_calls": _numbered(new.message)}
+        delta = {name: value for name, value in said.items() if value}
+        return self._chunk({"index": index, "delta": delta} | self._rest(new, new.message))
 
     def whole(self, result: Result) -> dict[str, Any]:
-        """Return the JSON of a response."""
-        choices = [
-            {"index": index, "message": self._message(each.message)} | self._rest(each)
-            for index, each in enumerate(result.generations)
-        ]
-        head = self._fields(result.generations[0].generation_id, "chat.completion")
-        return {**head, "choices": choices, "usage": fields.usage_of(result), **self._prompt(result)}
+        """Return the JSON of a recorded response."""
+        answer = super().whole(result)
+        for choice in answer["choices"]:
+            choice["message"]["refusal"] = None
+        return answer
 
     def opening(self, begun: Begun) -> Iterator[bytes]:
         """Yield the events before the first token: the role of each choice."""
-        self._head = self._fields(begun.response_id, "chat.completion.chunk")
-        for index in range(self._body.n or 1):
-            yield self._chunk(index, {"role": "assistant", "content": ""}, _UNFINISHED)
+        self.set_id(begun.response_id)
+        yield from self.begin(range(self.body.n or 1))
 
     def text(self, delta: Delta) -> Iterator[bytes]:
         """Yield the events for more text."""
         self._unshown.sent(delta)
-        if delta.reasoning:
-            yield self._chunk(delta.index, {"reasoning_content": delta.reasoning}, _UNFINISHED)
-        if delta.content:
-            yield self._chunk(delta.index, {"content": delta.content}, _UNFINISHED)
+        for name, text in (("reasoning_content", delta.reasoning), ("content", delta.content)):
+            if text:
+                yield self._chunk({"index": delta.index, "delta": {name: text}, **_UNFINISHED})
 
     def ending(self, result: Result) -> Iterator[bytes]:
         """Yield the events that end the stream: what is left of each message, its tool calls, and why it ended."""
         for index, each in enumerate(result.generations):
             yield from self.text(self._unshown.rest(index, each.message))
             if each.message.tool_calls:
-                calls = [{"index": at, **_call(call)} for at, call in enumerate(each.message.tool_calls)]
-                yield self._chunk(index, {"tool_calls": calls}, _UNFINISHED)
-            yield self._chunk(index, {}, self._rest(each), self._prompt(result) if index == 0 else {})
-        if self._body.include_usage:
-            yield fields.event({**self._head, "choices": [], "usage": fields.usage_of(result)})
-        yield fields.DONE
+                delta = {"tool_calls": _numbered(each.message)}
+                yield self._chunk({"index": index, "delta": delta, **_UNFINISHED})
+            rest = self._rest(each.sample, each.message, each.generation_id)
+            extras = self.prompt(result.prompt_token_ids, of_choice=False) if index == 0 else {}
+            yield self._chunk({"index": index, "delta": {}, **rest}, extras)
+        yield from self.end(fields.usage_of(result))
 
-    failure = staticmethod(fields.failure)
-
-    def _fields(self, identifier: str, kind: str) -> dict[str, Any]:
-        return {"id": identifier, "object": kind, "created": self._created, "model": self._body.model}
-
-    def _message(self, message: tokens_pb2.ChatMessage) -> dict[str, Any]:
-        calls = [_call(call) for call in message.tool_calls]
-        written: dict[str, Any] = {"role": "assistant", "content": message.content or (None if calls else "")}
-        if message.reasoning:
-            written["reasoning_content"] = message.reasoning
-        return written | ({"tool_calls": calls} if calls else {}) | {"refusal": None}
-
-    def _rest(self, generation: episode_pb2.EpisodeGeneration) -> dict[str, Any]:
-        sample = generation.sample
-        logprobs = {"content": fields.logprob_content(sample), "refusal": None} if self._body.logprobs else None
-        return (
-            {"logprobs": logprobs}
-            | fields.ending(sample, calls=bool(generation.message.tool_calls))
-            | {"generation_id": generation.generation_id}
-            | (fields.token_fields(sample) if self._body.return_token_ids else {})
-        )
-
-    def _prompt(self, result: Result) -> dict[str, Any]:
-        return {"prompt_token_ids": list(result.prompt_token_ids)} if self._body.return_token_ids else {}
-
-    def _chunk(self, index: int, delta: Any, rest: dict[str, Any], extras: dict[str, Any] | None = None) -> bytes:  # noqa: ANN401 - JSON
-        no_usage = {"usage": None} if self._body.include_usage else {}
-        return fields.event(
-            {**self._head, "choices": [{"index": index, "delta": delta, **rest}], **no_usage, **(extras or {})}
-        )
+    def _rest(
+        self, sample: rollout_pb2.GeneratedSample, message: tokens_pb2.ChatMessage, generation_id: str = ""
+    ) -> dict[str, Any]:
+        """Return the fields of a choice, or of a chunk of one, beside what it says."""
+        logprobs = chat_logprobs(sample, self._token_text) if self.body.logprobs else None
+        return {"logprobs": logprobs} | self._end_fields(sample, generation_id, calls=bool(message.tool_calls))
 
 
 _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
+def chat_logprobs(sample: rollout_pb2.GeneratedSample, token_text: TokenText | None) -> dict[str, Any]:
+    """Return the `logprobs` of a choice."""
+    return {"content": fields.logprob_content(sample, token_text), "refusal": None}
+
+
 def _call(call: tokens_pb2.ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _numbered(message: tokens_pb2.ChatMessage) -> list[dict[str, Any]]:
+    """Return the calls of a message as a chunk has them."""
+    return [{"index": at, **_call(call)} for at, call in enumerate(message.tool_calls)]

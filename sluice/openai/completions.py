@@ -1,20 +1,32 @@
-"""OpenAI's Completions: `POST /v1/completions`, with one prompt as text or as token ids."""
+"""Prompts that are no conversation: OpenAI's Completions, and token ids in, token ids out.
+
+`POST /v1/completions` takes a text or token ids; at a replica several of them, each of which is a request of its own, so that each choice has
+its own `prompt_token_ids`. `POST /inference/v1/generate`, at the root of a gateway, is the route of vLLM and renderers for token ids.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sluice.openai import fields
-from sluice.openai.dialect import COMPLETION_TOKENS
-from sluice.openai.fields import LEAST, ClientRequest, TokenId, fault
-from sluice.openai.shown import Begun, Delta, Result, Unshown
-from sluice.v1 import episode_pb2, rollout_pb2
+from sluice.openai.fields import LEAST, ClientRequest, TokenId, TokenText, fault, inconsistent
+from sluice.openai.shown import Begun, Delta, Result
+from sluice.v1 import rollout_pb2, tokens_pb2
 
 NAME = "openai.completions"
+TOKENS_NAME = "tokens.generate"
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for `/v1/completions`. `/v1/chat/completions` has none: the context is the limit."""
+
+MAX_PROMPTS = 256
+"""Maximum number of prompts in one request."""
+
+MAX_COMPLETIONS = 1024
+"""Maximum number of samples of one request, over all of its prompts."""
 
 
 class CompletionBody(fields.SamplingBody):
@@ -30,107 +42,216 @@ class CompletionBody(fields.SamplingBody):
     echo: bool | None = None
     suffix: str | None = None
 
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Return the prompts, each as text or as token ids."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class StrictCompletionBody(fields.StrictSamplingBody, CompletionBody, extra="forbid"):
+    """Body of a request to a replica."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    echo: Literal[False] | None = None
+    best_of: int | None = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _all_samples_are_returned(self) -> Self:
+        if self.best_of not in {None, self.n or 1}:
+            raise inconsistent("best_of", "must equal n: samples are not ranked here")
+        if len(self.prompts) * (self.n or 1) > MAX_COMPLETIONS:
+            text = f"{len(self.prompts)} prompts with n = {self.n} are more than {MAX_COMPLETIONS} samples"
+            raise inconsistent("n", text)
+        return self
+
 
 def parse(body: CompletionBody) -> ClientRequest:
-    """Return what a body asks for.
+    """Return what a body with one prompt asks for.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with the field at fault.
     """
-    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    generate = body.generate_request(max_tokens, body.logprobs or 0)
-    request = ClientRequest(NAME, body.model, generate, bool(body.stream))
-    body.note_unknown(request)
     if body.echo:
         raise fault("echo", "is not supported: the prompt is not returned; leave it out")
     if body.suffix:
         raise fault("suffix", "is not supported: only the end of a text can be sampled; leave it out")
-    prompt: Any = body.prompt
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise fault("prompt", f"has {len(prompt)} prompts, and a recorded request has one: send a request for each")
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        generate.text = prompt
-    else:
-        generate.token_ids.ids.extend(prompt)
-    return request
+    if len(body.prompts) > 1:
+        raise fault(
+            "prompt", f"has {len(body.prompts)} prompts, and a recorded request has one: send a request for each"
+        )
+    return parse_each(body)[0]
 
 
-class CompletionReply:
-    """Writes the response to one request.
+def parse_each(body: CompletionBody) -> list[ClientRequest]:
+    """Return one request per prompt."""
+    requests = []
+    for prompt in body.prompts:
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        generate = body.generate_request(max_tokens, body.logprobs or 0)
+        if isinstance(prompt, str):
+            generate.text = prompt
+        else:
+            generate.token_ids.ids.extend(prompt)
+        requests.append(ClientRequest(NAME, body.model or "", generate, bool(body.stream)))
+        body.note_unknown(requests[-1])
+    return requests
 
-    Args:
-        body: The request.
-    """
 
-    def __init__(self, body: CompletionBody) -> None:
-        self._body = body
-        self._created = int(time.time())
-        self._head: dict[str, Any] = {}
-        self._unshown = Unshown()
+class CompletionReply(fields.OpenAIReply[CompletionBody]):
+    """Writes the response to one request; see `OpenAIReply`."""
 
-    def whole(self, result: Result) -> dict[str, Any]:
-        """Return the JSON of a response."""
-        choices = [
-            {"index": index, "text": each.message.content} | self._rest(each, result)
-            for index, each in enumerate(result.generations)
-        ]
-        return {
-            **self._fields(result.generations[0].generation_id),
-            "choices": choices,
-            "usage": fields.usage_of(result),
-        }
+    prefix = "cmpl-"
+    kinds = ("text_completion", "text_completion")
+    choices_have_prompts = True
+
+    def __init__(self, body: CompletionBody, model: str | None = None, token_text: TokenText | None = None) -> None:
+        super().__init__(body, model, token_text)
+        self._offsets: dict[int, int] = {}
+
+    def choice(
+        self,
+        index: int,
+        sample: rollout_pb2.GeneratedSample,
+        message: tokens_pb2.ChatMessage,
+        prompt_ids: Sequence[int] | None,
+        generation_id: str = "",
+    ) -> dict[str, Any]:
+        """Return a whole choice, with a message of `visible_message`."""
+        return self._choice(index, sample, message.content, prompt_ids, generation_id)
+
+    def begin(self, indices: Sequence[int], prompt_ids: Sequence[int] | None = None) -> Iterator[bytes]:
+        """Yield nothing: the first chunk has tokens."""
+        del indices, prompt_ids
+        yield from ()
+
+    def part(
+        self, index: int, new: rollout_pb2.GeneratedSample, shown: Delta, prompt_ids: Sequence[int] | None
+    ) -> bytes:
+        """Return the chunk for the next tokens of a choice, at a replica."""
+        return self._chunk(self._choice(index, new, shown.content, prompt_ids))
 
     def opening(self, begun: Begun) -> Iterator[bytes]:
         """Yield nothing: the first event has text."""
-        self._head = self._fields(begun.response_id)
+        self.set_id(begun.response_id)
         yield from ()
 
     def text(self, delta: Delta) -> Iterator[bytes]:
         """Yield the events for more text."""
         self._unshown.sent(delta)
         if delta.content:
-            yield self._chunk({"index": delta.index, "text": delta.content, "logprobs": None, "finish_reason": None})
+            choice = {"index": delta.index, "text": delta.content, "logprobs": None, "finish_reason": None}
+            yield self._chunk(choice)
 
     def ending(self, result: Result) -> Iterator[bytes]:
         """Yield the events that end the stream."""
         for index, each in enumerate(result.generations):
             rest = self._unshown.rest(index, each.message)
-            yield self._chunk({"index": index, "text": rest.content} | self._rest(each, result))
-        if self._body.include_usage:
-            yield fields.event({**self._head, "choices": [], "usage": fields.usage_of(result)})
-        yield fields.DONE
+            yield self._chunk(
+                self._choice(index, each.sample, rest.content, result.prompt_token_ids, each.generation_id)
+            )
+        yield from self.end(fields.usage_of(result))
 
-    failure = staticmethod(fields.failure)
+    def _choice(
+        self,
+        index: int,
+        sample: rollout_pb2.GeneratedSample,
+        text: str,
+        prompt_ids: Sequence[int] | None,
+        generation_id: str = "",
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self.body.logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            logprobs, self._offsets[index] = completion_logprobs(sample, self._token_text, offset)
+        choice = {"index": index, "text": text, "logprobs": logprobs}
+        ending = self._end_fields(sample, generation_id, calls=False)
+        return choice | ending | self.prompt(prompt_ids, of_choice=True)
 
-    def _fields(self, identifier: str) -> dict[str, Any]:
-        return {"id": identifier, "object": "text_completion", "created": self._created, "model": self._body.model}
 
-    def _rest(self, generation: episode_pb2.EpisodeGeneration, result: Result) -> dict[str, Any]:
-        sample = generation.sample
-        logprobs = _logprobs(sample) if self._body.logprobs is not None else None
-        rest = {"logprobs": logprobs} | fields.ending(sample, calls=False) | {"generation_id": generation.generation_id}
-        if self._body.return_token_ids:
-            rest |= fields.token_fields(sample) | {"prompt_token_ids": list(result.prompt_token_ids)}
-        return rest
+def completion_logprobs(
+    sample: rollout_pb2.GeneratedSample, token_text: TokenText | None, offset: int
+) -> tuple[dict[str, Any], int]:
+    """Return the `logprobs` of a choice, and the offset of the end of its text.
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        no_usage = {"usage": None} if self._body.include_usage else {}
-        return fields.event({**self._head, "choices": [choice], **no_usage})
-
-
-def _logprobs(sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
+    Args:
+        sample: A sample, or its tokens in one chunk.
+        token_text: Returns the text of a token. None: tokens are named by their ids, and their offsets are not known.
+        offset: Characters of the choice's text before these tokens.
+    """
+    name = token_text or fields.token_name
+    texts = [name(token) for token in sample.token_ids]
+    offsets = []
+    for text in texts if token_text is not None else ():
+        offsets.append(offset)
+        offset += len(text)
+    top: list[dict[str, float]] = []
+    for text, logprob, each in zip(texts, sample.logprobs, sample.top_logprobs, strict=False):
+        alternatives = zip(each.ids, each.logprobs, strict=True)
+        sampled = {text: max(logprob, LEAST)} if token_text is not None else {}
+        top.append({name(token): max(value, LEAST) for token, value in alternatives} | sampled)
     return {
-        "tokens": [fields.token_name(token) for token in sample.token_ids],
+        "tokens": texts,
         "token_logprobs": [max(logprob, LEAST) for logprob in sample.logprobs],
-        "top_logprobs": [
-            {
-                fields.token_name(token): max(logprob, LEAST)
-                for token, logprob in zip(top.ids, top.logprobs, strict=True)
-            }
-            for top in sample.top_logprobs
-        ]
-        or None,
-        "text_offset": [],
-    }
+        "top_logprobs": top or None,
+        "text_offset": offsets,
+    }, offset
+
+
+class SamplingParameters(fields.SamplingBody):
+    """Sampling by vLLM's names."""
+
+    logprobs: fields.Alternatives | None = None
+    prompt_logprobs: Any = None
+
+
+class TokensBody(fields.RequestBody):
+    """Body of a request to the route for token ids."""
+
+    model: str = ""
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: SamplingParameters = Field(default_factory=SamplingParameters)
+    stream: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+
+
+def parse_tokens(body: TokensBody) -> ClientRequest:
+    """Return what a body asks for.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT with the field at fault.
+    """
+    sampling = body.sampling_params
+    generate = sampling.generate_request(sampling.max_tokens, sampling.logprobs or 0)
+    generate.token_ids.ids.extend(body.token_ids)
+    generate.priority = body.priority or 0
+    request = ClientRequest(TOKENS_NAME, body.model, generate)
+    body.note_unknown(request)
+    sampling.note_unknown(request)
+    if body.stream:
+        raise fault(
+            "stream", "is not supported here: leave it out, or use /v1/completions with token ids as the prompt"
+        )
+    return request
+
+
+def whole_tokens(result: Result) -> dict[str, Any]:
+    """Return the JSON of a response with token ids. Log-probabilities are always there: clients of this route train."""
+    choices = [
+        {
+            "index": index,
+            "token_ids": list(each.sample.token_ids),
+            "logprobs": {"content": fields.logprob_content(each.sample)},
+            "generation_id": each.generation_id,
+        }
+        | fields.ending(each.sample, calls=False)
+        for index, each in enumerate(result.generations)
+    ]
+    head = {"request_id": result.generations[0].generation_id.rpartition("/")[0]}
+    return head | {"choices": choices, "prompt_token_ids": list(result.prompt_token_ids)}

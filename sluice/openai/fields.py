@@ -1,4 +1,12 @@
-"""What the dialects have in common: what a request asks for, bodies, sampling, content, and the fields of responses."""
+"""What the dialects have in common: what a request asks for, bodies, sampling, content, and the fields of responses.
+
+A body is read leniently at a gateway, whose clients nobody can change: what changes no token is ignored, what cannot be done is left out or
+not enforced, and each of these is a notice of the request. A replica reads the `Strict` form of a body, a subclass with narrower fields that
+forbids unknown keys: what is not done as the client wrote it is refused, so that nothing is ignored silently. `user`, `metadata`, `store`,
+`safety_identifier` and `prompt_cache_key` describe the caller and change no answer: they are taken. Fields for which only one value is
+supported (such as `echo` or `service_tier`) may be sent with that value. Only the form of the values is checked here. Whether they fit the
+model is checked where gRPC requests are.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +14,18 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import grpc
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from sluice.openai.errors import describe_faults, error_body
-from sluice.openai.shown import Result
+from sluice.openai.shown import Result, Unshown
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import Version
@@ -221,16 +231,53 @@ class RequestBody(Lenient):
         return refuse_not_finite(given)
 
 
+class Said(BaseModel):
+    """A part of a conversation at a replica. Clients send back what they were sent: an unknown key is no error if its value says nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, data: Any) -> Any:  # noqa: ANN401 - whatever was sent
+        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+            return data
+        return {name: value for name, value in data.items() if name in cls.model_fields or not _says_nothing(value)}
+
+
+def _says_nothing(value: object) -> bool:
+    return value is None or value is False or value == []
+
+
+def _refuse(_given: object) -> None:
+    raise PydanticKnownError("extra_forbidden")
+
+
+def _refuse_said(given: object) -> None:
+    if not _says_nothing(given):
+        raise PydanticKnownError("extra_forbidden")
+
+
+Refused = Annotated[None, BeforeValidator(_refuse)]
+"""A field that the strict form does not have."""
+
+Unsaid = Annotated[None, BeforeValidator(_refuse_said)]
+"""A field that the strict form of a part of a conversation does not have."""
+
+
 class StreamOptions(Inner):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
 
 
+def _named(given: object) -> object:
+    if given is None:
+        raise PydanticKnownError("string_type")
+    return given
+
+
 class SamplingBody(RequestBody):
     """Parameters of Chat Completions and Completions. What is not here is ignored and counted."""
 
-    model: str = ""
+    model: Annotated[str | None, BeforeValidator(_named)] = ""
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -260,7 +307,7 @@ class SamplingBody(RequestBody):
             max_tokens=max_tokens,
             top_k=max(self.top_k, 0) if self.top_k is not None else None,
             min_tokens=self.min_tokens or 0,
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
+            stop=self.stops,
             stop_token_ids=self.stop_token_ids or [],
             ignore_eos=bool(self.ignore_eos),
             logit_bias=self.logit_bias or {},
@@ -270,9 +317,47 @@ class SamplingBody(RequestBody):
         return rollout_pb2.GenerateRequest(sampling=sampling, n=self.n or 1, priority=self.priority or 0)
 
     @property
+    def stops(self) -> list[str]:
+        """Return the stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
     def include_usage(self) -> bool:
         """Return whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class StrictStreamOptions(StreamOptions, extra="forbid"):
+    """Options of a streamed response."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class StrictSamplingBody(SamplingBody, extra="forbid"):
+    """Parameters of both endpoints of a replica. One that is null or left out has the default of the contract."""
+
+    model: str | None = None
+    stream_options: StrictStreamOptions | None = None
+    seed: int | None = Field(None, ge=0, lt=2**64)
+    min_tokens: Refused = None
+    service_tier: Literal["auto", "default"] | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_finite(cls, given: Any) -> Any:  # noqa: ANN401 - JSON
+        """Check nothing: each number is checked with the limits of its field."""
+        return given
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise inconsistent("stream_options", "needs stream = true")
+        return self
 
 
 class Url(Inner):
@@ -356,11 +441,25 @@ NO_ALTERNATIVES = tokens_pb2.TopLogprobs()
 DONE = b"data: [DONE]\n\n"
 
 
-def logprob_content(sample: rollout_pb2.GeneratedSample) -> list[dict[str, Any]]:
-    """Return one entry per token. A gateway has no tokenizer, so a token is named by its id, in the two forms that clients read."""
+TokenText: TypeAlias = Callable[[int], str]
+"""Returns the text of one token. Special tokens have theirs too."""
+
+
+def logprob_content(sample: rollout_pb2.GeneratedSample, token_text: TokenText | None = None) -> list[dict[str, Any]]:
+    """Return one entry per token. A token that is part of a character has no `bytes`.
+
+    Args:
+        sample: The sample.
+        token_text: Returns the text of a token. None: a token is named by its id, in the two forms that clients read.
+    """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": token_name(token), "token_id": token, "logprob": max(logprob, LEAST), "bytes": None}
+        least = max(logprob, LEAST)
+        if token_text is None:
+            return {"token": token_name(token), "token_id": token, "logprob": least, "bytes": None}
+        text = token_text(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in text
+        return {"token": text, "logprob": least, "bytes": list(text.encode()) if whole else None}
 
     content = []
     for position, (token, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
@@ -422,6 +521,93 @@ def dumps(content: Mapping[str, Any] | Sequence[Any]) -> str:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def failure(error: SluiceError) -> bytes:
-    """Return the event of an error after which a stream of Chat Completions or Completions ends."""
-    return event(error_body(error))
+AnySampling = TypeVar("AnySampling", bound=SamplingBody)
+
+
+class OpenAIReply(ABC, Generic[AnySampling]):
+    """Writes the response to one request of Chat Completions or Completions. It has state: each request has its own.
+
+    A replica writes chunks with the tokens of each choice as they come, and choices of its samples. A gateway writes text as it comes, and all
+    else from the recorded result; it has no tokenizer.
+
+    Args:
+        body: The request.
+        model: Name of the model in the response; by default as the client wrote it.
+        token_text: Returns the text of a token. None: tokens are named by their ids.
+
+    Attributes:
+        body: The request.
+        prefix: How ids of responses begin at a replica.
+        kinds: `object` of a response, and of a chunk.
+        choices_have_prompts: Whether each choice has the ids of its prompt, since choices may have different ones.
+    """
+
+    prefix: ClassVar[str]
+    kinds: ClassVar[tuple[str, str]]
+    choices_have_prompts: ClassVar[bool]
+
+    def __init__(self, body: AnySampling, model: str | None = None, token_text: TokenText | None = None) -> None:
+        self.body, self._token_text = body, token_text
+        self._model = body.model if model is None else model
+        self._created = int(time.time())
+        self._head: dict[str, Any] = {}
+        self._unshown = Unshown()
+
+    @abstractmethod
+    def choice(
+        self,
+        index: int,
+        sample: rollout_pb2.GeneratedSample,
+        message: tokens_pb2.ChatMessage,
+        prompt_ids: Sequence[int],
+        generation_id: str = "",
+    ) -> dict[str, Any]:
+        """Return a whole choice, with a message of `visible_message`."""
+
+    def response(
+        self, identifier: str, choices: Sequence[dict[str, Any]], counts: dict[str, Any], prompt_ids: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return the JSON of a response."""
+        head = self._fields(identifier, self.kinds[0])
+        return {**head, "choices": choices, "usage": counts, **self.prompt(prompt_ids, of_choice=False)}
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        """Return the JSON of a recorded response."""
+        prompt_ids = result.prompt_token_ids
+        choices = [
+            self.choice(index, each.sample, each.message, prompt_ids, each.generation_id)
+            for index, each in enumerate(result.generations)
+        ]
+        return self.response(result.generations[0].generation_id, choices, usage_of(result), prompt_ids)
+
+    def set_id(self, identifier: str) -> None:
+        """Set the id of the response that chunks belong to."""
+        self._head = self._fields(identifier, self.kinds[1])
+
+    def end(self, counts: dict[str, Any]) -> Iterator[bytes]:
+        """Yield the last events of a stream: the token counts, if they are wanted, and `[DONE]`."""
+        if self.body.include_usage:
+            yield event({**self._head, "choices": [], "usage": counts})
+        yield DONE
+
+    @staticmethod
+    def failure(error: SluiceError) -> bytes:
+        """Return the event of an error after which the stream ends."""
+        return event(error_body(error))
+
+    def prompt(self, prompt_ids: Sequence[int] | None, *, of_choice: bool) -> dict[str, Any]:
+        """Return the ids of a prompt, if they are wanted and belong there. None: they were sent before."""
+        wanted = self.body.return_token_ids and self.choices_have_prompts is of_choice and prompt_ids is not None
+        return {"prompt_token_ids": list(prompt_ids or ())} if wanted else {}
+
+    def _fields(self, identifier: str, kind: str) -> dict[str, Any]:
+        return {"id": identifier, "object": kind, "created": self._created, "model": self._model}
+
+    def _chunk(self, choice: dict[str, Any], extras: Mapping[str, Any] | None = None) -> bytes:
+        no_usage = {"usage": None} if self.body.include_usage else {}
+        return event({**self._head, "choices": [choice], **no_usage, **(extras or {})})
+
+    def _end_fields(self, sample: rollout_pb2.GeneratedSample, generation_id: str, *, calls: bool) -> dict[str, Any]:
+        """Return why a choice ended, the name of its generation, and the tokens, if they are wanted."""
+        named = {"generation_id": generation_id} if generation_id else {}
+        return ending(sample, calls=calls) | named | (token_fields(sample) if self.body.return_token_ids else {})

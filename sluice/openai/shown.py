@@ -157,13 +157,18 @@ class TextDeltas:
 
     def of(self, chunk: rollout_pb2.StreamChunk) -> Iterator[Delta]:
         """Yield what can be shown after a message of the stream."""
-        for delta in chunk.deltas:
-            new = delta.tokens
-            said = (delta.reasoning, delta.content) if self._of_messages else ("", new.text)
-            visible = self._filters.setdefault(new.index, MessageFilter(self._stops))
-            reasoning, content = visible.after(*said, new.stop_string, last=bool(new.finish_reason))
-            if reasoning or content:
-                yield Delta(new.index, content, reasoning)
+        for each in chunk.deltas:
+            shown = self.after(each)
+            if shown.reasoning or shown.content:
+                yield shown
+
+    def after(self, delta: rollout_pb2.SampleDelta) -> Delta:
+        """Return what can be shown after more of one sample."""
+        new = delta.tokens
+        said = (delta.reasoning, delta.content) if self._of_messages else ("", new.text)
+        visible = self._filters.setdefault(new.index, MessageFilter(self._stops))
+        reasoning, content = visible.after(*said, new.stop_string, last=bool(new.finish_reason))
+        return Delta(new.index, content, reasoning)
 
 
 class Unshown:

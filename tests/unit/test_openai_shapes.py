@@ -6,14 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.openai.dialect import (
-    ChatRequest,
-    CompletionRequest,
-    chat_logprobs,
-    chat_request,
-    completion_logprobs,
-    completion_requests,
-)
+from sluice.openai import chat
+from sluice.openai.chat import StrictChatBody, chat_logprobs
+from sluice.openai.completions import StrictCompletionBody, completion_logprobs, parse_each
 from sluice.openai.shown import StopStringFilter
 from sluice.v1 import rollout_pb2, tokens_pb2
 
@@ -74,7 +69,7 @@ def test_a_part_of_a_character_has_no_bytes():
 
 
 def test_parameters_become_those_of_the_contract():
-    body = ChatRequest.model_validate(
+    body = StrictChatBody.model_validate(
         {
             "messages": [
                 {"role": "user", "content": "hi"},
@@ -86,7 +81,7 @@ def test_parameters_become_those_of_the_contract():
             "logprobs": True, "top_logprobs": 2, "logit_bias": {"7": -100}, "chat_template_kwargs": {"enable_thinking": False},
         }
     )  # fmt: skip
-    request = chat_request(body)
+    request = chat.parse(body).generate
     sampling = request.sampling
     assert (request.n, sampling.max_tokens, sampling.top_k, list(sampling.stop)) == (3, 5, 0, ["x"])
     assert sampling.HasField("temperature")
@@ -103,6 +98,7 @@ def test_parameters_become_those_of_the_contract():
     [("ab", ["ab"]), ([5, 6], [[5, 6]]), (["a", "b"], ["a", "b"]), ([[5], [6, 7]], [[5], [6, 7]])],
 )
 def test_each_prompt_is_a_request_of_its_own(prompt, expected):
-    requests = completion_requests(CompletionRequest.model_validate({"prompt": prompt}))
+    asked = parse_each(StrictCompletionBody.model_validate({"prompt": prompt}))
+    requests = [each.generate for each in asked]
     assert [each.text or list(each.token_ids.ids) for each in requests] == expected
     assert {each.sampling.max_tokens for each in requests} == {16}

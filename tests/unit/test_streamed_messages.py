@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from test_openai_shapes import STOPS, stopped
 from test_reply_parts import FORMATS, PIECES, cut, offered
 
+from rollout_svc.http import Events
 from rollout_svc.replies import ReplyReader
 from sluice.openai import chat, messages, responses
-from sluice.openai.dialect import ChatRequest, ChatResponses, Events
 from sluice.openai.shown import Begun, Delta, MessageFilter, Result, StopStringFilter, TextDeltas, visible_message
 from sluice.v1 import rollout_pb2, tokens_pb2
 
@@ -160,19 +160,20 @@ def test_responses_of_a_gateway(sampled):
 @pytest.mark.parametrize("tools", [True, False])
 @given(sampled=samples())
 async def test_chat_completions_of_a_replica(tools, sampled):
-    body = ChatRequest(messages=USER, tools=offered() if tools else None, stop=sampled.stops[:4] or None)
+    body = chat.StrictChatBody(messages=USER, tools=offered() if tools else None, stop=sampled.stops[:4] or None)
     if not tools:
         for each in (sampled.whole, *(delta.tokens for delta in sampled.deltas)):
             each.ClearField("message")
-    text = StopStringFilter(sampled.stops).after(sampled.whole.text, sampled.whole.stop_string, last=True)
-    whole = ChatResponses(body, str).choice(0, sampled.whole, text)
+    whole = chat.ChatReply(body, "m", str).choice(0, sampled.whole, visible_message(sampled.whole, "r/0"), [5])
 
     async def stream() -> AsyncGenerator[tuple[int, rollout_pb2.GenerateStreamResponse], None]:
         yield 0, rollout_pb2.GenerateStreamResponse(opening=rollout_pb2.StreamOpening(prompt_token_ids=[5]))
         for delta in sampled.deltas:
             yield 0, rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk(deltas=[delta]))
 
-    events = [each async for each in Events({}, ChatResponses(body, str)).encode([], stream())]
+    request = chat.parse(body).generate
+    request.return_message = tools
+    events = [each async for each in Events(chat.ChatReply(body, "m", str), request).encode([], stream())]
     chunks = [json.loads(each.removeprefix(b"data: ")) for each in events[:-1]]
     assert together(chunks) == whole_choice(whole)
 

@@ -12,8 +12,7 @@ from gateway_svc.canonical import conversation_keys
 from rollout_svc.tokenizer import MAX_ARGUMENT_BYTES, ModelTokenizer, check_size
 from sluice.cli.init_model import character_tokenizer
 from sluice.openai import chat
-from sluice.openai.chat import ChatBody
-from sluice.openai.dialect import ChatRequest, chat_request
+from sluice.openai.chat import ChatBody, StrictChatBody
 from sluice.rpc import SluiceError
 from sluice.template_arguments import set_template_arguments, template_arguments
 from sluice.v1 import tokens_pb2
@@ -35,7 +34,7 @@ def _prompt(tokenizer: ModelTokenizer, conversation: tokens_pb2.Conversation) ->
 
 def _replica() -> tokens_pb2.Conversation:
     body = json.dumps({"messages": ASK, "chat_template_kwargs": GIVEN})
-    return chat_request(ChatRequest.model_validate_json(body)).conversation
+    return chat.parse(StrictChatBody.model_validate_json(body)).generate.conversation
 
 
 def _gateway() -> tokens_pb2.Conversation:

@@ -15,8 +15,7 @@ from rollout_svc.tokenizer import MAX_TOOLS_BYTES, ModelTokenizer, check_size
 from sluice.cli.init_model import character_tokenizer
 from sluice.environments.wire import plain_tools, tool_messages
 from sluice.openai import chat, messages, responses
-from sluice.openai.chat import ChatBody
-from sluice.openai.dialect import ChatRequest, chat_request
+from sluice.openai.chat import ChatBody, StrictChatBody
 from sluice.openai.fields import ClientRequest
 from sluice.openai.messages import MessagesBody
 from sluice.openai.responses import ResponsesBody
@@ -46,10 +45,10 @@ ASK = [{"role": "user", "content": "x"}]
 
 
 def _replica(function: dict[str, Any]) -> tokens_pb2.Tool:
-    body = ChatRequest.model_validate_json(
+    body = StrictChatBody.model_validate_json(
         json.dumps({"messages": ASK, "tools": [{"type": "function", "function": function}]})
     )
-    return chat_request(body).conversation.tools[0]
+    return chat.parse(body).generate.conversation.tools[0]
 
 
 def _gateway(parsed: ClientRequest) -> tokens_pb2.Tool:
