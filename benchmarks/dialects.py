@@ -16,11 +16,10 @@ from pydantic import BaseModel
 
 from gateway_svc.canonical import conversation_keys
 from gateway_svc.capture import settle_sampling
-from gateway_svc.http import Reply
 from sluice.config import Options, whole_number
 from sluice.openai import chat, messages, responses
 from sluice.openai.fields import ClientRequest, read_body
-from sluice.openai.shown import Begun, Result
+from sluice.openai.shown import Begun, Reply, Result
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
 
 TURNS = 10

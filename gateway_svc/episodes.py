@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -13,9 +13,9 @@ import xxhash
 
 from gateway_svc.capture import settle_sampling
 from gateway_svc.config import CaptureConfig
-from gateway_svc.http import paced
-from gateway_svc.recording import RecordedSessions
-from gateway_svc.sessions import RequestIdentity, SessionRef
+from gateway_svc.recording import RecordedSessions, RequestIdentity
+from gateway_svc.sessions import SessionRef
+from gateway_svc.shared import Parts, paced
 from sluice.openai.fields import ClientRequest
 from sluice.openai.shown import Begun, Delta, Result
 from sluice.rpc import MAX_MESSAGE_BYTES, MAX_SAMPLES, SluiceError
@@ -67,9 +67,10 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
     ) -> episode_pb2.EpisodeServiceGenerateResponse:
         """Sample and record."""
         result = None
-        async for part in self._sample(request, context, stream=False):
-            if isinstance(part, Result):
-                result = _one_message(part, request)  # and by asking for more, the client has it
+        async with contextlib.aclosing(await self._sample(request, context, stream=False)) as parts:
+            async for part in parts:
+                if isinstance(part, Result):
+                    result = _one_message(part, request)  # and by asking for more, the client has it
         if result is not None:
             return result
         raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
@@ -78,19 +79,10 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         self, request: episode_pb2.EpisodeServiceGenerateStreamRequest, context: Context
     ) -> AsyncIterator[episode_pb2.EpisodeServiceGenerateStreamResponse]:
         """Sample and record, with the text meanwhile."""
-        async for part in self._sample(request.request, context, stream=True):
-            if request.takes_parts and isinstance(part, Result) and not _fits(part):
-                whole = memoryview(part.SerializeToString())
-                for start in range(0, len(whole), PART_BYTES):
-                    content = bytes(whole[start : start + PART_BYTES])
-                    yield episode_pb2.EpisodeServiceGenerateStreamResponse(result_part=content)
-                continue
-            answer = episode_pb2.EpisodeServiceGenerateStreamResponse()
-            if isinstance(part, Result):
-                answer.result.CopyFrom(_one_message(part, request.request))
-            elif isinstance(part, Delta):
-                answer.deltas.add(index=part.index, text=part.content, reasoning=part.reasoning)
-            yield answer
+        async with contextlib.aclosing(await self._sample(request.request, context, stream=True)) as parts:
+            async for part in parts:
+                for answer in _answers(part, request):
+                    yield answer
 
     async def RecordReward(
         self, request: episode_pb2.RecordRewardRequest, context: Context
@@ -114,8 +106,8 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
 
     async def _sample(
         self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context, *, stream: bool
-    ) -> AsyncGenerator[Begun | Delta | Result | None, None]:
-        """Yield what is sampled, and None as a sign of life, within the caller's deadline."""
+    ) -> Parts:
+        """Begin to sample; return what comes of it within the caller's deadline."""
         session = await self._sessions.find(SessionRef(request.episode_id, _key_of(context)))
         captured = _captured(request)
         captured.stream = stream
@@ -126,9 +118,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         remaining_s = context.time_remaining()
         deadline_s = min(self._capture.deadlines.request_s, remaining_s or self._capture.deadlines.request_s)
         source = self._sessions.generate(session, captured, identity, request.request_id)
-        async with contextlib.aclosing(paced(source, self._capture.deadlines.keepalive_s, deadline_s)) as parts:
-            async for part in parts:
-                yield part
+        return paced(source, self._capture.deadlines.keepalive_s, deadline_s)
 
 
 def _key_of(context: Context) -> str:
@@ -137,6 +127,24 @@ def _key_of(context: Context) -> str:
         if key == SESSION_KEY_METADATA and isinstance(value, str):
             return value
     return ""
+
+
+def _answers(
+    part: Begun | Delta | Result | None, request: episode_pb2.EpisodeServiceGenerateStreamRequest
+) -> Iterator[episode_pb2.EpisodeServiceGenerateStreamResponse]:
+    """Yield what is sent for a part of a reply: one message, or those of a result that is larger than one."""
+    if request.takes_parts and isinstance(part, Result) and not _fits(part):
+        whole = memoryview(part.SerializeToString())
+        for start in range(0, len(whole), PART_BYTES):
+            content = bytes(whole[start : start + PART_BYTES])
+            yield episode_pb2.EpisodeServiceGenerateStreamResponse(result_part=content)
+        return
+    answer = episode_pb2.EpisodeServiceGenerateStreamResponse()
+    if isinstance(part, Result):
+        answer.result.CopyFrom(_one_message(part, request.request))
+    elif isinstance(part, Delta):
+        answer.deltas.add(index=part.index, text=part.content, reasoning=part.reasoning)
+    yield answer
 
 
 def _fits(result: Result) -> bool:

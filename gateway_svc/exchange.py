@@ -1,6 +1,6 @@
-"""Calls of the orchestrator that every request makes, all on one stream: each costs less CPU time so than as a call of its own.
+"""Calls of the orchestrator: how long each is repeated, and the stream for those that every request makes.
 
-What is larger than a message travels in parts, in both directions; other calls get through between them. An orchestrator of v0.1.0 has no
+On one stream each of these costs less CPU time than as a call of its own. What is larger than a message travels in parts, in both directions; other calls get through between them. An orchestrator of v0.1.0 has no
 such stream: it gets each call as one of its own.
 """
 
@@ -10,20 +10,21 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeAlias, TypeVar
 
 import grpc
 import structlog
 from google.rpc.status_pb2 import Status
 
+from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
 from sluice.limits import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES
 from sluice.rpc import SluiceError
 from sluice.rpc.channel import REQUEST_ID
 from sluice.rpc.parts import PartialMessages, split
 from sluice.tasks import settle
-from sluice.v1 import session_pb2, session_pb2_grpc
+from sluice.v1 import common_pb2, session_pb2, session_pb2_grpc
 
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[session_pb2.ExchangeRequest, session_pb2.ExchangeResponse]"
 
@@ -40,7 +41,116 @@ OLD_S = 30.0
 _OLD = "OLD_ORCHESTRATOR"
 """Reason of what fails because the orchestrator has no such stream."""
 
+SETTLED_BY = "settled-by"
+"""Metadata with what lets a caller settle an episode: the name of a Credential, without its prefix."""
+
+CALL_S = 10.0
+"""Deadline of one call of the orchestrator in seconds."""
+
+_LEAST_S = 0.1
+"""Least seconds for one try."""
+
+_AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+"""Codes of a call that did not reach the orchestrator, or got no answer."""
+
+_TOO_MANY_CALLS = frozenset({"TOO_MANY_RPCS", "QUOTA_RATE", "QUOTA_IN_FLIGHT"})
+"""Reasons of a server that has not looked at a call. Others, such as NOTHING_ON_OFFER, are answers to it, and for the agent."""
+
+Credential: TypeAlias = "common_pb2.Credential.ValueType"
+"""What lets a caller settle an episode."""
+
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
+
 log = structlog.get_logger(__name__)
+
+
+def has_too_many_calls(error: SluiceError) -> bool:
+    """Return whether the orchestrator takes no call at the moment."""
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason in _TOO_MANY_CALLS
+
+
+def has_no_room(error: SluiceError) -> bool:
+    """Return whether the orchestrator has no room at the moment for a request, or for its recording."""
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Calls:
+    """Calls of the orchestrator for principals. Each is made again while the orchestrator is away or full.
+
+    Args:
+        patience_s: For how many seconds.
+        clock: Their time.
+    """
+
+    def __init__(self, patience_s: float, clock: Clock = CLOCK) -> None:
+        self._patience_s, self._clock = patience_s, clock
+
+    async def call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer],
+        request: _Request,
+        principal: str,
+        by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED,
+        *,
+        answer_s: float = CALL_S,
+        full_s: float | None = None,
+    ) -> _Answer:
+        """Call the orchestrator for a principal, again and again while it is away or full, for `patience_s`.
+
+        Args:
+            method: What to call; it is idempotent.
+            request: With what.
+            principal: Whose call it is.
+            by: What lets the caller settle an episode, if that is what the call does.
+            answer_s: Seconds for one answer.
+            full_s: Seconds to repeat it for while the orchestrator is full, where these are fewer.
+
+        Raises:
+            SluiceError: what the orchestrator raised, or the last failure to reach it.
+        """
+
+        async def attempt(timeout_s: float) -> _Answer:
+            try:
+                return await method(request, metadata=metadata_for(principal, by), timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise SluiceError.from_rpc(error) from error
+
+        return await self.patiently(attempt, self._patience_s, answer_s, full_s)
+
+    async def patiently(
+        self,
+        attempt: Callable[[float], Awaitable[_Answer]],
+        patience_s: float,
+        answer_s: float = CALL_S,
+        full_s: float | None = None,
+        *,
+        full: Callable[[SluiceError], bool] = has_too_many_calls,
+    ) -> _Answer:
+        """Make a call again and again for so many seconds while the orchestrator is away, or full.
+
+        Args:
+            attempt: Makes it once, with its deadline in seconds.
+            patience_s: Seconds to try for.
+            answer_s: Seconds for one answer.
+            full_s: Seconds to try for while the orchestrator is full, where these are fewer.
+            full: Says whether an error means that it is full, and that the call may wait for it.
+
+        Raises:
+            SluiceError: of the last attempt.
+        """
+        until, backoff = self._clock() + patience_s, Backoff(first_s=0.1, longest_s=2.0)
+        until_full = until if full_s is None else min(until, self._clock() + full_s)
+        while True:
+            left = until - self._clock()
+            try:
+                return await attempt(max(_LEAST_S, min(answer_s, left)))
+            except SluiceError as error:
+                pause_s = max(backoff.fail(), error.retry_after_s or 0.0)
+                ends = until if error.code in _AWAY else until_full if full(error) else -math.inf
+                if ends - self._clock() <= pause_s:
+                    raise
+                await self._clock.sleep(pause_s)
 
 
 class Exchange:
@@ -254,3 +364,9 @@ def _of_stream(error: grpc.aio.AioRpcError) -> SluiceError:
     if found.reason == found.code.name:
         return SluiceError.unavailable("STREAM_BROKE", f"the stream of calls broke: {found.message}")
     return found
+
+
+def metadata_for(principal: str, by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call for a principal, and what lets the caller settle an episode."""
+    settled_by = ((SETTLED_BY, common_pb2.Credential.Name(by).removeprefix("CREDENTIAL_")),) if by else ()
+    return ((ON_BEHALF_OF, principal), *settled_by)

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
@@ -30,8 +30,9 @@ from starlette.types import Receive, Scope, Send
 
 from gateway_svc.capture import Unsupported, settle_sampling
 from gateway_svc.config import CaptureConfig
-from gateway_svc.sessions import RequestIdentity, SessionRef, Sessions
-from gateway_svc.shared import deadline, too_late
+from gateway_svc.recording import RecordedSessions, RequestIdentity
+from gateway_svc.sessions import SessionRef
+from gateway_svc.shared import Parts, deadline, paced
 from sluice.clock import CLOCK, Clock
 from sluice.limits import SEND_DEADLINE_S
 from sluice.openai import chat, completions, messages, responses
@@ -49,7 +50,7 @@ from sluice.openai.server import (
     ready_answer,
     recorded,
 )
-from sluice.openai.shown import Begun, Delta, Result
+from sluice.openai.shown import Begun, Delta, Reply, Result
 from sluice.rpc import SluiceError
 from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
 from sluice.rpc.call_log import CallLog
@@ -72,9 +73,6 @@ MAX_SESSION_ID = 256
 
 COMMENT = b": waiting\n\n"
 """A comment of a stream. It passes every client; an event of the type ping does not."""
-
-BACKLOG = 64
-"""Maximum number of parts of a reply that wait for a slow client."""
 
 DISCONNECTED = 499
 """The status that proxies log for a client that disconnected; nobody receives it."""
@@ -101,32 +99,6 @@ MAX_NOTICE_NAMES = 512
 
 log = structlog.get_logger()
 
-
-class Reply(Protocol):
-    """Writes the response to one request of a dialect."""
-
-    def whole(self, result: Result) -> dict[str, Any]:
-        """Return the JSON of a response."""
-        ...
-
-    def opening(self, begun: Begun) -> Iterator[bytes]:
-        """Yield the events before the first token."""
-        ...
-
-    def text(self, delta: Delta) -> Iterator[bytes]:
-        """Yield the events for more text."""
-        ...
-
-    def ending(self, result: Result) -> Iterator[bytes]:
-        """Yield the events that end the stream."""
-        ...
-
-    def failure(self, error: SluiceError) -> bytes:
-        """Return the event of an error after which the stream ends."""
-        ...
-
-
-Parts: TypeAlias = AsyncGenerator[Begun | Delta | Result | None, None]
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 Outcome = TypeVar("Outcome")
@@ -175,7 +147,7 @@ class Door:
         access: Who may call, shared with the gRPC port.
     """
 
-    def __init__(self, sessions: Sessions, access: Access) -> None:
+    def __init__(self, sessions: RecordedSessions, access: Access) -> None:
         self._sessions, self._access = sessions, access
 
     def admit(self, scope: Scope, route: str, roles: frozenset[Role]) -> Usage | None:
@@ -227,7 +199,7 @@ def _token(headers: Headers) -> str:
 
 
 def create_app(
-    sessions: Sessions,
+    sessions: RecordedSessions,
     capture: CaptureConfig,
     access: Access,
     host: str,
@@ -320,7 +292,7 @@ class Capture:
         clock: The time that requests are held for.
     """
 
-    def __init__(self, sessions: Sessions, door: Door, settings: CaptureConfig, clock: Clock) -> None:
+    def __init__(self, sessions: RecordedSessions, door: Door, settings: CaptureConfig, clock: Clock) -> None:
         self.sessions = sessions
         self._door, self._settings, self._clock = door, settings, clock
         self._names: set[str] = set()
@@ -424,58 +396,6 @@ async def _while_there(http: Request, work: Coroutine[Any, Any, Outcome]) -> Out
         return Response(status_code=DISCONNECTED)
 
 
-async def paced(
-    source: AsyncGenerator[Begun | Delta | Result, None], keepalive_s: float, deadline_s: float, clock: Clock = CLOCK
-) -> Parts:
-    """Yield what a source yields, and None whenever nothing has come for a time. Closing it closes the source.
-
-    Args:
-        source: Runs in a task of its own.
-        keepalive_s: That time, in seconds.
-        deadline_s: Seconds after which it fails.
-        clock: The time of both.
-
-    Raises:
-        SluiceError: DEADLINE_EXCEEDED; whatever the source raises.
-    """
-    queue: asyncio.Queue[Begun | Delta | Result | Exception] = asyncio.Queue(BACKLOG)
-    given = asyncio.Event()
-
-    async def pump() -> None:
-        try:
-            async with contextlib.aclosing(source):
-                async for part in source:
-                    await queue.put(part)
-                    if isinstance(part, Result):
-                        await given.wait()  # the source knows by the question for more that the client has it
-        except Exception as error:  # noqa: BLE001 - whatever it is, the reader raises it
-            await queue.put(error)
-
-    pumping = asyncio.create_task(pump())
-    end = clock() + deadline_s
-    try:
-        while True:
-            left = end - clock()
-            try:
-                async with clock.timeout(min(keepalive_s, max(left, 0))):
-                    part = await queue.get()
-            except TimeoutError:
-                if left > keepalive_s:
-                    yield None
-                    continue
-                raise too_late(deadline_s) from None
-            if isinstance(part, Exception):
-                raise part
-            yield part
-            if isinstance(part, Result):
-                given.set()
-                await asyncio.wait({pumping})
-                return
-    finally:
-        pumping.cancel()
-        await asyncio.wait({pumping})
-
-
 async def _result(parts: AsyncGenerator[Begun | Delta | Result, None]) -> Result:
     """Return the result. The source stays there."""
     async for part in parts:
@@ -571,7 +491,7 @@ async def small_body(http: Request) -> bytes:
     return bytes(body) or b"{}"
 
 
-def _sessions(sessions: Sessions, door: Door, call_log: CallLog | None) -> list[Route]:
+def _sessions(sessions: RecordedSessions, door: Door, call_log: CallLog | None) -> list[Route]:
     async def open_session(http: Request) -> JSONResponse:
         body = read_body(OpenBody, await small_body(http))
         request = episode_pb2.OpenEpisodeRequest(request_id=body.request_id)
@@ -652,7 +572,7 @@ def _name(http: Request) -> str:
     return str(http.path_params["name"])
 
 
-def _description(sessions: Sessions, door: Door, readiness: Readiness) -> list[Route]:
+def _description(sessions: RecordedSessions, door: Door, readiness: Readiness) -> list[Route]:
     created = int(time.time())
 
     async def card(name: str | None) -> dict[str, Any]:

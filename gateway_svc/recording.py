@@ -10,12 +10,10 @@ import asyncio
 import contextlib
 import functools
 import json
-import math
 import uuid
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple
 
 import grpc
 import structlog
@@ -24,34 +22,26 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from gateway_svc.canonical import ConversationKeys, conversation_keys, extended_key
 from gateway_svc.config import CaptureConfig
-from gateway_svc.exchange import ON_BEHALF_OF, Exchange
-from gateway_svc.sessions import UNKNOWN_EPISODE, Opened, RequestIdentity, ServedModel, SessionRef, Strangers
+from gateway_svc.exchange import CALL_S, Calls, Credential, Exchange, has_no_room, metadata_for
+from gateway_svc.sessions import FoundSessions, SessionRef, own_credential
 from gateway_svc.shared import Joined, SharedSampling
-from sluice.backoff import Backoff
 from sluice.clock import CLOCK, Clock
 from sluice.openai.fields import ClientRequest
 from sluice.openai.shown import Begun, Delta, Result, TextDeltas, visible_message
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
-from sluice.rpc.principals import ANYONE
 from sluice.sampling.generation import bounded_id
-from sluice.sampling.policy import PolicyEngine, TokenStream
-from sluice.tasks import discard_outcome, settle
+from sluice.sampling.policy import PolicyEngine
+from sluice.tasks import settle
 from sluice.template_arguments import set_template_arguments, template_arguments
-from sluice.v1 import common_pb2, episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
+from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, session_pb2_grpc, tokens_pb2
 from sluice.versions import BASE
 
 UNKNOWN_LEASE = "UNKNOWN_LEASE"
 """Reason of the orchestrator for a lease that has ended."""
 
-SETTLED_BY = "settled-by"
-"""Metadata with what lets a caller settle an episode: the name of a Credential, without its prefix."""
-
 CLAIM_S = 30.0
 """Seconds that a claim lasts: after so long another gateway samples a request whose gateway died."""
-
-CALL_S = 10.0
-"""Deadline of one call of the orchestrator in seconds."""
 
 RELEASE_S = 1.0
 """Deadline of the call that ends a claim early."""
@@ -62,38 +52,43 @@ EVALUATION = "EVALUATION"
 TEXT_COALESCE_S = 0.05
 """Seconds of text in one event of a stream."""
 
-_LEAST_S = 0.1
-"""Least seconds for one try."""
-
-_AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
-"""Codes of a call that did not reach the orchestrator, or got no answer."""
-
-_TOO_MANY_CALLS = frozenset({"TOO_MANY_RPCS", "QUOTA_RATE", "QUOTA_IN_FLIGHT"})
-"""Reasons of a server that has not looked at a call. Others, such as NOTHING_ON_OFFER, are answers to it, and for the agent."""
-
 RECORDED_OTHERWISE = "RECORDED_OTHERWISE"
 """Reason of the orchestrator for a second recording under one name: another gateway was faster."""
-
-MOST_SESSIONS = 65_536
-"""Sessions that are remembered; beyond them the least recently used one is looked up again."""
-
-Credential: TypeAlias = "common_pb2.Credential.ValueType"
-"""What lets a caller settle an episode."""
-
-_Request = TypeVar("_Request")
-_Answer = TypeVar("_Answer")
 
 log = structlog.get_logger(__name__)
 
 
-def _has_too_many_calls(error: SluiceError) -> bool:
-    """Return whether the orchestrator takes no call at the moment."""
-    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason in _TOO_MANY_CALLS
+class RequestIdentity(NamedTuple):
+    """What makes two requests of a session the same.
+
+    Attributes:
+        digest: Digest of dialect, body, and the name that the client gives the request, if it does; xxh3-128, 16 bytes.
+        is_retry: Whether the client says that it repeats an earlier request. It does not say so of one with a name, which is itself.
+        retry: Which retry it is, from 1; 0 for a request with a name.
+    """
+
+    digest: bytes
+    is_retry: bool
+    retry: int = 0
 
 
-def _has_no_room(error: SluiceError) -> bool:
-    """Return whether the orchestrator has no room at the moment for a request, or for its recording."""
-    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+class ServedModel(NamedTuple):
+    """The model of the run.
+
+    Attributes:
+        name: Its name.
+        max_model_len: Most tokens of prompt and continuation together.
+    """
+
+    name: str
+    max_model_len: int
+
+
+class Opened(NamedTuple):
+    """An episode that was leased and opened."""
+
+    task: episode_pb2.LeasedTask
+    episode: episode_pb2.OpenEpisodeResponse
 
 
 @dataclass
@@ -115,21 +110,10 @@ class _Run:
     saying: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-@dataclass
-class _Asking:
-    """A question for a session.
-
-    Attributes:
-        task: Asks.
-        waiting: How many wait for the answer. When the last one has left, nobody asks any more.
-    """
-
-    task: asyncio.Task[session_pb2.FindSessionResponse]
-    waiting: int = 0
-
-
 class RecordedSessions:
-    """Finds sessions, samples for them, and records what was sampled; what `gateway_svc.sessions.Sessions` asks for.
+    """Finds sessions, samples for them, and records what was sampled.
+
+    Every method about a session raises SluiceError: NOT_FOUND if the caller cannot see it, PERMISSION_DENIED for the wrong one of its keys.
 
     Args:
         channel: To the orchestrator.
@@ -155,7 +139,9 @@ class RecordedSessions:
         self._episodes = episode_pb2_grpc.EpisodeServiceStub(channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
         self._clock = clock
+        self._calls = Calls(config.deadlines.orchestrator_s, clock)
         self._exchange = Exchange(self._sessions, clock)
+        self._found = FoundSessions(self._sessions, self._calls, clock)
         self._engine, self._config, self._run = engine, config, run
         self._base_url, self._name = base_url, name
         self._running: dict[tuple[str, bytes], dict[str, _Run]] = {}
@@ -163,20 +149,16 @@ class RecordedSessions:
         self._ends = False
         self._leasing: set[asyncio.Task[episode_pb2.LeaseTasksResponse]] = set()
         self._closed = False
-        self._strangers = Strangers()
-        self._asking: dict[tuple[str, str, bool], _Asking] = {}
-        self._found: OrderedDict[tuple[str, str, str, bool], tuple[float, session_pb2.FindSessionResponse]] = (
-            OrderedDict()
-        )
 
     async def close(self) -> None:
         """End all sampling; its claims are given back."""
         self._closed = True
         sampling = [each.sampling.task for runs in self._running.values() for each in runs.values()]
-        tasks = [*sampling, *(each.task for each in self._asking.values()), *self._telling]
+        tasks = [*sampling, *self._telling]
         for task in tasks:
             task.cancel()
         await settle(*tasks)
+        await self._found.close()
         await self._exchange.close()
 
     # The run.
@@ -195,7 +177,7 @@ class RecordedSessions:
         Raises:
             SluiceError: NOT_FOUND; FAILED_PRECONDITION with SESSION_ENDED if it ended.
         """
-        return await self._find(ref, ended=False)
+        return await self._found.find(ref, ended=False)
 
     async def find_ended(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
         """Return a session that the caller, or the key, may settle; also after its end.
@@ -203,26 +185,7 @@ class RecordedSessions:
         Raises:
             SluiceError: NOT_FOUND, PERMISSION_DENIED.
         """
-        return await self._find(ref, ended=True)
-
-    async def _find(self, ref: SessionRef, *, ended: bool) -> session_pb2.FindSessionResponse:
-        who = caller().name
-        place = (ref.episode_id, ref.key, "" if ref.key else who, ended)
-        kept = self._found.get(place)
-        if kept is not None and kept[0] > self._clock():
-            self._found.move_to_end(place)
-            return kept[1]
-        found = await self._ask(ref, who, ended=ended)
-        if ref.episode_id and found.episode_id != ref.episode_id:
-            raise SluiceError.not_found(
-                UNKNOWN_EPISODE,
-                f"the session key does not open {ref.episode_id!r}: send the key of that session, or leave its name out",
-            )
-        now = self._clock()
-        self._found[place] = (now + found.cacheable.ToNanoseconds() / 1e9, found)
-        while len(self._found) > MOST_SESSIONS or next(iter(self._found.values()))[0] < now:
-            self._found.popitem(last=False)
-        return found
+        return await self._found.find(ref, ended=True)
 
     async def open(self, request_id: str, wait_s: float) -> Opened:
         """Lease and open one episode for the caller. Idempotent by the id, unless that is empty."""
@@ -260,7 +223,7 @@ class RecordedSessions:
     async def lease_tasks(self, request: episode_pb2.LeaseTasksRequest) -> episode_pb2.LeaseTasksResponse:
         """Lease episodes for the caller, waiting as long as the request says."""
         wait_s = request.wait.ToNanoseconds() / 1e9
-        return await self._call(
+        return await self._calls.call(
             self._episodes.LeaseTasks, request, caller().name, answer_s=wait_s + CALL_S, full_s=wait_s
         )
 
@@ -275,14 +238,14 @@ class RecordedSessions:
                 message = f"the lease {request.lease_id!r} is not that of the key's episode, or has ended"
                 raise SluiceError.not_found(UNKNOWN_LEASE, message)
             who = found.principal
-        return await self._call(self._episodes.RenewLease, request, who)
+        return await self._calls.call(self._episodes.RenewLease, request, who)
 
     async def open_episode(self, request: episode_pb2.OpenEpisodeRequest) -> episode_pb2.OpenEpisodeResponse:
         """Open an episode for the caller; the answer names this gateway's URLs."""
-        opened = await self._call(self._episodes.OpenEpisode, request, caller().name)
+        opened = await self._calls.call(self._episodes.OpenEpisode, request, caller().name)
         if not opened.settling_key:  # an orchestrator of v0.1.0 has one key for both
             opened.settling_key = opened.session_key
-        self._strangers.forget(opened.session_key)
+        self._found.strangers.forget(opened.session_key)
         opened.anthropic_base_url = f"{self._base_url().rstrip('/')}/sessions/{opened.episode_id}"
         opened.openai_base_url = f"{opened.anthropic_base_url}/v1"
         return opened
@@ -290,22 +253,22 @@ class RecordedSessions:
     async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
         """Record a reward, also after the end of the session if its submission says so."""
         who, by = await self._settler(ref)
-        await self._call(self._episodes.RecordReward, request, who, by)
+        await self._calls.call(self._episodes.RecordReward, request, who, by)
 
     async def submit(
         self, ref: SessionRef, request: episode_pb2.SubmitTrajectoryRequest
     ) -> episode_pb2.SubmitTrajectoryResponse:
         """End a session."""
         who, by = await self._settler(ref)
-        answer = await self._call(self._episodes.SubmitTrajectory, request, who, by)
-        self._forget(request.episode_id)
+        answer = await self._calls.call(self._episodes.SubmitTrajectory, request, who, by)
+        self._found.forget(request.episode_id)
         return answer
 
     async def abandon(self, ref: SessionRef, request: episode_pb2.AbandonEpisodeRequest) -> None:
         """Give a session up."""
         who, by = await self._settler(ref)
-        await self._call(self._episodes.AbandonEpisode, request, who, by)
-        self._forget(request.episode_id)
+        await self._calls.call(self._episodes.AbandonEpisode, request, who, by)
+        self._found.forget(request.episode_id)
 
     async def renew(self, ref: SessionRef) -> float:
         """Prolong the lease of a session, also of one whose reward follows, and return its seconds."""
@@ -313,7 +276,7 @@ class RecordedSessions:
         try:
             if found.lease_id:
                 request = episode_pb2.RenewLeaseRequest(lease_id=found.lease_id)
-                renewed = await self._call(self._episodes.RenewLease, request, found.principal)
+                renewed = await self._calls.call(self._episodes.RenewLease, request, found.principal)
                 return renewed.lease.ToNanoseconds() / 1e9
         except SluiceError as error:
             if error.reason != UNKNOWN_LEASE:
@@ -329,43 +292,9 @@ class RecordedSessions:
             SluiceError: NOT_FOUND; PERMISSION_DENIED if the key does not settle it.
         """
         if not ref.key:
-            return caller().name, _own_credential()
+            return caller().name, own_credential()
         found = await self.find_ended(ref)
         return found.principal, found.credential
-
-    async def _ask(self, ref: SessionRef, who: str, *, ended: bool) -> session_pb2.FindSessionResponse:
-        """Ask the orchestrator for a session: once for all who ask for it meanwhile, and not again soon for a key that opens none."""
-        place = (ref.key, "", ended) if ref.key else (ref.episode_id, who, ended)
-        if ref.key:
-            self._strangers.check(ref.key, self._clock())
-        asking = self._asking.get(place)
-        if asking is None:
-            request = session_pb2.FindSessionRequest(ended=ended)
-            if ref.key:
-                request.session_key = ref.key
-            else:
-                request.episode_id = ref.episode_id
-            by = _own_credential() if ended else common_pb2.CREDENTIAL_UNSPECIFIED
-            task = asyncio.create_task(self._call(self._sessions.FindSession, request, who, by))
-            discard_outcome(task)
-            asking = self._asking[place] = _Asking(task)
-        asking.waiting += 1
-        try:
-            return await asyncio.shield(asking.task)
-        except SluiceError as error:
-            if ref.key and error.reason == UNKNOWN_EPISODE:
-                self._strangers.note(ref.key, error.message, self._clock())
-            raise
-        finally:
-            asking.waiting -= 1
-            if not asking.waiting:
-                asking.task.cancel()
-                if self._asking.get(place) is asking:
-                    del self._asking[place]
-
-    def _forget(self, episode_id: str) -> None:
-        for place in [place for place, (_, each) in self._found.items() if each.episode_id == episode_id]:
-            del self._found[place]
 
     # Generations.
 
@@ -374,7 +303,7 @@ class RecordedSessions:
     ) -> tokens_pb2.Conversation:
         """Return the messages up to the end of a generation, the sampled one included."""
         request = session_pb2.GetGenerationRequest(episode_id=session.episode_id, generation_id=generation_id)
-        found = await self._patiently(
+        found = await self._calls.patiently(
             lambda timeout_s: self._exchange.get(request, session.principal, timeout_s),
             self._config.deadlines.orchestrator_s,
         )
@@ -401,7 +330,11 @@ class RecordedSessions:
         identity: RequestIdentity,
         request_id: str = "",
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
-        """Sample and record, or give the reply to the request that this one repeats. The last part is the result.
+        """Sample and record, or give the reply to the request that this one repeats.
+
+        Waits while no replica may serve the request. Yields `Begun` when a replica has accepted the prompt, text as it comes if it is known
+        to be part of the message, and the result at last, when it is in the journal. The client has the result when the next part is asked
+        for; if the generator is closed before, the client left without it.
 
         Args:
             session: Whose request it is.
@@ -497,9 +430,13 @@ class RecordedSessions:
                 places, replicas = [session.episode_id, session.group_id], list[str]()
                 if request.stream:
                     async with self._engine.stream(wanted, places, coalesce_s=TEXT_COALESCE_S) as stream:
-                        async for part in _parts(stream, wanted):
-                            shown = shown or isinstance(part, Delta)
-                            yield part
+                        texts = TextDeltas(wanted.sampling.stop, of_messages=wanted.return_message)
+                        async for message in stream:
+                            if message.HasField("opening"):
+                                yield Begun(begin.request_id, len(message.opening.prompt_token_ids))
+                            for delta in texts.of(message.chunk):
+                                shown = True
+                                yield delta
                         response, replicas = stream.response, stream.replicas
                 else:
                     response = await self._engine.agenerate(wanted, places, replicas)
@@ -550,7 +487,7 @@ class RecordedSessions:
             return await self._exchange.begin(request, who, timeout_s)
 
         while True:
-            begun = await self._patiently(attempt, until - self._clock(), full=_has_no_room)
+            begun = await self._calls.patiently(attempt, until - self._clock(), full=has_no_room)
             if not begun.running:
                 request.ClearField("joins")
                 run.known, run.said = True, request.unread
@@ -587,7 +524,7 @@ class RecordedSessions:
                     run.said = held.unread
 
         try:
-            await self._patiently(attempt, CLAIM_S, full=_has_no_room)
+            await self._calls.patiently(attempt, CLAIM_S, full=has_no_room)
         except SluiceError as error:
             # What was sampled may still be recorded: the claim only keeps others from doing the same work. A session that has
             # ended asks for nothing any more.
@@ -618,7 +555,7 @@ class RecordedSessions:
             return answer
 
         try:
-            answer = await self._patiently(attempt, until - self._clock(), full=_has_no_room)
+            answer = await self._calls.patiently(attempt, until - self._clock(), full=has_no_room)
         except SluiceError as error:
             if error.reason != RECORDED_OTHERWISE:
                 raise
@@ -636,7 +573,7 @@ class RecordedSessions:
             episode_id=session.episode_id, request_id=request_id, gateway=self._name
         )
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-            await self._sessions.ReleaseGeneration(request, metadata=_for(session.principal), timeout=RELEASE_S)
+            await self._sessions.ReleaseGeneration(request, metadata=metadata_for(session.principal), timeout=RELEASE_S)
 
     @contextlib.contextmanager
     def _claimed(self, who: str, run: _Run) -> Iterator[None]:
@@ -677,82 +614,6 @@ class RecordedSessions:
             _add_arguments(wanted.conversation, session)
         return wanted
 
-    async def _call(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer],
-        request: _Request,
-        principal: str,
-        by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED,
-        *,
-        answer_s: float = CALL_S,
-        full_s: float | None = None,
-    ) -> _Answer:
-        """Call the orchestrator for a principal, again and again while it is away or full, for `capture.deadlines.orchestrator_s`.
-
-        Args:
-            method: What to call; it is idempotent.
-            request: With what.
-            principal: Whose call it is.
-            by: What lets the caller settle an episode, if that is what the call does.
-            answer_s: Seconds for one answer.
-            full_s: Seconds to repeat it for while the orchestrator is full, where these are fewer.
-
-        Raises:
-            SluiceError: what the orchestrator raised, or the last failure to reach it.
-        """
-
-        async def attempt(timeout_s: float) -> _Answer:
-            try:
-                return await method(request, metadata=_for(principal, by), timeout=timeout_s)
-            except grpc.aio.AioRpcError as error:
-                raise SluiceError.from_rpc(error) from error
-
-        return await self._patiently(attempt, self._config.deadlines.orchestrator_s, answer_s, full_s)
-
-    async def _patiently(
-        self,
-        attempt: Callable[[float], Awaitable[_Answer]],
-        patience_s: float,
-        answer_s: float = CALL_S,
-        full_s: float | None = None,
-        *,
-        full: Callable[[SluiceError], bool] = _has_too_many_calls,
-    ) -> _Answer:
-        """Make a call again and again for so many seconds while the orchestrator is away, or full.
-
-        Args:
-            attempt: Makes it once, with its deadline in seconds.
-            patience_s: Seconds to try for.
-            answer_s: Seconds for one answer.
-            full_s: Seconds to try for while the orchestrator is full, where these are fewer.
-            full: Says whether an error means that it is full, and that the call may wait for it.
-
-        Raises:
-            SluiceError: of the last attempt.
-        """
-        until, backoff = self._clock() + patience_s, Backoff(first_s=0.1, longest_s=2.0)
-        until_full = until if full_s is None else min(until, self._clock() + full_s)
-        while True:
-            left = until - self._clock()
-            try:
-                return await attempt(max(_LEAST_S, min(answer_s, left)))
-            except SluiceError as error:
-                pause_s = max(backoff.fail(), error.retry_after_s or 0.0)
-                ends = until if error.code in _AWAY else until_full if full(error) else -math.inf
-                if ends - self._clock() <= pause_s:
-                    raise
-                await self._clock.sleep(pause_s)
-
-
-async def _parts(stream: TokenStream, wanted: rollout_pb2.GenerateRequest) -> AsyncGenerator[Begun | Delta, None]:
-    """Yield what a client may see while its request is sampled: its beginning, and what is known of each message or text."""
-    texts = TextDeltas(wanted.sampling.stop, of_messages=wanted.return_message)
-    async for message in stream:
-        if message.HasField("opening"):
-            yield Begun(wanted.request_id, len(message.opening.prompt_token_ids))
-        for delta in texts.of(message.chunk):
-            yield delta
-
 
 def _result(recorded: session_pb2.RecordedGeneration) -> Result:
     """Return what the client gets of a recorded request."""
@@ -761,17 +622,6 @@ def _result(recorded: session_pb2.RecordedGeneration) -> Result:
         name = f"{recorded.request_id}/{index}"
         result.generations.add(generation_id=name, message=visible_message(sample, name), sample=sample)
     return result
-
-
-def _for(principal: str, by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a call for a principal, and what lets the caller settle an episode."""
-    settled_by = ((SETTLED_BY, common_pb2.Credential.Name(by).removeprefix("CREDENTIAL_")),) if by else ()
-    return ((ON_BEHALF_OF, principal), *settled_by)
-
-
-def _own_credential() -> Credential:
-    """Return what a caller without a session key has shown: nothing, in a run without principals."""
-    return common_pb2.CREDENTIAL_NONE if caller() is ANYONE else common_pb2.CREDENTIAL_PRINCIPAL
 
 
 def _duration(seconds: float) -> Duration:

@@ -1,17 +1,21 @@
-"""What the dialects need of the sessions of external agents. The gateway's core provides it; tests of the dialects do, too."""
+"""Sessions of the run as clients name them, and what the orchestrator says of each: asked once for all who ask at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from sluice.openai.fields import ClientRequest
-from sluice.openai.shown import Begun, Delta, Result
+from gateway_svc.exchange import Calls, Credential
+from sluice.clock import CLOCK, Clock
 from sluice.rpc import SluiceError
-from sluice.v1 import episode_pb2, session_pb2, tokens_pb2
+from sluice.rpc.access import caller
+from sluice.rpc.principals import ANYONE
+from sluice.tasks import discard_outcome, settle
+from sluice.v1 import common_pb2, session_pb2, session_pb2_grpc
 
 
 class SessionRef(NamedTuple):
@@ -26,41 +30,11 @@ class SessionRef(NamedTuple):
     key: str
 
 
-class RequestIdentity(NamedTuple):
-    """What makes two requests of a session the same.
-
-    Attributes:
-        digest: Digest of dialect, body, and the name that the client gives the request, if it does; xxh3-128, 16 bytes.
-        is_retry: Whether the client says that it repeats an earlier request. It does not say so of one with a name, which is itself.
-        retry: Which retry it is, from 1; 0 for a request with a name.
-    """
-
-    digest: bytes
-    is_retry: bool
-    retry: int = 0
-
-
-class ServedModel(NamedTuple):
-    """The model of the run.
-
-    Attributes:
-        name: Its name.
-        max_model_len: Most tokens of prompt and continuation together.
-    """
-
-    name: str
-    max_model_len: int
-
-
-class Opened(NamedTuple):
-    """An episode that was leased and opened."""
-
-    task: episode_pb2.LeasedTask
-    episode: episode_pb2.OpenEpisodeResponse
-
-
 UNKNOWN_EPISODE = "UNKNOWN_EPISODE"
 """Reason of the error for a session that the caller cannot see."""
+
+MOST_SESSIONS = 65_536
+"""Sessions that are remembered; beyond them the least recently used one is looked up again."""
 
 STRANGER_S = 10.0
 """Seconds for which a session key that opened nothing is refused without asking again. One that another gateway has made meanwhile
@@ -104,65 +78,106 @@ def _digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
-class Sessions(Protocol):
-    """The sessions of one run.
+@dataclass
+class _Asking:
+    """A question for a session.
 
-    Every method raises SluiceError: NOT_FOUND for a session that the caller cannot see, PERMISSION_DENIED for the wrong one of its keys.
+    Attributes:
+        task: Asks.
+        waiting: How many wait for the answer. When the last one has left, nobody asks any more.
     """
 
-    async def model(self) -> ServedModel:
-        """Return the model that sessions sample from."""
-        ...
+    task: asyncio.Task[session_pb2.FindSessionResponse]
+    waiting: int = 0
 
-    async def find(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
-        """Return an open session; FAILED_PRECONDITION with SESSION_ENDED if it ended."""
-        ...
 
-    async def find_ended(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
-        """Return a session that the caller, or the key, may settle; also after its end."""
-        ...
+class FoundSessions:
+    """Finds sessions at the orchestrator, and remembers them for as long as it says.
 
-    def generate(
-        self, session: session_pb2.FindSessionResponse, request: ClientRequest, identity: RequestIdentity
-    ) -> AsyncGenerator[Begun | Delta | Result, None]:
-        """Sample and record.
+    Args:
+        sessions: The orchestrator.
+        calls: Makes the calls.
+        clock: Their time.
 
-        Waits while no replica may serve the request. Yields `Begun` when a replica has accepted the prompt, text as it comes if it is
-        known to be part of the message, and the result at last, when it is in the journal. The client has the result when the next
-        part is asked for; if the generator is closed before, the client left without it.
+    Attributes:
+        strangers: Session keys that open nothing.
+    """
+
+    def __init__(self, sessions: session_pb2_grpc.SessionServiceAsyncStub, calls: Calls, clock: Clock = CLOCK) -> None:
+        self._sessions, self._calls, self._clock = sessions, calls, clock
+        self.strangers = Strangers()
+        self._asking: dict[tuple[str, str, bool], _Asking] = {}
+        self._found: OrderedDict[tuple[str, str, str, bool], tuple[float, session_pb2.FindSessionResponse]] = (
+            OrderedDict()
+        )
+
+    async def close(self) -> None:
+        """Ask no more."""
+        tasks = [each.task for each in self._asking.values()]
+        for task in tasks:
+            task.cancel()
+        await settle(*tasks)
+
+    async def find(self, ref: SessionRef, *, ended: bool) -> session_pb2.FindSessionResponse:
+        """Return a session that the caller, or the key, may sample; with `ended` one that they may settle, also after its end.
+
+        Raises:
+            SluiceError: NOT_FOUND; FAILED_PRECONDITION with SESSION_ENDED if it ended; PERMISSION_DENIED for the wrong key.
         """
-        ...
+        who = caller().name
+        place = (ref.episode_id, ref.key, "" if ref.key else who, ended)
+        kept = self._found.get(place)
+        if kept is not None and kept[0] > self._clock():
+            self._found.move_to_end(place)
+            return kept[1]
+        found = await self._ask(ref, who, ended=ended)
+        if ref.episode_id and found.episode_id != ref.episode_id:
+            raise SluiceError.not_found(
+                UNKNOWN_EPISODE,
+                f"the session key does not open {ref.episode_id!r}: send the key of that session, or leave its name out",
+            )
+        now = self._clock()
+        self._found[place] = (now + found.cacheable.ToNanoseconds() / 1e9, found)
+        while len(self._found) > MOST_SESSIONS or next(iter(self._found.values()))[0] < now:
+            self._found.popitem(last=False)
+        return found
 
-    async def conversation(
-        self, session: session_pb2.FindSessionResponse, generation_id: str
-    ) -> tokens_pb2.Conversation:
-        """Return the messages up to the end of a generation, the sampled one included."""
-        ...
+    def forget(self, episode_id: str) -> None:
+        """Forget what is known of a session that ended."""
+        for place in [place for place, (_, each) in self._found.items() if each.episode_id == episode_id]:
+            del self._found[place]
 
-    async def count_tokens(
-        self, session: session_pb2.FindSessionResponse, conversation: tokens_pb2.Conversation
-    ) -> int:
-        """Return how many tokens a conversation has as a prompt."""
-        ...
+    async def _ask(self, ref: SessionRef, who: str, *, ended: bool) -> session_pb2.FindSessionResponse:
+        """Ask the orchestrator for a session: once for all who ask for it meanwhile, and not again soon for a key that opens none."""
+        place = (ref.key, "", ended) if ref.key else (ref.episode_id, who, ended)
+        if ref.key:
+            self.strangers.check(ref.key, self._clock())
+        asking = self._asking.get(place)
+        if asking is None:
+            request = session_pb2.FindSessionRequest(ended=ended)
+            if ref.key:
+                request.session_key = ref.key
+            else:
+                request.episode_id = ref.episode_id
+            by = own_credential() if ended else common_pb2.CREDENTIAL_UNSPECIFIED
+            task = asyncio.create_task(self._calls.call(self._sessions.FindSession, request, who, by))
+            discard_outcome(task)
+            asking = self._asking[place] = _Asking(task)
+        asking.waiting += 1
+        try:
+            return await asyncio.shield(asking.task)
+        except SluiceError as error:
+            if ref.key and error.reason == UNKNOWN_EPISODE:
+                self.strangers.note(ref.key, error.message, self._clock())
+            raise
+        finally:
+            asking.waiting -= 1
+            if not asking.waiting:
+                asking.task.cancel()
+                if self._asking.get(place) is asking:
+                    del self._asking[place]
 
-    async def open(self, request_id: str, wait_s: float) -> Opened:
-        """Lease and open one episode for the caller. Idempotent by the id, unless that is empty."""
-        ...
 
-    async def renew(self, ref: SessionRef) -> float:
-        """Prolong the lease of a session, and return its seconds; FAILED_PRECONDITION with SESSION_ENDED if the lease ended."""
-        ...
-
-    async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
-        """Record a reward, also after the end of the session if its submission says so."""
-        ...
-
-    async def submit(
-        self, ref: SessionRef, request: episode_pb2.SubmitTrajectoryRequest
-    ) -> episode_pb2.SubmitTrajectoryResponse:
-        """End a session. Idempotent."""
-        ...
-
-    async def abandon(self, ref: SessionRef, request: episode_pb2.AbandonEpisodeRequest) -> None:
-        """Give a session up. Idempotent."""
-        ...
+def own_credential() -> Credential:
+    """Return what a caller without a session key has shown: nothing, in a run without principals."""
+    return common_pb2.CREDENTIAL_NONE if caller() is ANYONE else common_pb2.CREDENTIAL_PRINCIPAL

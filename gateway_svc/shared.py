@@ -20,6 +20,12 @@ from sluice.tasks import discard_outcome
 
 Part: TypeAlias = Begun | Delta | Result
 
+Parts: TypeAlias = AsyncGenerator[Part | None, None]
+"""Parts of a reply, and None as a sign of life."""
+
+BACKLOG = 64
+"""Maximum number of parts of a reply that wait for a slow client."""
+
 
 @contextlib.asynccontextmanager
 async def deadline(seconds: float, clock: Clock) -> AsyncIterator[None]:
@@ -143,3 +149,55 @@ class SharedSampling:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+async def paced(
+    source: AsyncGenerator[Part, None], keepalive_s: float, deadline_s: float, clock: Clock = CLOCK
+) -> Parts:
+    """Yield what a source yields, and None whenever nothing has come for a time. Closing it closes the source.
+
+    Args:
+        source: Runs in a task of its own.
+        keepalive_s: That time, in seconds.
+        deadline_s: Seconds after which it fails.
+        clock: The time of both.
+
+    Raises:
+        SluiceError: DEADLINE_EXCEEDED; whatever the source raises.
+    """
+    queue: asyncio.Queue[Part | Exception] = asyncio.Queue(BACKLOG)
+    given = asyncio.Event()
+
+    async def pump() -> None:
+        try:
+            async with contextlib.aclosing(source):
+                async for part in source:
+                    await queue.put(part)
+                    if isinstance(part, Result):
+                        await given.wait()  # the source knows by the question for more that the client has it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader raises it
+            await queue.put(error)
+
+    pumping = asyncio.create_task(pump())
+    end = clock() + deadline_s
+    try:
+        while True:
+            left = end - clock()
+            try:
+                async with clock.timeout(min(keepalive_s, max(left, 0))):
+                    part = await queue.get()
+            except TimeoutError:
+                if left > keepalive_s:
+                    yield None
+                    continue
+                raise too_late(deadline_s) from None
+            if isinstance(part, Exception):
+                raise part
+            yield part
+            if isinstance(part, Result):
+                given.set()
+                await asyncio.wait({pumping})
+                return
+    finally:
+        pumping.cancel()
+        await asyncio.wait({pumping})

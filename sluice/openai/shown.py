@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import xxhash
 
+from sluice.rpc import SluiceError
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
 
 
@@ -46,6 +47,30 @@ class Delta:
 Result: TypeAlias = episode_pb2.EpisodeServiceGenerateResponse
 """What was sampled and recorded, with each message as `visible_message` returns it. Of a prompt that is no conversation, the content of the
 message is the text."""
+
+
+class Reply(Protocol):
+    """Writes the response to one request of a dialect."""
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        """Return the JSON of a response."""
+        ...
+
+    def opening(self, begun: Begun) -> Iterator[bytes]:
+        """Yield the events before the first token."""
+        ...
+
+    def text(self, delta: Delta) -> Iterator[bytes]:
+        """Yield the events for more text."""
+        ...
+
+    def ending(self, result: Result) -> Iterator[bytes]:
+        """Yield the events that end the stream."""
+        ...
+
+    def failure(self, error: SluiceError) -> bytes:
+        """Return the event of an error after which the stream ends."""
+        ...
 
 
 def visible_message(sample: rollout_pb2.GeneratedSample, generation_id: str) -> tokens_pb2.ChatMessage:

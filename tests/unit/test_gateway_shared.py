@@ -9,8 +9,7 @@ import grpc
 import pytest
 from simulated_clock import SimulatedClock
 
-from gateway_svc.http import paced
-from gateway_svc.shared import Part, SharedSampling
+from gateway_svc.shared import Part, SharedSampling, paced
 from sluice.openai.shown import Begun
 from sluice.rpc import SluiceError
 

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 
 from gateway_svc.canonical import conversation_keys, extended_key
-from gateway_svc.sessions import Opened, RequestIdentity, ServedModel, SessionRef
+from gateway_svc.recording import Opened, RequestIdentity, ServedModel
+from gateway_svc.sessions import SessionRef
 from sluice.openai.fields import ClientRequest
 from sluice.openai.shown import Begun, Delta, Result, visible_message
 from sluice.rpc import SluiceError
@@ -75,7 +76,7 @@ class MemorySession:
 
 
 class MemorySessions:
-    """Implements `gateway_svc.sessions.Sessions`."""
+    """What the HTTP port asks of `gateway_svc.recording.RecordedSessions`."""
 
     def __init__(self) -> None:
         self.reset()

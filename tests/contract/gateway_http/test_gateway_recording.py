@@ -376,10 +376,10 @@ async def test_nobody_asks_for_a_session_when_all_who_wanted_it_have_left(tmp_pa
         request = episode_pb2.RecordRewardRequest(episode_id=gateway.orchestrator.session.name, reward=1.0)
         key = ((SESSION_KEY_METADATA, gateway.orchestrator.key),)
         calls = [gateway.episodes.RecordReward(request, metadata=key, timeout=LIMIT_S) for _ in range(2)]
-        await until(lambda: [each.waiting for each in gateway.sessions._asking.values()] == [2])
+        await until(lambda: [each.waiting for each in gateway.sessions._found._asking.values()] == [2])
         for call in calls:
             call.cancel()
-        await until(lambda: not gateway.sessions._asking)
+        await until(lambda: not gateway.sessions._found._asking)
 
 
 async def test_what_settles_a_session_asks_for_it_once(tmp_path):
