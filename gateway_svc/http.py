@@ -38,18 +38,8 @@ from sluice.limits import SEND_DEADLINE_S
 from sluice.openai import chat, completions, messages, responses
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
 from sluice.openai.fields import ClientRequest, read_body
-from sluice.openai.server import (
-    HEALTH_PATH,
-    SENT,
-    Connection,
-    DisconnectedError,
-    EventStream,
-    RequestGuard,
-    bearer_token,
-    certificate_of,
-    ready_answer,
-    recorded,
-)
+from sluice.openai.guard import HEALTH_PATH, Door, RequestBounds, RequestGuard, certificate_of, ready_answer, recorded
+from sluice.openai.server import SENT, Connection, DisconnectedError, EventStream
 from sluice.openai.shown import Begun, Delta, Reply, Result
 from sluice.rpc import SluiceError
 from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
@@ -139,7 +129,7 @@ class EndBody(Strict):
     requeue: bool = False
 
 
-class Door:
+class SessionDoor(Door):
     """Tells who calls and which session is meant.
 
     Args:
@@ -148,14 +138,24 @@ class Door:
     """
 
     def __init__(self, sessions: RecordedSessions, access: Access) -> None:
-        self._sessions, self._access = sessions, access
+        super().__init__(access)
+        self._sessions = sessions
+
+    def token(self, headers: Headers) -> str:
+        """Return the token of a request, as the clients of OpenAI or Anthropic send it."""
+        kind = headers.get("authorization", "").partition(" ")[0]
+        return super().token(headers) if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
     def admit(self, scope: Scope, route: str, roles: frozenset[Role]) -> Usage | None:
         """Admit the caller: a session key opens the routes of its session, which check it; all else needs a principal."""
-        token = _token(Headers(scope=scope))
+        token = self.token(Headers(scope=scope))
         if token.startswith(SESSION_KEY) and route not in PRINCIPAL_ROUTES:
             return None
-        return self._access.admit(f"Bearer {token}" if token else None, certificate_of(scope), roles)
+        return self.access.admit(f"Bearer {token}" if token else None, certificate_of(scope), roles)
+
+    def answer(self, error: SluiceError, path: str) -> JSONResponse:
+        """Return the response to an error, in the form of the dialect that the path belongs to."""
+        return error_answer(error, path)
 
     def ref(self, http: Request) -> SessionRef:
         """Return the session that a request names: by its path, else by its header, else by its key.
@@ -163,7 +163,7 @@ class Door:
         Raises:
             SluiceError: UNAUTHENTICATED if it names none.
         """
-        token = _token(http.headers)
+        token = self.token(http.headers)
         key = token if token.startswith(SESSION_KEY) else ""
         named = http.scope.get("state", {}).get("session") or http.headers.get(SESSION_HEADER, "")
         if not named and not key:
@@ -193,11 +193,6 @@ class Door:
             await self._sessions.find_ended(ref)
 
 
-def _token(headers: Headers) -> str:
-    kind = headers.get("authorization", "").partition(" ")[0]
-    return bearer_token(headers) if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
-
-
 def create_app(
     sessions: RecordedSessions,
     capture: CaptureConfig,
@@ -219,20 +214,12 @@ def create_app(
         call_log: Takes what admins do to sessions.
         readiness: What the service waits for; None: nothing.
     """
-    door = Door(sessions, access)
-    guard = Middleware(
-        RequestGuard,
-        access=access,
-        port=GATEWAY_HTTP,
-        most=capture.limits.max_requests,
-        host=host,
-        most_bytes=capture.limits.max_body_bytes,
-        most_bodies_bytes=capture.limits.max_bodies_mb << 20,
-        waiting=(OPEN_PATH,),
-        admit=door.admit,
-        respond=error_answer,
-        token=_token,
+    door = SessionDoor(sessions, access)
+    limits = capture.limits
+    bounds = RequestBounds(
+        limits.max_requests, limits.max_body_bytes, limits.max_bodies_mb << 20, waiting=frozenset({OPEN_PATH})
     )
+    guard = Middleware(RequestGuard, door=door, port=GATEWAY_HTTP, host=host, bounds=bounds)
     app = Starlette(
         routes=[
             *_dialects(Capture(sessions, door, capture, clock)),
@@ -292,7 +279,7 @@ class Capture:
         clock: The time that requests are held for.
     """
 
-    def __init__(self, sessions: RecordedSessions, door: Door, settings: CaptureConfig, clock: Clock) -> None:
+    def __init__(self, sessions: RecordedSessions, door: SessionDoor, settings: CaptureConfig, clock: Clock) -> None:
         self.sessions = sessions
         self._door, self._settings, self._clock = door, settings, clock
         self._names: set[str] = set()
@@ -491,7 +478,7 @@ async def small_body(http: Request) -> bytes:
     return bytes(body) or b"{}"
 
 
-def _sessions(sessions: RecordedSessions, door: Door, call_log: CallLog | None) -> list[Route]:
+def _sessions(sessions: RecordedSessions, door: SessionDoor, call_log: CallLog | None) -> list[Route]:
     async def open_session(http: Request) -> JSONResponse:
         body = read_body(OpenBody, await small_body(http))
         request = episode_pb2.OpenEpisodeRequest(request_id=body.request_id)
@@ -572,7 +559,7 @@ def _name(http: Request) -> str:
     return str(http.path_params["name"])
 
 
-def _description(sessions: RecordedSessions, door: Door, readiness: Readiness) -> list[Route]:
+def _description(sessions: RecordedSessions, door: SessionDoor, readiness: Readiness) -> list[Route]:
     created = int(time.time())
 
     async def card(name: str | None) -> dict[str, Any]:

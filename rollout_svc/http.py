@@ -18,7 +18,6 @@ from fastapi.responses import JSONResponse, Response
 from google.protobuf.message import Message
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from rollout_svc.admin import RolloutAdminServicer
@@ -26,17 +25,8 @@ from rollout_svc.servicer import RolloutServicer
 from sluice.openai import chat, completions
 from sluice.openai.errors import answer_errors
 from sluice.openai.fields import ClientRequest, usage
-from sluice.openai.server import (
-    HEALTH_PATH,
-    Connection,
-    DisconnectedError,
-    EventStream,
-    RequestGuard,
-    certificate_of,
-    peer_of,
-    ready_answer,
-    recorded,
-)
+from sluice.openai.guard import HEALTH_PATH, Door, RequestBounds, RequestGuard, peer_of, ready_answer, recorded
+from sluice.openai.server import Connection, DisconnectedError, EventStream
 from sluice.openai.shown import TextDeltas, visible_message
 from sluice.rpc import SluiceError
 from sluice.rpc.access import ROLLOUT_HTTP, Access
@@ -69,6 +59,29 @@ Numbered: TypeAlias = tuple[int, rollout_pb2.GenerateStreamResponse]
 Reply: TypeAlias = chat.ChatReply | completions.CompletionReply
 
 
+class ReplicaDoor(Door):
+    """Says who calls. Who may not change the weights is in the log of calls, as over gRPC.
+
+    Args:
+        access: Who may call, shared with the gRPC port.
+        call_log: Takes the calls that change the weights.
+    """
+
+    def __init__(self, access: Access, call_log: CallLog | None) -> None:
+        super().__init__(access)
+        self._call_log = call_log
+
+    def admit(self, scope: Scope, route: str, roles: frozenset[Role]) -> Usage | None:
+        """Admit a principal; see `Door`."""
+        try:
+            return super().admit(scope, route, roles)
+        except SluiceError as error:
+            if self._call_log is not None and route in CHANGES and error.code is grpc.StatusCode.PERMISSION_DENIED:
+                method, request = CHANGES[route]
+                self._call_log.record(method, request(), peer_of(scope), error.code.name)
+            raise
+
+
 class UpdateRequest(BaseModel, extra="forbid"):
     """Body of `/update_weights`. Without a version the newest is taken."""
 
@@ -99,17 +112,8 @@ def create_app(
         readiness: What the service waits for; None: nothing.
     """
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-
-    def admit(scope: Scope, route: str, roles: frozenset[Role]) -> Usage | None:
-        try:
-            return access.admit(Headers(scope=scope).get("authorization"), certificate_of(scope), roles)
-        except SluiceError as error:
-            if call_log is not None and route in CHANGES and error.code is grpc.StatusCode.PERMISSION_DENIED:
-                method, request = CHANGES[route]
-                call_log.record(method, request(), peer_of(scope), error.code.name)
-            raise
-
-    app.add_middleware(RequestGuard, access=access, port=ROLLOUT_HTTP, most=max_requests, host=host, admit=admit)
+    bounds = RequestBounds(max_requests)
+    app.add_middleware(RequestGuard, door=ReplicaDoor(access, call_log), port=ROLLOUT_HTTP, host=host, bounds=bounds)
     answer_errors(app)
     _add_generation(app, servicer, model_name)
     _add_description(app, servicer, model_name, readiness or Readiness())

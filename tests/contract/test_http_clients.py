@@ -16,8 +16,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from sluice.config import SecurityConfig
+from sluice.openai import guard as openai_guard
 from sluice.openai import server
-from sluice.openai.server import HttpServer, RequestGuard
+from sluice.openai.guard import Door, RequestBounds, RequestGuard
+from sluice.openai.server import HttpServer
 from sluice.rpc.access import Access
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -39,7 +41,8 @@ async def serving() -> AsyncIterator[tuple[int, list[str]]]:
         outcomes.append("echoed")
         return answer
 
-    guard = Middleware(RequestGuard, access=Access(SecurityConfig()), port="http.echo", most=64, host="127.0.0.1")
+    door, bounds = Door(Access(SecurityConfig())), RequestBounds(64)
+    guard = Middleware(RequestGuard, door=door, port="http.echo", host="127.0.0.1", bounds=bounds)
     http = HttpServer(
         Starlette(routes=[Route("/echo", echo, methods=["POST"])], middleware=[guard]), "127.0.0.1", 0, SecurityConfig()
     )
@@ -96,7 +99,7 @@ async def test_a_client_that_does_not_send_the_head_of_a_second_request_is_disco
 async def test_a_client_that_does_not_send_the_body_gets_408(begun, monkeypatch) -> None:
     async with serving() as (port, outcomes):
         with monkeypatch.context() as patched:
-            patched.setattr(server, "BODY_S", 0.2)
+            patched.setattr(openai_guard, "BODY_S", 0.2)
             answer = await answer_to(port, begun)
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"connection: close" in answer

@@ -24,7 +24,8 @@ from sluice import certificates
 from sluice.client import TrainerClient
 from sluice.config import SecurityConfig
 from sluice.doctor import peers
-from sluice.openai.server import CERTIFICATE, HttpServer, RequestGuard
+from sluice.openai.guard import Door, RequestBounds, RequestGuard
+from sluice.openai.server import CERTIFICATE, HttpServer
 from sluice.rpc import SluiceError, connect, from_files
 from sluice.rpc import server as rpc_server
 from sluice.rpc.access import GATEWAY_HTTP, Access
@@ -297,7 +298,8 @@ async def test_every_port_follows_the_principals_file_and_keeps_the_last_good_on
     add_token(file, "stays", "viewer")
     security = SecurityConfig(principals_file=file)
     rpc, _ = await start_double(security)
-    guard = Middleware(RequestGuard, access=Access(security), port=GATEWAY_HTTP, most=8, host="127.0.0.1")
+    door, bounds = Door(Access(security)), RequestBounds(8)
+    guard = Middleware(RequestGuard, door=door, port=GATEWAY_HTTP, host="127.0.0.1", bounds=bounds)
     http = HttpServer(Starlette(routes=[Route("/metrics", echo)], middleware=[guard]), "127.0.0.1", 0, security)
     await http.start()
     metrics = start_metrics_server(0, "127.0.0.1", security)
