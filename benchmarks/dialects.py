@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from gateway_svc.canonical import conversation_keys
-from gateway_svc.capture import settle_sampling
+from gateway_svc.recording import settle_sampling
 from sluice.config import Options, whole_number
 from sluice.openai import chat, messages, responses
 from sluice.openai.fields import ClientRequest, read_body

@@ -11,10 +11,9 @@ from typing import Any
 import grpc
 import xxhash
 
-from gateway_svc.capture import settle_sampling
 from gateway_svc.config import CaptureConfig
-from gateway_svc.recording import RecordedSessions, RequestIdentity
-from gateway_svc.sessions import SessionRef
+from gateway_svc.orchestrator import SessionRef
+from gateway_svc.recording import RecordedSessions, RequestIdentity, settle_sampling
 from gateway_svc.shared import Parts, paced
 from sluice.openai.fields import ClientRequest
 from sluice.openai.shown import Begun, Delta, Result

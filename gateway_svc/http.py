@@ -28,10 +28,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway_svc.capture import Unsupported, settle_sampling
 from gateway_svc.config import CaptureConfig
-from gateway_svc.recording import RecordedSessions, RequestIdentity
-from gateway_svc.sessions import SessionRef
+from gateway_svc.orchestrator import SessionRef
+from gateway_svc.recording import RecordedSessions, RequestIdentity, Unsupported, settle_sampling
 from gateway_svc.shared import Parts, deadline, paced
 from sluice.clock import CLOCK, Clock
 from sluice.limits import SEND_DEADLINE_S

@@ -2,6 +2,9 @@
 
 A request is claimed at the orchestrator, which says what it continues, sampled at a replica, and recorded at the orchestrator. While the
 orchestrator or all replicas are away, requests wait for them until their deadline. Nothing is kept here that another gateway lacks.
+
+A captured endpoint serves clients that nobody can change. Sampling that would make the log-probabilities those of another distribution than
+the policy's follows `capture.on_unsupported`.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ import contextlib
 import functools
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import grpc
 import structlog
@@ -22,11 +25,23 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from gateway_svc.canonical import ConversationKeys, conversation_keys, extended_key
 from gateway_svc.config import CaptureConfig
-from gateway_svc.exchange import CALL_S, Calls, Credential, Exchange, has_no_room, metadata_for
-from gateway_svc.sessions import FoundSessions, SessionRef, own_credential
+from gateway_svc.orchestrator import (
+    CALL_S,
+    Calls,
+    Credential,
+    Exchange,
+    FoundSessions,
+    Opened,
+    ServedModel,
+    SessionRef,
+    has_no_room,
+    metadata_for,
+    own_credential,
+)
 from gateway_svc.shared import Joined, SharedSampling
 from sluice.clock import CLOCK, Clock
-from sluice.openai.fields import ClientRequest
+from sluice.limits import MAX_TEMPERATURE, MIN_TEMPERATURE, may_train_at
+from sluice.openai.fields import ClientRequest, fault
 from sluice.openai.shown import Begun, Delta, Result, TextDeltas, visible_message
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
@@ -55,6 +70,21 @@ TEXT_COALESCE_S = 0.05
 RECORDED_OTHERWISE = "RECORDED_OTHERWISE"
 """Reason of the orchestrator for a second recording under one name: another gateway was faster."""
 
+Unsupported: TypeAlias = Literal["override", "reject", "not_trained", "allow"]
+"""What happens to sampling that may not be trained. `allow` is for sessions of an evaluation: nothing of them is trained."""
+
+NEUTRAL: Mapping[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+}
+"""Sampling with which the log-probabilities of the engine are those of the policy, for each field that a trained request may not set."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -70,25 +100,6 @@ class RequestIdentity(NamedTuple):
     digest: bytes
     is_retry: bool
     retry: int = 0
-
-
-class ServedModel(NamedTuple):
-    """The model of the run.
-
-    Attributes:
-        name: Its name.
-        max_model_len: Most tokens of prompt and continuation together.
-    """
-
-    name: str
-    max_model_len: int
-
-
-class Opened(NamedTuple):
-    """An episode that was leased and opened."""
-
-    task: episode_pb2.LeasedTask
-    episode: episode_pb2.OpenEpisodeResponse
 
 
 @dataclass
@@ -613,6 +624,45 @@ class RecordedSessions:
         if wanted.return_message:
             _add_arguments(wanted.conversation, session)
         return wanted
+
+
+def settle_sampling(request: ClientRequest, unsupported: Unsupported) -> None:
+    """Remove the sampling that may not be trained, refuse it, or mark the request as not trained; see `capture.on_unsupported`.
+
+    A priority below 0, with which it would go before other sessions and the run's own episodes, becomes 0.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT if the settings say `reject`.
+    """
+    if request.generate.priority < 0:
+        request.note("overridden", "priority")
+        request.generate.priority = 0
+    sampling = request.generate.sampling
+    for name, neutral in NEUTRAL.items():
+        if getattr(sampling, name) == neutral:
+            sampling.ClearField(name)  # type: ignore[arg-type]  # a name of a field
+    present = {each.name for each, _ in sampling.ListFields()}
+    changing = [name for name in (*NEUTRAL, "logit_bias") if name in present]
+    if (
+        "temperature" in present
+        and 0 <= sampling.temperature < MAX_TEMPERATURE
+        and not may_train_at(sampling.temperature)
+    ):
+        changing.append("temperature")
+    if unsupported == "allow":
+        return
+    for name in changing:
+        if unsupported == "reject":
+            why = "changes the distribution that tokens are sampled from, so that they could not be trained"
+            if name == "temperature":
+                why = f"is {sampling.temperature:g}, and trained tokens need at least {MIN_TEMPERATURE:g}"
+            raise fault(name, f"{why}: leave it out, or let capture.on_unsupported be override or not_trained")
+        if unsupported == "override":
+            request.note("overridden", name)
+            sampling.ClearField(name)  # type: ignore[arg-type]
+        else:
+            request.note("not_trained", name)
+            request.not_trained = request.not_trained or name.upper()
 
 
 def _result(recorded: session_pb2.RecordedGeneration) -> Result:

@@ -253,8 +253,8 @@ def _convert() -> Parse:
 
 def _dialects() -> Parse:
     from gateway_svc.canonical import conversation_keys  # noqa: PLC0415
-    from gateway_svc.capture import Unsupported, settle_sampling  # noqa: PLC0415
     from gateway_svc.http import EndBody, OpenBody, RewardBody  # noqa: PLC0415
+    from gateway_svc.recording import Unsupported, settle_sampling  # noqa: PLC0415
     from sluice.openai import chat, completions, messages, responses  # noqa: PLC0415
     from sluice.openai.fields import ClientRequest, read_body  # noqa: PLC0415
     from sluice.rpc import SluiceError  # noqa: PLC0415

@@ -14,7 +14,7 @@ from held_ports import held_ports
 from simulated_clock import SimulatedClock
 from structlog.testing import capture_logs
 
-from gateway_svc.exchange import OLD_S, Exchange
+from gateway_svc.orchestrator import OLD_S, Exchange
 from orchestrator_svc.sessions import exchange as served
 from sluice.clock import CLOCK, Clock
 from sluice.config import SecurityConfig, ServerConfig

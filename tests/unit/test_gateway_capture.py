@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_svc.capture import NEUTRAL, settle_sampling
+from gateway_svc.recording import NEUTRAL, settle_sampling
 from sluice.openai.fields import ClientRequest
 from sluice.openai.shown import TextDeltas, visible_message
 from sluice.rpc import SluiceError

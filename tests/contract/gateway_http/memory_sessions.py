@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from gateway_svc.canonical import conversation_keys, extended_key
-from gateway_svc.recording import Opened, RequestIdentity, ServedModel
-from gateway_svc.sessions import SessionRef
+from gateway_svc.orchestrator import Opened, ServedModel, SessionRef
+from gateway_svc.recording import RequestIdentity
 from sluice.openai.fields import ClientRequest
 from sluice.openai.shown import Begun, Delta, Result, visible_message
 from sluice.rpc import SluiceError

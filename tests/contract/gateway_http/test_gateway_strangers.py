@@ -14,7 +14,7 @@ from simulated_clock import LIMIT_S
 from test_gateway_recording import BODY, CHAT, USER, Orchestrator, stack, until
 
 from gateway_svc.config import CaptureConfig
-from gateway_svc.sessions import STRANGER_S, Strangers
+from gateway_svc.orchestrator import STRANGER_S, Strangers
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY
 from sluice.rpc.bounds import Room
@@ -106,7 +106,7 @@ def test_a_key_that_this_gateway_makes_is_no_stranger_any_more() -> None:
 
 
 def test_few_strangers_are_remembered(monkeypatch) -> None:
-    monkeypatch.setattr("gateway_svc.sessions.MOST_STRANGERS", 4)
+    monkeypatch.setattr("gateway_svc.orchestrator.MOST_STRANGERS", 4)
     strangers = Strangers()
     for number in range(8):
         strangers.note(f"{KEY}{number}", "opens nothing", now=0.0)
