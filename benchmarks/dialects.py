@@ -18,8 +18,8 @@ from gateway_svc.canonical import conversation_keys
 from gateway_svc.recording import settle_sampling
 from sluice.config import Options, whole_number
 from sluice.openai import chat, messages, responses
-from sluice.openai.fields import ClientRequest, read_body
-from sluice.openai.shown import Begun, Reply, Result
+from sluice.openai.answers import Begun, Reply, Result
+from sluice.openai.bodies import ClientRequest, read_body
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
 
 TURNS = 10

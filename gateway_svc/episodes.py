@@ -15,8 +15,8 @@ from gateway_svc.config import CaptureConfig
 from gateway_svc.orchestrator import SessionRef
 from gateway_svc.recording import RecordedSessions, RequestIdentity, settle_sampling
 from gateway_svc.shared import Parts, paced
-from sluice.openai.fields import ClientRequest
-from sluice.openai.shown import Begun, Delta, Result
+from sluice.openai.answers import Begun, Delta, Result
+from sluice.openai.bodies import ClientRequest
 from sluice.rpc import MAX_MESSAGE_BYTES, MAX_SAMPLES, SluiceError
 from sluice.rpc.parts import PART_BYTES
 from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2

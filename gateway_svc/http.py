@@ -35,11 +35,11 @@ from gateway_svc.shared import Parts, deadline, paced
 from sluice.clock import CLOCK, Clock
 from sluice.limits import SEND_DEADLINE_S
 from sluice.openai import chat, completions, messages, responses
+from sluice.openai.answers import Begun, Delta, Reply, Result
+from sluice.openai.bodies import ClientRequest, read_body
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
-from sluice.openai.fields import ClientRequest, read_body
 from sluice.openai.guard import HEALTH_PATH, Door, RequestBounds, RequestGuard, certificate_of, ready_answer, recorded
 from sluice.openai.server import SENT, Connection, DisconnectedError, EventStream
-from sluice.openai.shown import Begun, Delta, Reply, Result
 from sluice.rpc import SluiceError
 from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
 from sluice.rpc.call_log import CallLog

@@ -41,8 +41,8 @@ from gateway_svc.orchestrator import (
 from gateway_svc.shared import Joined, SharedSampling
 from sluice.clock import CLOCK, Clock
 from sluice.limits import MAX_TEMPERATURE, MIN_TEMPERATURE, may_train_at
-from sluice.openai.fields import ClientRequest, fault
-from sluice.openai.shown import Begun, Delta, Result, TextDeltas, visible_message
+from sluice.openai.answers import Begun, Delta, Result, TextDeltas, visible_message
+from sluice.openai.bodies import ClientRequest, fault
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller
 from sluice.sampling.generation import bounded_id

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import grpc
 
 from sluice.clock import CLOCK, Clock
-from sluice.openai.shown import Begun, Delta, Result
+from sluice.openai.answers import Begun, Delta, Result
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
 

@@ -23,11 +23,11 @@ from starlette.types import Scope
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.servicer import RolloutServicer
 from sluice.openai import chat, completions
+from sluice.openai.answers import TextDeltas, usage, visible_message
+from sluice.openai.bodies import ClientRequest
 from sluice.openai.errors import answer_errors
-from sluice.openai.fields import ClientRequest, usage
 from sluice.openai.guard import HEALTH_PATH, Door, RequestBounds, RequestGuard, peer_of, ready_answer, recorded
 from sluice.openai.server import Connection, DisconnectedError, EventStream
-from sluice.openai.shown import TextDeltas, visible_message
 from sluice.rpc import SluiceError
 from sluice.rpc.access import ROLLOUT_HTTP, Access
 from sluice.rpc.call_log import CallLog

@@ -18,7 +18,7 @@ import structlog
 from prometheus_client import Counter
 
 from sluice.config import ConfigError
-from sluice.openai.shown import overlap
+from sluice.openai.answers import overlap
 from sluice.render import ChatRenderer, TemplateError
 
 if TYPE_CHECKING:

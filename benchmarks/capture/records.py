@@ -17,7 +17,7 @@ from orchestrator_svc.journal.facts import Place
 from orchestrator_svc.journal.segments import read_payload
 from orchestrator_svc.journal.store import read_facts
 from orchestrator_svc.sessions.trajectories import UNDELIVERED
-from sluice.openai.shown import visible_message
+from sluice.openai.answers import visible_message
 from sluice.v1 import journal_pb2, orchestrator_pb2, session_pb2, tokens_pb2
 from sluice.versions import Version
 

@@ -256,7 +256,7 @@ def _dialects() -> Parse:
     from gateway_svc.http import EndBody, OpenBody, RewardBody  # noqa: PLC0415
     from gateway_svc.recording import Unsupported, settle_sampling  # noqa: PLC0415
     from sluice.openai import chat, completions, messages, responses  # noqa: PLC0415
-    from sluice.openai.fields import ClientRequest, read_body  # noqa: PLC0415
+    from sluice.openai.bodies import ClientRequest, read_body  # noqa: PLC0415
     from sluice.rpc import SluiceError  # noqa: PLC0415
 
     def settled(request: ClientRequest, unsupported: Unsupported) -> ClientRequest:
@@ -326,7 +326,7 @@ def _openai() -> Parse:
 
 def _replies() -> Parse:
     from rollout_svc.replies import read_json_calls, split_thinking  # noqa: PLC0415
-    from sluice.openai.shown import StopStringFilter  # noqa: PLC0415
+    from sluice.openai.answers import StopStringFilter  # noqa: PLC0415
     from sluice.v1 import tokens_pb2  # noqa: PLC0415
 
     def parse(data: bytes) -> None:
@@ -482,7 +482,7 @@ TARGETS: Mapping[str, Target] = {
     ),
     "dialects": Target(_dialects, ("gateway_svc", "sluice.openai"), _dialect_seeds),
     "openai": Target(_openai, ("sluice.openai",), _dialect_seeds),
-    "replies": Target(_replies, ("rollout_svc.replies", "sluice.openai.shown"), _reply_seeds),
+    "replies": Target(_replies, ("rollout_svc.replies", "sluice.openai.answers"), _reply_seeds),
     "frames": Target(_frames, ("sluice.environments.framing",), _frame_seeds),
     "principals": Target(_principals, ("sluice.rpc.principals",), _principal_seeds),
     "checkpoints": Target(_checkpoints, ("sluice.checkpoint_files", "sluice.batch_record"), _checkpoint_seeds),

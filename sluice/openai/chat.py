@@ -12,8 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sluice.openai import fields
-from sluice.openai.fields import (
+from sluice.openai import answers, bodies
+from sluice.openai.answers import Begun, Delta, Result, TokenText
+from sluice.openai.bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ClientRequest,
@@ -21,13 +22,11 @@ from sluice.openai.fields import (
     JsonObject,
     Refused,
     Said,
-    TokenText,
     Unsaid,
     Unsigned,
     fault,
     inconsistent,
 )
-from sluice.openai.shown import Begun, Delta, Result
 from sluice.template_arguments import set_template_arguments
 from sluice.tool_schemas import tool_message
 from sluice.v1 import rollout_pb2, tokens_pb2
@@ -52,10 +51,10 @@ class ToolCall(Inner):
 class Message(Inner):
     """One message."""
 
-    roles: ClassVar[Mapping[str, str]] = fields.ROLES
+    roles: ClassVar[Mapping[str, str]] = bodies.ROLES
 
     role: str
-    content: fields.Content = None
+    content: bodies.Content = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -86,7 +85,7 @@ class Typed(Inner):
     type: str
 
 
-class ChatBody(fields.SamplingBody):
+class ChatBody(bodies.SamplingBody):
     """Body of a request.
 
     Tools are passed to the chat template.
@@ -95,7 +94,7 @@ class ChatBody(fields.SamplingBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Unsigned | None = None
     logprobs: bool | None = None
-    top_logprobs: fields.Alternatives | None = None
+    top_logprobs: bodies.Alternatives | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | Typed | None = None
     parallel_tool_calls: bool | None = None
@@ -121,7 +120,7 @@ class StrictToolCall(Said, ToolCall, extra="forbid"):
     function: StrictCalledFunction
 
 
-class StrictPart(Said, fields.Part, extra="forbid"):
+class StrictPart(Said, bodies.Part, extra="forbid"):
     """A part of a message. Only text is supported."""
 
     type: Literal["text"]
@@ -160,7 +159,7 @@ class TextFormat(Typed, extra="forbid"):
     type: Literal["text"]
 
 
-class StrictChatBody(fields.StrictSamplingBody, ChatBody, extra="forbid"):
+class StrictChatBody(bodies.StrictSamplingBody, ChatBody, extra="forbid"):
     """Body of a request to a replica."""
 
     messages: Annotated[list[StrictMessage], Field(min_length=1, max_length=MAX_MESSAGES)]  # type: ignore[assignment]
@@ -212,7 +211,7 @@ def _add_message(conversation: tokens_pb2.Conversation, message: Message, where:
         name=message.name or "",
         reasoning=message.reasoning_content or message.reasoning or "",
     )
-    fields.add_content(added, message.content if message.content is not None else message.refusal, where, request)
+    bodies.add_content(added, message.content if message.content is not None else message.refusal, where, request)
     for call in message.tool_calls or []:
         added.tool_calls.add(id=call.id or "", name=call.function.name, arguments=call.function.arguments or "")
 
@@ -233,7 +232,7 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: C
         request.note("not_enforced", "parallel_tool_calls")
 
 
-class ChatReply(fields.OpenAIReply[ChatBody]):
+class ChatReply(answers.OpenAIReply[ChatBody]):
     """Writes the response to one request; see `OpenAIReply`."""
 
     prefix = "chatcmpl-"
@@ -303,7 +302,7 @@ class ChatReply(fields.OpenAIReply[ChatBody]):
             rest = self._rest(each.sample, each.message, each.generation_id)
             extras = self.prompt(result.prompt_token_ids, of_choice=False) if index == 0 else {}
             yield self._chunk({"index": index, "delta": {}, **rest}, extras)
-        yield from self.end(fields.usage_of(result))
+        yield from self.end(answers.usage_of(result))
 
     def _rest(
         self, sample: rollout_pb2.GeneratedSample, message: tokens_pb2.ChatMessage, generation_id: str = ""
@@ -318,7 +317,7 @@ _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 def chat_logprobs(sample: rollout_pb2.GeneratedSample, token_text: TokenText | None) -> dict[str, Any]:
     """Return the `logprobs` of a choice."""
-    return {"content": fields.logprob_content(sample, token_text), "refusal": None}
+    return {"content": answers.logprob_content(sample, token_text), "refusal": None}
 
 
 def _call(call: tokens_pb2.ToolCall) -> dict[str, Any]:

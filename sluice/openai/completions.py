@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sluice.openai import fields
-from sluice.openai.fields import LEAST, ClientRequest, TokenId, TokenText, fault, inconsistent
-from sluice.openai.shown import Begun, Delta, Result
+from sluice.openai import answers, bodies
+from sluice.openai.answers import LEAST, Begun, Delta, Result, TokenText
+from sluice.openai.bodies import ClientRequest, TokenId, fault, inconsistent
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 NAME = "openai.completions"
@@ -29,7 +29,7 @@ MAX_COMPLETIONS = 1024
 """Maximum number of samples of one request, over all of its prompts."""
 
 
-class CompletionBody(fields.SamplingBody):
+class CompletionBody(bodies.SamplingBody):
     """Body of a request."""
 
     prompt: (
@@ -38,7 +38,7 @@ class CompletionBody(fields.SamplingBody):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
-    logprobs: fields.Alternatives | None = None
+    logprobs: bodies.Alternatives | None = None
     echo: bool | None = None
     suffix: str | None = None
 
@@ -49,7 +49,7 @@ class CompletionBody(fields.SamplingBody):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-class StrictCompletionBody(fields.StrictSamplingBody, CompletionBody, extra="forbid"):
+class StrictCompletionBody(bodies.StrictSamplingBody, CompletionBody, extra="forbid"):
     """Body of a request to a replica."""
 
     prompt: (
@@ -104,7 +104,7 @@ def parse_each(body: CompletionBody) -> list[ClientRequest]:
     return requests
 
 
-class CompletionReply(fields.OpenAIReply[CompletionBody]):
+class CompletionReply(answers.OpenAIReply[CompletionBody]):
     """Writes the response to one request; see `OpenAIReply`."""
 
     prefix = "cmpl-"
@@ -156,7 +156,7 @@ class CompletionReply(fields.OpenAIReply[CompletionBody]):
             yield self._chunk(
                 self._choice(index, each.sample, rest.content, result.prompt_token_ids, each.generation_id)
             )
-        yield from self.end(fields.usage_of(result))
+        yield from self.end(answers.usage_of(result))
 
     def _choice(
         self,
@@ -185,7 +185,7 @@ def completion_logprobs(
         token_text: Returns the text of a token. None: tokens are named by their ids, and their offsets are not known.
         offset: Characters of the choice's text before these tokens.
     """
-    name = token_text or fields.token_name
+    name = token_text or answers.token_name
     texts = [name(token) for token in sample.token_ids]
     offsets = []
     for text in texts if token_text is not None else ():
@@ -204,14 +204,14 @@ def completion_logprobs(
     }, offset
 
 
-class SamplingParameters(fields.SamplingBody):
+class SamplingParameters(bodies.SamplingBody):
     """Sampling by vLLM's names."""
 
-    logprobs: fields.Alternatives | None = None
+    logprobs: bodies.Alternatives | None = None
     prompt_logprobs: Any = None
 
 
-class TokensBody(fields.RequestBody):
+class TokensBody(bodies.RequestBody):
     """Body of a request to the route for token ids."""
 
     model: str = ""
@@ -247,10 +247,10 @@ def whole_tokens(result: Result) -> dict[str, Any]:
         {
             "index": index,
             "token_ids": list(each.sample.token_ids),
-            "logprobs": {"content": fields.logprob_content(each.sample)},
+            "logprobs": {"content": answers.logprob_content(each.sample)},
             "generation_id": each.generation_id,
         }
-        | fields.ending(each.sample, calls=False)
+        | answers.ending(each.sample, calls=False)
         for index, each in enumerate(result.generations)
     ]
     head = {"request_id": result.generations[0].generation_id.rpartition("/")[0]}

@@ -15,20 +15,9 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic_core import from_json
 
+from sluice.openai.answers import Begun, Delta, Result, Unshown, dumps, event
+from sluice.openai.bodies import MAX_MESSAGES, MAX_TOOLS, ClientRequest, Inner, JsonObject, RequestBody, Unsigned, fault
 from sluice.openai.errors import STATUSES
-from sluice.openai.fields import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ClientRequest,
-    Inner,
-    JsonObject,
-    RequestBody,
-    Unsigned,
-    dumps,
-    event,
-    fault,
-)
-from sluice.openai.shown import Begun, Delta, Result, Unshown
 from sluice.rpc import SluiceError
 from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from sluice.openai.errors import error_body
-from sluice.openai.fields import (
+from sluice.openai.answers import Begun, Delta, Result, Unshown, event, logprob_content
+from sluice.openai.bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ROLES,
@@ -26,11 +26,9 @@ from sluice.openai.fields import (
     RequestBody,
     Unsigned,
     add_content,
-    event,
     fault,
-    logprob_content,
 )
-from sluice.openai.shown import Begun, Delta, Result, Unshown
+from sluice.openai.errors import error_body
 from sluice.rpc import SluiceError
 from sluice.tool_schemas import tool_message
 from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_svc.recording import NEUTRAL, settle_sampling
-from sluice.openai.fields import ClientRequest
-from sluice.openai.shown import TextDeltas, visible_message
+from sluice.openai.answers import TextDeltas, visible_message
+from sluice.openai.bodies import ClientRequest
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway_svc.canonical import canonical_arguments, conversation_keys, extended_key
 from sluice.openai import chat, messages, responses
-from sluice.openai.fields import ClientRequest, read_body
+from sluice.openai.bodies import ClientRequest, read_body
 from sluice.v1 import episode_pb2, tokens_pb2
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)

@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from sluice.openai import chat, responses
+from sluice.openai.bodies import MAX_NOTICE_CHARACTERS, read_body
 from sluice.openai.chat import ChatBody
 from sluice.openai.completions import CompletionBody, TokensBody
-from sluice.openai.fields import MAX_NOTICE_CHARACTERS, read_body
 from sluice.openai.messages import CountBody, MessagesBody
 from sluice.openai.responses import ResponsesBody
 from sluice.rpc import SluiceError

@@ -10,7 +10,7 @@ import pytest
 from simulated_clock import SimulatedClock
 
 from gateway_svc.shared import Part, SharedSampling, paced
-from sluice.openai.shown import Begun
+from sluice.openai.answers import Begun
 from sluice.rpc import SluiceError
 
 DEADLINE_S, LINGER_S, KEEPALIVE_S = 3600.0, 60.0, 5.0

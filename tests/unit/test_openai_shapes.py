@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.openai import chat
+from sluice.openai.answers import StopStringFilter
 from sluice.openai.chat import StrictChatBody, chat_logprobs
 from sluice.openai.completions import StrictCompletionBody, completion_logprobs, parse_each
-from sluice.openai.shown import StopStringFilter
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

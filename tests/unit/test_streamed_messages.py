@@ -16,7 +16,7 @@ from test_reply_parts import FORMATS, PIECES, cut, offered
 from rollout_svc.http import Events
 from rollout_svc.replies import ReplyReader
 from sluice.openai import chat, messages, responses
-from sluice.openai.shown import Begun, Delta, MessageFilter, Result, StopStringFilter, TextDeltas, visible_message
+from sluice.openai.answers import Begun, Delta, MessageFilter, Result, StopStringFilter, TextDeltas, visible_message
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 STOP, LENGTH = tokens_pb2.FINISH_REASON_STOP, tokens_pb2.FINISH_REASON_LENGTH

@@ -15,8 +15,8 @@ from rollout_svc.tokenizer import MAX_TOOLS_BYTES, ModelTokenizer, check_size
 from sluice.cli.init_model import character_tokenizer
 from sluice.environments.wire import plain_tools, tool_messages
 from sluice.openai import chat, messages, responses
+from sluice.openai.bodies import ClientRequest
 from sluice.openai.chat import ChatBody, StrictChatBody
-from sluice.openai.fields import ClientRequest
 from sluice.openai.messages import MessagesBody
 from sluice.openai.responses import ResponsesBody
 from sluice.rpc import SluiceError

@@ -12,8 +12,8 @@ import grpc
 from gateway_svc.canonical import conversation_keys, extended_key
 from gateway_svc.orchestrator import Opened, ServedModel, SessionRef
 from gateway_svc.recording import RequestIdentity
-from sluice.openai.fields import ClientRequest
-from sluice.openai.shown import Begun, Delta, Result, visible_message
+from sluice.openai.answers import Begun, Delta, Result, visible_message
+from sluice.openai.bodies import ClientRequest
 from sluice.rpc import SluiceError
 from sluice.rpc.access import SESSION_KEY, SETTLING_KEY
 from sluice.v1 import episode_pb2, rollout_pb2, session_pb2, tokens_pb2

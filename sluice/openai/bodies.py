@@ -1,4 +1,4 @@
-"""What the dialects have in common: what a request asks for, bodies, sampling, content, and the fields of responses.
+"""What is read of a request in any dialect: bodies, sampling, content, and what a request asks for.
 
 A body is read leniently at a gateway, whose clients nobody can change: what changes no token is ignored, what cannot be done is left out or
 not enforced, and each of these is a notice of the request. A replica reads the `Strict` form of a body, a subclass with narrower fields that
@@ -12,25 +12,17 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import grpc
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from sluice.openai.errors import describe_faults, error_body
-from sluice.openai.shown import Result, Unshown
+from sluice.openai.errors import describe_faults
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
-from sluice.versions import Version
-
-# --- values -----------------------------------------------------------------------------------------------------
 
 MAX_ALTERNATIVES = 20
 """Maximum number of alternatives per token."""
@@ -121,8 +113,6 @@ MAX_PATH = 256
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
-
-# --- requests ---------------------------------------------------------------------------------------------------
 
 NoticeKind: TypeAlias = Literal["ignored", "left_out", "not_enforced", "overridden", "not_trained"]
 
@@ -418,196 +408,3 @@ def _image(url: str, where: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise fault(where, f"the image is not base64: {error}") from error
-
-
-# --- responses --------------------------------------------------------------------------------------------------
-
-FINISH_REASONS = {
-    tokens_pb2.FINISH_REASON_STOP: "stop",
-    tokens_pb2.FINISH_REASON_LENGTH: "length",
-    tokens_pb2.FINISH_REASON_ABORT: "abort",
-    tokens_pb2.FINISH_REASON_ERROR: "error",
-    tokens_pb2.FINISH_REASON_VERSION_RETIRED: "version_retired",
-}
-"""The last three are not OpenAI's: an operator ended the request, the model's output was NaN, or its adapter was unloaded. The
-tokens up to then are valid."""
-
-
-LEAST = -9999.0
-"""OpenAI's value for the logarithm of zero, which JSON does not have."""
-
-NO_ALTERNATIVES = tokens_pb2.TopLogprobs()
-
-DONE = b"data: [DONE]\n\n"
-
-
-TokenText: TypeAlias = Callable[[int], str]
-"""Returns the text of one token. Special tokens have theirs too."""
-
-
-def logprob_content(sample: rollout_pb2.GeneratedSample, token_text: TokenText | None = None) -> list[dict[str, Any]]:
-    """Return one entry per token. A token that is part of a character has no `bytes`.
-
-    Args:
-        sample: The sample.
-        token_text: Returns the text of a token. None: a token is named by its id, in the two forms that clients read.
-    """
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        least = max(logprob, LEAST)
-        if token_text is None:
-            return {"token": token_name(token), "token_id": token, "logprob": least, "bytes": None}
-        text = token_text(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in text
-        return {"token": text, "logprob": least, "bytes": list(text.encode()) if whole else None}
-
-    content = []
-    for position, (token, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
-        top = sample.top_logprobs[position] if sample.top_logprobs else NO_ALTERNATIVES
-        alternatives = [entry(*each) for each in zip(top.ids, top.logprobs, strict=True)]
-        content.append(entry(token, logprob) | {"top_logprobs": alternatives})
-    return content
-
-
-def token_name(token: int) -> str:
-    """Return the name of a token, as vLLM has it with `return_tokens_as_token_ids`."""
-    return f"token_id:{token}"
-
-
-def ending(sample: rollout_pb2.GeneratedSample, *, calls: bool) -> dict[str, Any]:
-    """Return the fields that say why a choice ended."""
-    reason = FINISH_REASONS.get(sample.finish_reason)
-    return {
-        "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
-        "stop_reason": sample.stop_string or None,
-    }
-
-
-def token_fields(sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
-    """Return the ids of a choice and the versions that sampled them."""
-    spans = [
-        {"start": span.start, "version": str(Version.from_proto(span.policy_version))} for span in sample.version_spans
-    ]
-    return {"token_ids": list(sample.token_ids), "version_spans": spans}
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
-    """Return the token counts. `cached_tokens` of the prompt were in the prefix cache."""
-    counted: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-    return counted if cached_tokens is None else counted | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
-
-
-def usage_of(result: Result) -> dict[str, Any]:
-    """Return the token counts of a response."""
-    return usage(len(result.prompt_token_ids), sum(len(each.sample.token_ids) for each in result.generations))
-
-
-def event(content: Mapping[str, Any], name: str = "") -> bytes:
-    """Return one event of a stream, with its name where the dialect has names."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {dumps(content)}\n\n".encode()
-
-
-def dumps(content: Mapping[str, Any] | Sequence[Any]) -> str:
-    """Return compact JSON.
-
-    Raises:
-        ValueError: for a number that JSON does not have.
-    """
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-AnySampling = TypeVar("AnySampling", bound=SamplingBody)
-
-
-class OpenAIReply(ABC, Generic[AnySampling]):
-    """Writes the response to one request of Chat Completions or Completions. It has state: each request has its own.
-
-    A replica writes chunks with the tokens of each choice as they come, and choices of its samples. A gateway writes text as it comes, and all
-    else from the recorded result; it has no tokenizer.
-
-    Args:
-        body: The request.
-        model: Name of the model in the response; by default as the client wrote it.
-        token_text: Returns the text of a token. None: tokens are named by their ids.
-
-    Attributes:
-        body: The request.
-        prefix: How ids of responses begin at a replica.
-        kinds: `object` of a response, and of a chunk.
-        choices_have_prompts: Whether each choice has the ids of its prompt, since choices may have different ones.
-    """
-
-    prefix: ClassVar[str]
-    kinds: ClassVar[tuple[str, str]]
-    choices_have_prompts: ClassVar[bool]
-
-    def __init__(self, body: AnySampling, model: str | None = None, token_text: TokenText | None = None) -> None:
-        self.body, self._token_text = body, token_text
-        self._model = body.model if model is None else model
-        self._created = int(time.time())
-        self._head: dict[str, Any] = {}
-        self._unshown = Unshown()
-
-    @abstractmethod
-    def choice(
-        self,
-        index: int,
-        sample: rollout_pb2.GeneratedSample,
-        message: tokens_pb2.ChatMessage,
-        prompt_ids: Sequence[int],
-        generation_id: str = "",
-    ) -> dict[str, Any]:
-        """Return a whole choice, with a message of `visible_message`."""
-
-    def response(
-        self, identifier: str, choices: Sequence[dict[str, Any]], counts: dict[str, Any], prompt_ids: Sequence[int]
-    ) -> dict[str, Any]:
-        """Return the JSON of a response."""
-        head = self._fields(identifier, self.kinds[0])
-        return {**head, "choices": choices, "usage": counts, **self.prompt(prompt_ids, of_choice=False)}
-
-    def whole(self, result: Result) -> dict[str, Any]:
-        """Return the JSON of a recorded response."""
-        prompt_ids = result.prompt_token_ids
-        choices = [
-            self.choice(index, each.sample, each.message, prompt_ids, each.generation_id)
-            for index, each in enumerate(result.generations)
-        ]
-        return self.response(result.generations[0].generation_id, choices, usage_of(result), prompt_ids)
-
-    def set_id(self, identifier: str) -> None:
-        """Set the id of the response that chunks belong to."""
-        self._head = self._fields(identifier, self.kinds[1])
-
-    def end(self, counts: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the last events of a stream: the token counts, if they are wanted, and `[DONE]`."""
-        if self.body.include_usage:
-            yield event({**self._head, "choices": [], "usage": counts})
-        yield DONE
-
-    @staticmethod
-    def failure(error: SluiceError) -> bytes:
-        """Return the event of an error after which the stream ends."""
-        return event(error_body(error))
-
-    def prompt(self, prompt_ids: Sequence[int] | None, *, of_choice: bool) -> dict[str, Any]:
-        """Return the ids of a prompt, if they are wanted and belong there. None: they were sent before."""
-        wanted = self.body.return_token_ids and self.choices_have_prompts is of_choice and prompt_ids is not None
-        return {"prompt_token_ids": list(prompt_ids or ())} if wanted else {}
-
-    def _fields(self, identifier: str, kind: str) -> dict[str, Any]:
-        return {"id": identifier, "object": kind, "created": self._created, "model": self._model}
-
-    def _chunk(self, choice: dict[str, Any], extras: Mapping[str, Any] | None = None) -> bytes:
-        no_usage = {"usage": None} if self.body.include_usage else {}
-        return event({**self._head, "choices": [choice], **no_usage, **(extras or {})})
-
-    def _end_fields(self, sample: rollout_pb2.GeneratedSample, generation_id: str, *, calls: bool) -> dict[str, Any]:
-        """Return why a choice ended, the name of its generation, and the tokens, if they are wanted."""
-        named = {"generation_id": generation_id} if generation_id else {}
-        return ending(sample, calls=calls) | named | (token_fields(sample) if self.body.return_token_ids else {})
