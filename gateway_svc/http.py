@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -39,7 +39,7 @@ from sluice.openai.answers import Begun, Delta, Reply, Result
 from sluice.openai.bodies import ClientRequest, read_body
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
 from sluice.openai.guard import HEALTH_PATH, Door, RequestBounds, RequestGuard, certificate_of, ready_answer, recorded
-from sluice.openai.server import SENT, Connection, DisconnectedError, EventStream
+from sluice.openai.server import SENT, Connection, DisconnectedError, EventStream, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
 from sluice.rpc.call_log import CallLog
@@ -62,9 +62,6 @@ MAX_SESSION_ID = 256
 
 COMMENT = b": waiting\n\n"
 """A comment of a stream. It passes every client; an event of the type ping does not."""
-
-DISCONNECTED = 499
-"""The status that proxies log for a client that disconnected; nobody receives it."""
 
 MAX_WAIT_S = 60.0
 
@@ -90,7 +87,6 @@ log = structlog.get_logger()
 
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
-Outcome = TypeVar("Outcome")
 
 
 class Strict(BaseModel):
@@ -301,7 +297,7 @@ class Capture:
         deadlines = self._settings.deadlines
         parts = paced(await self._sample(call, request), deadlines.keepalive_s, deadlines.request_s, self._clock)
         # An error before the first part, or the first comment, still has its HTTP status.
-        first = await _while_there(call.http, anext(parts))
+        first = await while_connected(call.http, anext(parts))
         return first if isinstance(first, Response) else EventStream(_events(first, parts, reply))
 
     async def whole(
@@ -312,7 +308,7 @@ class Capture:
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(parts.aclose)
             async with deadline(self._settings.deadlines.request_s, self._clock):
-                result = await _while_there(call.http, _result(parts))
+                result = await while_connected(call.http, _result(parts))
             if isinstance(result, Response):
                 return result
             answer = _Given(write(result), parts)
@@ -372,14 +368,6 @@ class _Given(JSONResponse):
         await connection.sent(send)
         await anext(self._parts, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _while_there(http: Request, work: Coroutine[Any, Any, Outcome]) -> Outcome | Response:
-    """Do the work of a request; return an empty response if its client disconnects."""
-    try:
-        return await Connection(http.receive).serve(work)
-    except DisconnectedError:
-        return Response(status_code=DISCONNECTED)
 
 
 async def _result(parts: AsyncGenerator[Begun | Delta | Result, None]) -> Result:

@@ -27,7 +27,7 @@ from sluice.openai.answers import TextDeltas, usage, visible_message
 from sluice.openai.bodies import ClientRequest
 from sluice.openai.errors import answer_errors
 from sluice.openai.guard import HEALTH_PATH, Door, RequestBounds, RequestGuard, peer_of, ready_answer, recorded
-from sluice.openai.server import Connection, DisconnectedError, EventStream
+from sluice.openai.server import EventStream, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.access import ROLLOUT_HTTP, Access
 from sluice.rpc.call_log import CallLog
@@ -39,9 +39,6 @@ from sluice.versions import Version
 
 MAX_REQUESTS = 4096
 """Requests in progress; the replica's queue is a further bound on those that sample."""
-
-DISCONNECTED = 499
-"""The status that proxies log for a client that disconnected; nobody receives it."""
 
 CHANGES: Mapping[str, tuple[str, type[Message]]] = {
     "/update_weights": ("sluice.v1.RolloutAdminService/UpdateWeights", rollout_pb2.UpdateWeightsRequest),
@@ -142,10 +139,7 @@ def _add_generation(app: FastAPI, servicer: RolloutServicer, model_name: str) ->
             request.return_text = True
             request.return_message = bool(request.conversation.tools)
         respond = _stream if reply.body.stream else _whole
-        try:
-            return await Connection(http.receive).serve(respond(servicer, requests, reply))
-        except DisconnectedError:
-            return Response(status_code=DISCONNECTED)
+        return await while_connected(http, respond(servicer, requests, reply))
 
 
 async def _whole(servicer: RolloutServicer, requests: Sequence[rollout_pb2.GenerateRequest], reply: Reply) -> Response:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import structlog
 import uvicorn
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -47,6 +48,9 @@ CERTIFICATE = "client_certificate"
 
 CONNECTION_END_S = "connection_end_s"
 """Key of the monotonic time from which on a connection is closed after its response, in the state of a scope."""
+
+DISCONNECTED = 499
+"""The status that proxies log for a client that disconnected; nobody receives it."""
 
 Result = TypeVar("Result")
 
@@ -403,6 +407,14 @@ class Connection:
             await send({"type": "http.response.body", "body": b"", "more_body": True})
         if self.has_left:
             raise DisconnectedError
+
+
+async def while_connected(http: Request, work: Coroutine[Any, Any, Result]) -> Result | Response:
+    """Do the work of a request; return an empty response if its client disconnects."""
+    try:
+        return await Connection(http.receive).serve(work)
+    except DisconnectedError:
+        return Response(status_code=DISCONNECTED)
 
 
 SENT = b""
