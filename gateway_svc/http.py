@@ -38,8 +38,20 @@ from sluice.openai import chat, completions, messages, responses
 from sluice.openai.answers import Begun, Delta, Reply, Result
 from sluice.openai.bodies import ClientRequest, read_body
 from sluice.openai.errors import HTTP_REASONS, error_body, error_response, error_status, too_large
-from sluice.openai.guard import HEALTH_PATH, Door, RequestBounds, RequestGuard, certificate_of, ready_answer, recorded
-from sluice.openai.server import SENT, Connection, DisconnectedError, EventStream, while_connected
+from sluice.openai.requests import (
+    HEALTH_PATH,
+    SENT,
+    Connection,
+    DisconnectedError,
+    Door,
+    EventStream,
+    RequestBounds,
+    RequestGuard,
+    certificate_of,
+    ready_answer,
+    recorded,
+    while_connected,
+)
 from sluice.rpc import SluiceError
 from sluice.rpc.access import GATEWAY_HTTP, SESSION_KEY, Access
 from sluice.rpc.call_log import CallLog

@@ -26,8 +26,17 @@ from sluice.openai import chat, completions
 from sluice.openai.answers import TextDeltas, usage, visible_message
 from sluice.openai.bodies import ClientRequest
 from sluice.openai.errors import answer_errors
-from sluice.openai.guard import HEALTH_PATH, Door, RequestBounds, RequestGuard, peer_of, ready_answer, recorded
-from sluice.openai.server import EventStream, while_connected
+from sluice.openai.requests import (
+    HEALTH_PATH,
+    Door,
+    EventStream,
+    RequestBounds,
+    RequestGuard,
+    peer_of,
+    ready_answer,
+    recorded,
+    while_connected,
+)
 from sluice.rpc import SluiceError
 from sluice.rpc.access import ROLLOUT_HTTP, Access
 from sluice.rpc.call_log import CallLog

@@ -16,9 +16,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from sluice.config import SecurityConfig
-from sluice.openai import guard as openai_guard
-from sluice.openai import server
-from sluice.openai.guard import Door, RequestBounds, RequestGuard
+from sluice.openai import requests, server
+from sluice.openai.requests import Door, RequestBounds, RequestGuard
 from sluice.openai.server import HttpServer
 from sluice.rpc.access import Access
 
@@ -99,7 +98,7 @@ async def test_a_client_that_does_not_send_the_head_of_a_second_request_is_disco
 async def test_a_client_that_does_not_send_the_body_gets_408(begun, monkeypatch) -> None:
     async with serving() as (port, outcomes):
         with monkeypatch.context() as patched:
-            patched.setattr(openai_guard, "BODY_S", 0.2)
+            patched.setattr(requests, "BODY_S", 0.2)
             answer = await answer_to(port, begun)
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"connection: close" in answer

@@ -24,7 +24,7 @@ from sluice import certificates
 from sluice.client import TrainerClient
 from sluice.config import SecurityConfig
 from sluice.doctor import peers
-from sluice.openai.guard import Door, RequestBounds, RequestGuard
+from sluice.openai.requests import Door, RequestBounds, RequestGuard
 from sluice.openai.server import CERTIFICATE, HttpServer
 from sluice.rpc import SluiceError, connect, from_files
 from sluice.rpc import server as rpc_server

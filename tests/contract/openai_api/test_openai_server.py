@@ -19,7 +19,7 @@ from simulated_clock import LIMIT_S, SimulatedClock
 from small_models import CONTEXT
 
 from sluice.config import ConfigError, SecurityConfig
-from sluice.openai import server
+from sluice.openai import requests
 from sluice.openai.server import HttpServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -91,7 +91,7 @@ class TestDeadline:
                         await reading
 
     async def test_a_client_that_reads_nothing_is_disconnected(self, monkeypatch):
-        monkeypatch.setattr(server, "SEND_DEADLINE_S", 0.05)
+        monkeypatch.setattr(requests, "SEND_DEADLINE_S", 0.05)
         ended = asyncio.Event()
 
         async def events() -> AsyncGenerator[bytes, None]:
@@ -108,7 +108,7 @@ class TestDeadline:
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
-        await asyncio.wait_for(server.EventStream(events())({}, nothing_arrives, nobody_reads), LIMIT_S)
+        await asyncio.wait_for(requests.EventStream(events())({}, nothing_arrives, nobody_reads), LIMIT_S)
         assert ended.is_set()
 
     @pytest.mark.parametrize("reads_all", [True, False])
@@ -118,7 +118,7 @@ class TestDeadline:
 
         async def events() -> AsyncGenerator[bytes, None]:
             yield b"all of it"
-            yield server.SENT
+            yield requests.SENT
             asked.set()
 
         async def leaves() -> Any:
@@ -131,12 +131,12 @@ class TestDeadline:
                 if not reads_all:
                     await asyncio.sleep(0)  # it waits for room, which the end of the connection makes
 
-        await server.EventStream(events())({}, leaves, send)
+        await requests.EventStream(events())({}, leaves, send)
         assert asked.is_set() == reads_all
 
     @pytest.mark.slow
     async def test_the_kernel_cuts_off_a_connection_whose_client_reads_nothing(self, monkeypatch):
-        monkeypatch.setattr(server, "SEND_DEADLINE_S", 1.0)
+        monkeypatch.setattr(requests, "SEND_DEADLINE_S", 1.0)
 
         async def more_than_the_kernel_holds(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -1,5 +1,6 @@
-"""The checks around each HTTP request: request id, limits, who may call, metrics, the log, and the response to an unexpected error.
+"""One HTTP request: the checks before it, and its response, which ends when the client leaves.
 
+The checks are those of its id, its size, who calls and from where; each request is counted and logged, and an unexpected error is answered.
 A web page can make the browser of the user send requests to a server on this machine. Two checks refuse them: what changes
 something must be sent as JSON, and a server without tokens checks `Host` and `Origin`.
 """
@@ -11,8 +12,9 @@ import contextlib
 import ipaddress
 import time
 import uuid
-from collections.abc import Collection, Hashable
+from collections.abc import AsyncGenerator, Collection, Coroutine, Hashable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
@@ -24,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sluice.limits import BODY_S, MAX_BODIES_BYTES
+from sluice.limits import BODY_S, MAX_BODIES_BYTES, SEND_DEADLINE_S
 from sluice.openai.errors import error_response, too_large, too_many_bytes, too_slow
 from sluice.openai.server import CERTIFICATE
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
@@ -50,8 +52,13 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 JSON = "application/json"
 
+DISCONNECTED = 499
+"""The status that proxies log for a client that disconnected; nobody receives it."""
+
 MAX_REQUEST_ID = 128
 RETRY_AFTER_S = 1.0
+
+Result = TypeVar("Result")
 
 log = structlog.get_logger()
 
@@ -351,3 +358,106 @@ def _unexpected(error: Exception, request_id: str) -> SluiceError:
         "UNEXPECTED",
         f"the server failed with an unexpected {type(error).__name__}; look for request id {request_id} in its log",
     )
+
+
+class DisconnectedError(Exception):
+    """The client closed its connection."""
+
+
+class Connection:
+    """The connection of a client whose request was read.
+
+    Args:
+        receive: Gives what the client sends.
+
+    Attributes:
+        has_left: Whether the client has disconnected.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.has_left = False
+
+    async def serve(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do the work of the request. If the client disconnects, cancel the work and wait until it has ended.
+
+        Raises:
+            DisconnectedError: if the client disconnected.
+        """
+        working, leaving = asyncio.create_task(work), asyncio.create_task(self._wait())
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise DisconnectedError
+        finally:
+            working.cancel()
+            leaving.cancel()
+            await asyncio.wait({working, leaving})
+            if not working.cancelled():
+                working.exception()  # nobody reads an error that the work raised while it was cancelled
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = True
+
+    async def sent(self, send: Send) -> None:
+        """Wait until what was sent has left this process, called within the work of `serve`.
+
+        A client that has read all may close at once, and that must not count: so nothing is waited for once there is room.
+
+        Raises:
+            DisconnectedError: if the client disconnected before.
+            TimeoutError: after `SEND_DEADLINE_S`.
+        """
+        async with asyncio.timeout(SEND_DEADLINE_S):
+            # A server writes, and waits for room before it writes again. At the end of a connection it tells `_wait` first.
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+        if self.has_left:
+            raise DisconnectedError
+
+
+async def while_connected(http: Request, work: Coroutine[Any, Any, Result]) -> Result | Response:
+    """Do the work of a request; return an empty response if its client disconnects."""
+    try:
+        return await Connection(http.receive).serve(work)
+    except DisconnectedError:
+        return Response(status_code=DISCONNECTED)
+
+
+SENT = b""
+"""An event of a stream for nobody: what follows it is asked for when all before it was sent."""
+
+
+class EventStream(Response):
+    """Sends events until they end or the client disconnects, then closes their source.
+
+    Starlette's own StreamingResponse leaves a source that is waiting at that moment to the garbage collector.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the response."""
+        del scope
+        connection = Connection(receive)
+        with contextlib.suppress(DisconnectedError, TimeoutError):
+            await connection.serve(self._send(send, connection))
+
+    async def _send(self, send: Send, connection: Connection) -> None:
+        async with contextlib.aclosing(self._events):
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                if event == SENT:
+                    await connection.sent(send)
+                    continue
+                async with asyncio.timeout(SEND_DEADLINE_S):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
