@@ -350,6 +350,12 @@ class StrictSamplingBody(SamplingBody, extra="forbid"):
         return self
 
 
+class Typed(Inner):
+    """An object of which only the type counts."""
+
+    type: str
+
+
 class Url(Inner):
     """Where an image is."""
 
@@ -404,7 +410,25 @@ def _image(url: str, where: str) -> bytes:
     head, comma, data = url.partition(",")
     if not head.startswith("data:") or not comma or not head.endswith(";base64"):
         raise fault(where, "the gateway fetches no images: send it as a data: URL in base64")
+    return image_of(data, where)
+
+
+def image_of(data: str, where: str) -> bytes:
+    """Return the bytes of an image.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT if they are not base64.
+    """
     try:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise fault(where, f"the image is not base64: {error}") from error
+
+
+def note_choice(request: ClientRequest, tool_choice: str | Typed | None, parallel: bool | None) -> None:
+    """Note what a client asks of tool calls: the model is asked for it, not forced."""
+    choice = (tool_choice or "auto") if isinstance(tool_choice, str | None) else "named"
+    if choice != "auto":
+        request.note("not_enforced", f"tool_choice.{choice}")
+    if parallel is False:
+        request.note("not_enforced", "parallel_tool_calls")

@@ -22,10 +22,12 @@ from sluice.openai.bodies import (
     JsonObject,
     Refused,
     Said,
+    Typed,
     Unsaid,
     Unsigned,
     fault,
     inconsistent,
+    note_choice,
 )
 from sluice.template_arguments import set_template_arguments
 from sluice.tool_schemas import tool_message
@@ -77,12 +79,6 @@ class Tool(Inner):
 
     type: str = "function"
     function: Function | None = None
-
-
-class Typed(Inner):
-    """An object of which only the type counts."""
-
-    type: str
 
 
 class ChatBody(bodies.SamplingBody):
@@ -225,11 +221,7 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ChatBody, request: C
         conversation.tools.append(tool_message(function.name, function.description, function.parameters))
         if tool.function.strict:
             request.note("not_enforced", "strict")
-    choice = (body.tool_choice or "auto") if isinstance(body.tool_choice, str | None) else "named"
-    if choice != "auto":
-        request.note("not_enforced", f"tool_choice.{choice}")
-    if body.parallel_tool_calls is False:
-        request.note("not_enforced", "parallel_tool_calls")
+    note_choice(request, body.tool_choice, body.parallel_tool_calls)
 
 
 class ChatReply(answers.OpenAIReply[ChatBody]):

@@ -7,8 +7,6 @@ Thinking goes out with a signature that says nothing, and comes back unread.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -16,7 +14,17 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from sluice.openai.answers import Begun, Delta, Result, Unshown, dumps, event
-from sluice.openai.bodies import MAX_MESSAGES, MAX_TOOLS, ClientRequest, Inner, JsonObject, RequestBody, Unsigned, fault
+from sluice.openai.bodies import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ClientRequest,
+    Inner,
+    JsonObject,
+    RequestBody,
+    Unsigned,
+    fault,
+    image_of,
+)
 from sluice.openai.errors import STATUSES
 from sluice.rpc import SluiceError
 from sluice.tool_schemas import tool_message
@@ -240,10 +248,7 @@ class _Reader:
         where = f"{self._where}[{index}].source"
         if block.source is None or block.source.type != "base64" or block.source.data is None:
             raise fault(where, "the gateway fetches no images: send it as base64")
-        try:
-            return base64.b64decode(block.source.data, validate=True)
-        except binascii.Error as error:
-            raise fault(where, f"the image is not base64: {error}") from error
+        return image_of(block.source.data, where)
 
 
 def _document_text(source: Source | None) -> str:

@@ -24,9 +24,11 @@ from sluice.openai.bodies import (
     JsonObject,
     Part,
     RequestBody,
+    Typed,
     Unsigned,
     add_content,
     fault,
+    note_choice,
 )
 from sluice.openai.errors import error_body
 from sluice.rpc import SluiceError
@@ -65,12 +67,6 @@ class Tool(Inner):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
-
-
-class Typed(Inner):
-    """An object of which only the type counts."""
-
-    type: str
 
 
 class Text(Inner):
@@ -151,11 +147,7 @@ def _add_tools(conversation: tokens_pb2.Conversation, body: ResponsesBody, reque
         conversation.tools.append(tool_message(tool.name, tool.description, tool.parameters))
         if tool.strict:
             request.note("not_enforced", "strict")
-    choice = (body.tool_choice or "auto") if isinstance(body.tool_choice, str | None) else "named"
-    if choice != "auto":
-        request.note("not_enforced", f"tool_choice.{choice}")
-    if body.parallel_tool_calls is False:
-        request.note("not_enforced", "parallel_tool_calls")
+    note_choice(request, body.tool_choice, body.parallel_tool_calls)
 
 
 PLACES = {"reasoning": 0, "message": 1, "function_call": 2}
