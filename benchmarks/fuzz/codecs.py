@@ -231,7 +231,7 @@ def _settings() -> Parse:
 
 
 def _convert() -> Parse:
-    from sluice.config.convert import SYSTEMS, convert, document, missing_lines, read, todo_lines  # noqa: PLC0415
+    from sluice_convert import SYSTEMS, convert, document, missing_lines, read, todo_lines  # noqa: PLC0415
 
     directory, systems = Path(tempfile.mkdtemp(dir=".")), tuple(SYSTEMS.values())
 
@@ -474,7 +474,7 @@ TARGETS: Mapping[str, Target] = {
     ),
     "convert": Target(
         _convert,
-        ("sluice.config.convert",),
+        ("sluice_convert",),
         lambda: (
             [b"\0" + bytes([n]) + b"a: 1\nlr: 1e-5\nmodel: m\n" for n in range(4)]
             + [b"\x03\x01python -m verl.trainer.main_ppo data.train_files=a trainer.nnodes=1 \\\n  a.b=c\n"]

@@ -27,7 +27,7 @@ SERVICES = (
     "agents_svc",
     "envserver_svc",
 )
-PACKAGES = ("sluice", *SERVICES, "benchmarks")
+PACKAGES = ("sluice", *SERVICES, "sluice_convert", "benchmarks")
 CLIENT_HALVES = {"weightsync.publisher", "weightsync.receiver", "weightsync.staged", "weightsync.vllm_plugin"}
 """What trainers and engines use of weight sync; the plugin is the part of the receiver that lives in vLLM's processes."""
 

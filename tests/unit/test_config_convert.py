@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.cli.config import TABLE_BEGINS, TABLE_ENDS
 from sluice.cli.config import run as config_command
 from sluice.cli.main import main
 from sluice.cli.rl import run as rl
 from sluice.config import run_config_class
-from sluice.config.convert import SYSTEMS, Conversion, Source, convert, document, page_table, read
-from sluice.config.convert.table import Leaf
 from sluice.config.load import resolve
 from sluice.errors import ConfigError
+from sluice_convert import SYSTEMS, Conversion, Source, convert, document, page_table, read
+from sluice_convert.command import TABLE_BEGINS, TABLE_ENDS
+from sluice_convert.table import Leaf
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.convert.shell import read_script
-from sluice.config.convert.table import Unresolved
+from sluice_convert.shell import read_script
+from sluice_convert.table import Unresolved
 
 COMMAND = 'python -m verl.trainer.main_ppo a.lr=1 "${EXTRA[@]}"\n'
 

@@ -21,7 +21,7 @@ from sluice.rpc.principals import replace_private
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/crash-points.md"
-PACKAGES = ("sluice", "orchestrator_svc", "trainer_svc", "rollout_svc", "weightsync")
+PACKAGES = ("sluice", "sluice_convert", "orchestrator_svc", "trainer_svc", "rollout_svc", "weightsync")
 
 OF_OS = frozenset({"fsync", "fdatasync", "rename", "replace", "link"})
 OURS = frozenset({"write_whole", "whole_directory", "write_text", "write_bytes", "commit"})
@@ -29,9 +29,7 @@ OURS = frozenset({"write_whole", "whole_directory", "write_text", "write_bytes",
 AT_A_TERMINAL = frozenset(
     {
         "sluice/certificates.py:use_authority",
-        "sluice/cli/config.py:_convert",
         "sluice/cli/config.py:_docs",
-        "sluice/cli/config.py:check",
         "sluice/cli/fetch_model.py:fetch_model",
         "sluice/cli/init_model.py:init_model",
         "sluice/cli/quickstart.py:make_room",
@@ -41,6 +39,8 @@ AT_A_TERMINAL = frozenset(
         "orchestrator_svc/commands/export.py:run",
         "orchestrator_svc/commands/rescore.py:run",
         "orchestrator_svc/commands/synthesize.py:run",
+        "sluice_convert/command.py:check",
+        "sluice_convert/command.py:run",
         "trainer_svc/engine/lora.py:merge_adapter",
     }
 )

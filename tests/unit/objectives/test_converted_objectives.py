@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from golden import result_of
 
-from sluice.config.convert import SYSTEMS, Source, convert
-from sluice.config.convert.table import Leaf
+from sluice_convert import SYSTEMS, Source, convert
+from sluice_convert.table import Leaf
 
 # Log-probabilities of three sequences: now (t), at the start of the update (o), when sampled (b); and their advantages.
 NOW = [[-0.8, -1.0, -2.5], [-2.0, -0.3], [-0.7, -1.9, -0.2, -3.0]]

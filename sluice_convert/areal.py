@@ -6,7 +6,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from sluice.config.convert.table import (
+from sluice.config.schema import Value
+from sluice.errors import ConfigError
+from sluice_convert.table import (
     Drop,
     Given,
     NotConvertibleError,
@@ -24,8 +26,6 @@ from sluice.config.convert.table import (
     same,
     to,
 )
-from sluice.config.schema import Value
-from sluice.errors import ConfigError
 
 DEFAULTS = {
     "seed": 1,

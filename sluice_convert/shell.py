@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeAlias, cast
 
-from sluice.config.convert.table import Unresolved
 from sluice.config.schema import Value
+from sluice_convert.table import Unresolved
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Stand around the name of a variable that is not known, until words are split."""

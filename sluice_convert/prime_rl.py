@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sluice.config.convert.table import (
+from sluice.config.schema import Value
+from sluice.errors import ConfigError
+from sluice_convert.table import (
     Drop,
     Given,
     NotConvertibleError,
@@ -23,8 +25,6 @@ from sluice.config.convert.table import (
     template_file,
     to,
 )
-from sluice.config.schema import Value
-from sluice.errors import ConfigError
 
 DEFAULTS = {
     "orchestrator.group_size": 1,

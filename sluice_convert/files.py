@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from sluice.config.convert.shell import read_script
-from sluice.config.convert.table import Leaf, Source, Unresolved
 from sluice.config.schema import Value, reason_of
 from sluice.errors import ConfigError
+from sluice_convert.shell import read_script
+from sluice_convert.table import Leaf, Source, Unresolved
 
 _DEEPEST = 20
 """References that lead to references, after which they go in a circle."""

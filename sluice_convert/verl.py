@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from sluice.config.convert.table import (
+from sluice.config.schema import Value
+from sluice.errors import ConfigError
+from sluice_convert.table import (
     Drop,
     Given,
     NotConvertibleError,
@@ -25,8 +27,6 @@ from sluice.config.convert.table import (
     template_file,
     to,
 )
-from sluice.config.schema import Value
-from sluice.errors import ConfigError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OPTIM, CRITIC, CORRECTION = f"{ACTOR}.optim", "critic", "algorithm.rollout_correction"

@@ -7,9 +7,9 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
-from sluice.config.convert.table import Conversion, Listed, Set, System
 from sluice.config.schema import Value
 from sluice.config.secrets import REDACTED, is_secret_name, redact_text
+from sluice_convert.table import Conversion, Listed, Set, System
 
 _WIDTH = 120
 _TABLES = ("", "orchestrator", "trainer", "rollout", "agents", "gateway", "weightsync")

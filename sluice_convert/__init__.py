@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sluice.config.convert import areal, prime_rl, trl, verl
-from sluice.config.convert.files import read
-from sluice.config.convert.table import Conversion, Source, System, convert
-from sluice.config.convert.write import document, missing_lines, page_table, todo_lines
+from sluice_convert import areal, prime_rl, trl, verl
+from sluice_convert.files import read
+from sluice_convert.table import Conversion, Source, System, convert
+from sluice_convert.write import document, missing_lines, page_table, todo_lines
 
 SYSTEMS: Mapping[str, System] = {each.SYSTEM.name: each.SYSTEM for each in (trl, verl, prime_rl, areal)}
 """The systems whose settings are known, by their names after `--from`."""
