@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import socket
 import sys
@@ -36,6 +37,7 @@ def serve(arguments: list[str]) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise the import of numpy starts threads
     with contextlib.suppress(Exception):  # the service imports it again, and reports what is wrong in its own log
         load_service(arguments[0])
+        importlib.import_module("sluice.config.sources")  # what each fork reads its settings by
     if len(list(Path("/proc/self/task").iterdir())) > 1 or _driver_is_open():
         control.sendall(b"cold\n")
         return 0

@@ -1,4 +1,4 @@
-"""Layered settings: flags, then ``@ file.toml`` from right to left, then ``SLUICE_A__B``, then defaults.
+"""Settings from several sources: flags, then ``@ file.toml`` from right to left, then ``SLUICE_A__B``, then defaults.
 
 How a service takes part, without being imported: its entry point in the group ``sluice.services`` names
 ``<package>.app:SERVICE``, which may be heavy (torch, vLLM). Its settings live beside it in the light module

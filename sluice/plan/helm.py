@@ -93,6 +93,10 @@ def _read(settings: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     words = list(settings)
     while words and words[0].startswith("@"):
         path = Path(words.pop(0).removeprefix("@") or (words.pop(0) if words else ""))
+        if not files and path.suffix in {".json", ".yaml", ".yml"}:
+            raise ConfigError(
+                f"{path} is no TOML, and the chart mounts the first file of settings as TOML: write it so"
+            )
         try:
             files.append((f"{len(files)}-{path.name}", path.read_text(encoding="utf-8")))
         except OSError as error:

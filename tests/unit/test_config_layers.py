@@ -53,6 +53,19 @@ def test_tables_of_several_files_merge_key_by_key_and_lists_are_replaced(tmp_pat
     assert toy.engine == {"a": 1, "b": 2}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "seed: 4\ntoy:\n  tags: [x]\n  limit: null\n  optimizer: {decay: 0.5}\n"),
+        ("run.json", '{"seed": 4, "toy": {"tags": ["x"], "limit": "none", "optimizer": {"decay": 0.5}}}'),
+    ],
+)
+def test_a_file_may_be_yaml_or_json(tmp_path, name, text):
+    run = load_run(["@", toml(tmp_path, name, text), "--toy.optimizer.betas", "0.5,0.6"])
+    assert (run.seed, run.toy.tags, run.toy.limit) == (4, ["x"], None)
+    assert (run.toy.optimizer.decay, run.toy.optimizer.betas) == (0.5, [0.5, 0.6])
+
+
 @pytest.mark.parametrize("form", ["file", "flag"])
 def test_none_is_a_value_where_it_is_one_of_the_choices_and_unsets_elsewhere(tmp_path, form):
     kind, coefficient = "trainer.objective.correction.kind", "trainer.objective.kl_coef"

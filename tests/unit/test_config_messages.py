@@ -133,6 +133,25 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         load_run(["@", str(path)])
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("broken.yaml", "a: [1", "is not YAML"),
+        ("broken.json", "{a: 1}", "is not JSON"),
+        ("list.yaml", "- seed", "has no settings"),
+        ("empty.json", "null", None),
+    ],
+)
+def test_a_file_of_another_format_is_named_where_it_cannot_be_read(tmp_path, name, text, told):
+    path = tmp_path / name
+    path.write_text(text)
+    if told is None:
+        assert load_run(["@", str(path)]).seed == 0
+        return
+    with pytest.raises(ConfigError, match=rf"{name} {told}"):
+        load_run(["@", str(path)])
+
+
 SECRETS = ["--toy.api-key", "sk-1", "--toy.engine.hf_token", "hf-2", "--toy.url", "https://me:pw3@judge/x"]
 
 
