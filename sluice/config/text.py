@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, SecretStr
@@ -35,8 +38,32 @@ would refuse at its start, except what only loading the model shows; `sluice rl 
 """
 
 
-_Table: TypeAlias = tuple[str, str, list[tuple[str, str, str, str]]]
-"""Dotted name and description of a table, and the name, type, default and description of each of its plain settings."""
+@dataclass(frozen=True)
+class _Setting:
+    """A plain setting of a table: its type, its default as a file would write it, and the class that declares it."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+    declared_in: type
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table: its dotted name, empty for the common keys, and its plain settings."""
+
+    title: str
+    description: str
+    settings: list[_Setting]
+
+    def key(self, setting: _Setting) -> str:
+        """Return the dotted name of a setting."""
+        return f"{self.title}.{setting.name}" if self.title else setting.name
+
+
+_OF_EVERY_RUN = ("", *CommonConfig.model_fields, "orchestrator", "trainer", "rollout", "weightsync")
+"""Tables that the reference begins with. What other tables share with them stands there."""
 
 
 def dump_toml(config: BaseModel, redacted: bool = True) -> str:
@@ -86,46 +113,83 @@ def help_text(model: type[BaseModel], service: str | None, program: str = "sluic
         "  --dry-run              print the resolved settings, secrets redacted, and stop",
         "  --help                 print this",
     ]
-    for title, description, settings in _tables(model, service):
-        lines += ["", f"[{title}]  {description}" if title else "common settings"]
-        for path, kind, standard, meaning in settings:
-            lines += [f"  --{path} {kind}  (default: {standard})", f"      {meaning}"]
+    for table in _tables(model, service):
+        lines += ["", f"[{table.title}]  {table.description}" if table.title else "common settings"]
+        for each in table.settings:
+            lines += [f"  --{table.key(each)} {each.kind}  (default: {each.default})", f"      {each.meaning}"]
     return "\n".join(lines) + "\n"
 
 
 def markdown_reference(model: type[BaseModel]) -> str:
-    """Return the page docs/configuration.md."""
-    parts = [_INTRODUCTION]
-    for title, description, settings in _tables(model, None):
-        parts.append(f"## {f'`[{title}]`' if title else 'Common keys'}\n\n{description}\n")
-        parts.append("| key | type | default | meaning |\n|---|---|---|---|")
-        for setting in settings:
-            path, kind, standard, meaning = (text.replace("|", "\\|").replace("\n", " ") for text in setting)
-            parts.append(f"| `{path}` | `{kind}` | `{standard}` | {meaning} |")
-        parts.append("")
+    """Return the page docs/configuration.md. A setting that several tables have stands in the first of them; the others refer to it."""
+    parts, homes = [_INTRODUCTION], dict[tuple[type, str], tuple[_Table, _Setting]]()
+    for table in sorted(_tables(model, None), key=_place):
+        own, shared = list[_Setting](), dict[str, list[_Setting]]()
+        for each in table.settings:
+            home, _ = homes.setdefault((each.declared_in, each.name), (table, each))
+            if home is table:
+                own.append(each)
+            else:
+                shared.setdefault(home.title, []).append(each)
+        if own:
+            parts.append(f"## {_code(table.title) if table.title else 'Common keys'}\n\n{table.description}\n")
+            parts.append("| key | type | default | meaning |\n|---|---|---|---|")
+            for each in own:
+                cells = (table.key(each), each.kind, each.default, each.meaning)
+                key, kind, default, meaning = (text.replace("|", "\\|").replace("\n", " ") for text in cells)
+                parts.append(f"| `{key}` | `{kind}` | `{default}` | {meaning} |")
+            parts.append("")
+        for title, settings in shared.items():
+            first = [homes[each.declared_in, each.name] for each in settings]
+            whole = not own and len(settings) == len(first[0][0].settings)
+            what = "" if whole else ", ".join(f"`{each.name}`" for each in settings) + " "
+            changed = zip(settings, first, strict=True)
+            others = [
+                f"`{each.name}` = `{each.default}`" for each, (_, home) in changed if each.default != home.default
+            ]
+            but = f", but {', '.join(others)}" if others else ""
+            about = f" {table.description}" if not own else ""
+            parts.append(f"{_code(table.title)}: {what}as in {_link(title)}{but}.{about}\n")
     return "\n".join(parts)
+
+
+def _place(table: _Table) -> int:
+    """Return where the reference has a table: those of every run first, the others as they come."""
+    first = table.title.partition(".")[0]
+    return _OF_EVERY_RUN.index(first) if first in _OF_EVERY_RUN else len(_OF_EVERY_RUN)
+
+
+def _code(title: str) -> str:
+    return f"`[{title}]`"
+
+
+def _link(title: str) -> str:
+    """Return a link to the section of a table; GitHub leaves punctuation out of the names of sections."""
+    return f"[{_code(title)}](#{re.sub(r'[^a-z0-9_-]', '', title)})"
 
 
 def _tables(model: type[BaseModel], service: str | None) -> Iterator[_Table]:
     """Yield all tables, or the common ones and that of one service, outer tables first."""
     for table in _below(model, model.model_construct(), (), "The same for every service."):
-        first = table[0].partition(".")[0]
+        first = table.title.partition(".")[0]
         if not first or service is None or first == service or first in CommonConfig.model_fields:
             yield table
 
 
 def _below(model: type[BaseModel], value: object, path: tuple[str, ...], description: str) -> Iterator[_Table]:
-    settings, inner = [], []
+    settings, inner = list[_Setting](), []
     for name, field in model.model_fields.items():
-        full, meaning, table = (*path, name), field.description or "", table_class(field.annotation)
+        meaning, table = field.description or "", table_class(field.annotation)
         if table is None:
-            settings.append((".".join(full), type_name(field.annotation), _default(field, value, name), meaning))
+            declared_in = next(each for each in model.__mro__ if name in inspect.get_annotations(each))
+            kind, default = type_name(field.annotation), _default(field, value, name)
+            settings.append(_Setting(name, kind, default, meaning, declared_in))
             if (entry := entry_class(field.annotation)) is not None:
                 inner.append((entry, None, (*path, f"{name}[]"), entry.__doc__ or ""))
         else:
-            inner.append((table, getattr(value, name, None), full, meaning))
+            inner.append((table, getattr(value, name, None), (*path, name), meaning))
     if settings:
-        yield ".".join(path), description, settings
+        yield _Table(".".join(path), description, settings)
     for each in inner:
         yield from _below(*each)
 
