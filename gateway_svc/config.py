@@ -20,11 +20,6 @@ class CaptureDeadlines(Section):
         gt=0,
         description="Seconds for a request, the wait for a replica included; then it fails with 504. Clients have limits of their own, of ten minutes and less.",
     )
-    orchestrator_s: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds for which a call that is no request for samples waits for an orchestrator or a replica that is away.",
-    )
     linger_s: float = Field(
         60.0,
         ge=0,

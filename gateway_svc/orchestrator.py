@@ -49,6 +49,9 @@ _OLD = "OLD_ORCHESTRATOR"
 SETTLED_BY = "settled-by"
 """Metadata with what lets a caller settle an episode: the name of a Credential, without its prefix."""
 
+ORCHESTRATOR_S = 60.0
+"""Seconds for which a call that is no request for samples waits for an orchestrator or a replica that is away."""
+
 CALL_S = 10.0
 """Deadline of one call of the orchestrator in seconds."""
 
@@ -84,12 +87,11 @@ class Calls:
     """Calls of the orchestrator for principals. Each is made again while the orchestrator is away or full.
 
     Args:
-        patience_s: For how many seconds.
         clock: Their time.
     """
 
-    def __init__(self, patience_s: float, clock: Clock = CLOCK) -> None:
-        self._patience_s, self._clock = patience_s, clock
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock = clock
 
     async def call(
         self,
@@ -101,7 +103,7 @@ class Calls:
         answer_s: float = CALL_S,
         full_s: float | None = None,
     ) -> _Answer:
-        """Call the orchestrator for a principal, again and again while it is away or full, for `patience_s`.
+        """Call the orchestrator for a principal, again and again while it is away or full, for `ORCHESTRATOR_S`.
 
         Args:
             method: What to call; it is idempotent.
@@ -121,7 +123,7 @@ class Calls:
             except grpc.aio.AioRpcError as error:
                 raise SluiceError.from_rpc(error) from error
 
-        return await self.patiently(attempt, self._patience_s, answer_s, full_s)
+        return await self.patiently(attempt, ORCHESTRATOR_S, answer_s, full_s)
 
     async def patiently(
         self,

@@ -27,6 +27,7 @@ from gateway_svc.canonical import ConversationKeys, conversation_keys, extended_
 from gateway_svc.config import CaptureConfig
 from gateway_svc.orchestrator import (
     CALL_S,
+    ORCHESTRATOR_S,
     Calls,
     Credential,
     Exchange,
@@ -150,7 +151,7 @@ class RecordedSessions:
         self._episodes = episode_pb2_grpc.EpisodeServiceStub(channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
         self._clock = clock
-        self._calls = Calls(config.deadlines.orchestrator_s, clock)
+        self._calls = Calls(clock)
         self._exchange = Exchange(self._sessions, clock)
         self._found = FoundSessions(self._sessions, self._calls, clock)
         self._engine, self._config, self._run = engine, config, run
@@ -176,7 +177,7 @@ class RecordedSessions:
 
     async def model(self) -> ServedModel:
         """Return the model that sessions sample from."""
-        async with self._clock.timeout(self._config.deadlines.orchestrator_s):
+        async with self._clock.timeout(ORCHESTRATOR_S):
             model = (await self._engine.pool.choose(BASE, "")).model
         return ServedModel(model.model, model.max_model_len)
 
@@ -315,8 +316,7 @@ class RecordedSessions:
         """Return the messages up to the end of a generation, the sampled one included."""
         request = session_pb2.GetGenerationRequest(episode_id=session.episode_id, generation_id=generation_id)
         found = await self._calls.patiently(
-            lambda timeout_s: self._exchange.get(request, session.principal, timeout_s),
-            self._config.deadlines.orchestrator_s,
+            lambda timeout_s: self._exchange.get(request, session.principal, timeout_s), ORCHESTRATOR_S
         )
         conversation = tokens_pb2.Conversation()
         conversation.CopyFrom(found.generation.conversation)

@@ -562,10 +562,7 @@ def _journal(
             environment=config.mix[0].name,
             software_version=version("sluice"),
             limits=JournalLimits(
-                fsync_interval_s=config.journal.fsync_interval_ms / 1000,
-                segment_bytes=config.journal.segment_mb << 20,
-                queue_records=config.journal.queue_records,
-                queue_bytes=config.journal.queue_mb << 20,
+                segment_bytes=config.journal.segment_mb << 20, queue_bytes=config.journal.queue_mb << 20
             ),
             follow=followers.apply_fact,
             snapshots=followers.snapshots(common.seed, config),

@@ -181,9 +181,6 @@ class PoolsConfig(Section):
         False, description="Draw tasks by pool. Otherwise every task comes once per pass, whatever its solve rate."
     )
     solved_reward: float = Field(1.0, description="An episode is solved if its reward is at least this.")
-    newest_weight: float = Field(
-        0.5, gt=0, le=1, description="Weight of a task's newest group in the moving mean of its solve rate."
-    )
     easy_from: float = Field(0.9, gt=0, le=1, description="Least solve rate of an easy task.")
     hard_to: float = Field(0.1, ge=0, lt=1, description="Greatest solve rate of a hard task.")
     shares: PoolSharesConfig = Field(default_factory=PoolSharesConfig, description="How often each pool is drawn.")
@@ -253,8 +250,6 @@ class DeadlinesConfig(Section):
         gt=0,
         description="Seconds that the run may wait for a replica that has taken a version which is new enough; then it ends, and can be continued.",
     )
-    begin_epoch_s: float = Field(900.0, gt=0, description="Seconds for the trainer to restore and publish its weights.")
-    submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to submit a batch.")
     step_s: float = Field(
         7200.0,
         gt=0,
@@ -290,13 +285,7 @@ class DeadlinesConfig(Section):
 class JournalConfig(Section):
     """The journal of facts, in the run's directory."""
 
-    fsync_interval_ms: float = Field(
-        25.0, ge=0, le=50, description="Milliseconds to gather records before one fsync, unless a batch waits for it."
-    )
     segment_mb: int = Field(64, ge=1, description="Size at which a new segment file is begun, in MiB.")
-    queue_records: int = Field(
-        100_000, ge=1, description="Records that may wait for the disk; with more, it is too slow and the run fails."
-    )
     queue_mb: int = Field(
         512,
         ge=1,
@@ -379,24 +368,9 @@ class ExternalConfig(Section):
         le=1024,
         description="Most MiB that are recorded in one session, and most of one request; then it samples no more. Requests that are under way by then may add as much again.",
     )
-    cache_mb: int = Field(
-        256,
-        ge=0,
-        description="Size of the last generations that are kept in memory, in MiB; others are read from disk.",
-    )
-    cacheable_s: float = Field(
-        60.0,
-        ge=0,
-        description="Seconds that gateways keep what they know of a session: whose it is, and how it samples.",
-    )
     one_key: bool = Field(
         False,
         description="Let the session key reward, end and renew its episode, too, and in a run without principals no key at all, as clients of v0.1.0 do. Then an agent that looks for it can set its own reward.",
-    )
-    retry_s: float = Field(
-        1.0,
-        gt=0,
-        description="Seconds after which an agent may ask again where nothing is on offer or a limit is reached.",
     )
 
 

@@ -45,17 +45,6 @@ class LimitsConfig(Section):
         ge=1,
         description="Maximum number of samples that are queued or running; further requests get RESOURCE_EXHAUSTED.",
     )
-    max_answers: int = Field(
-        4096,
-        ge=1,
-        description="Maximum number of responses that are kept for retries of their request_id; the oldest are removed first.",
-    )
-    max_answer_bytes: int = Field(
-        256 << 20,
-        ge=1,
-        description="Maximum bytes of the responses that are kept for retries; the oldest are removed first.",
-    )
-    answer_ttl_s: float = Field(300.0, gt=0, description="Seconds that a response is kept for retries.")
 
 
 class RolloutDeadlines(Section):

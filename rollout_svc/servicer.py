@@ -46,6 +46,9 @@ log = structlog.get_logger()
 
 MAX_COALESCE_S = 60.0
 
+_ANSWER_S, _MOST_ANSWERS, _MOST_ANSWER_BYTES = 300.0, 4096, 256 << 20
+"""Seconds that a response is kept for retries of its request_id, and the most responses and bytes of them; the oldest go first."""
+
 RETRY_AFTER_S = 0.5
 """When to retry after a full queue: a few engine steps."""
 
@@ -126,7 +129,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> None:
         self._run, self._engine, self._tokenizer, self._limits = run, engine, tokenizer, limits
         self._request_s, self._drain, self._clock = request_s, drain, clock
-        self._responses = ResponseCache(limits.answer_ttl_s, limits.max_answers, limits.max_answer_bytes)
+        self._responses = ResponseCache(_ANSWER_S, _MOST_ANSWERS, _MOST_ANSWER_BYTES)
         self._in_progress: dict[int, GenerationRequest] = {}
         self.samples = 0
         """Samples that are queued or running."""

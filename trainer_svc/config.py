@@ -28,32 +28,34 @@ BASE = "base"
 IN_BATCH = "batch"
 """Names no model: every trajectory brings its log-probabilities."""
 
-FROZEN_DTYPE: Precision = Field(
-    "auto",
-    description="Precision of the model's matrices in memory: 4 or 2 bytes per parameter. bfloat16 needs `trainer.dtype` bfloat16. auto: bfloat16 if the device is CUDA and `trainer.dtype` is bfloat16, else float32.",
-)
-
 RL_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
 
 
-class ReferenceConfig(Section):
+class FrozenConfig(Section):
+    """A model that is not trained."""
+
+    dtype: Precision = Field(
+        "auto",
+        description="Precision of the model's matrices in memory: 4 or 2 bytes per parameter. bfloat16 needs `trainer.dtype` bfloat16. auto: bfloat16 if the device is CUDA and `trainer.dtype` is bfloat16, else float32.",
+    )
+
+
+class ReferenceConfig(FrozenConfig):
     """The frozen policy that a KL term pulls towards."""
 
     model: str = Field(
         "",
         description="`base`: the model that the run starts from. Or a Hugging Face directory or hub id. `batch`: no model; every trajectory brings `ref_logprobs`. A model costs one forward pass per batch. Empty: no reference.",
     )
-    dtype: Precision = FROZEN_DTYPE
 
 
-class TeacherConfig(Section):
+class TeacherConfig(FrozenConfig):
     """The model that `objective.preset = distill` follows."""
 
     model: str = Field(
         "",
         description="A Hugging Face directory or hub id; the model must have the policy's tokenizer. `batch`: no model; every trajectory brings `teacher_logprobs`. A model costs one forward pass per batch. Empty: no teacher.",
     )
-    dtype: Precision = FROZEN_DTYPE
 
 
 class CriticConfig(OptimizerConfig):
@@ -152,11 +154,6 @@ class TrainerConfig(ComputeConfig):
         description="Precision of published weights. auto: the precision that the rollout engine computes in (`rollout.dtype`).",
     )
     publish: PublishConfig = Field(default_factory=PublishConfig, description="How new weights travel to weight sync.")
-    queue_batches: int = Field(
-        2,
-        ge=1,
-        description="Batches that may wait for training. Further batches are refused; the answer says when to retry.",
-    )
     max_skipped_steps: int = Field(
         5,
         ge=1,

@@ -105,9 +105,6 @@ class WeightSyncConfig(Section):
         gt=0,
         description="Seconds to wait for the next chunk of a push, or for a caller to read, before the stream fails.",
     )
-    incoming_ttl_s: float = Field(
-        600.0, gt=0, description="Seconds after its last chunk until an upload that was not committed is dropped."
-    )
     linger_s: float = Field(
         5.0,
         ge=0,
@@ -121,7 +118,6 @@ class WeightSyncConfig(Section):
     heartbeat_s: float = Field(
         5.0, gt=0, le=10, description="Seconds between heartbeats on a WatchVersions stream without news."
     )
-    io_threads: int = Field(8, ge=1, description="Threads for disk work and hashing.")
 
     @field_validator("upstream")
     @classmethod

@@ -312,8 +312,7 @@ class Journal:
             raise self._failure
         if len(self._waiting.facts) >= self._limits.queue_records:
             raise JournalError(
-                f"{len(self._waiting.facts)} facts wait to be written, the most that orchestrator.journal.queue_records"
-                " allows: the disk is too slow"
+                f"{len(self._waiting.facts)} facts wait to be written, the most that may: the disk is too slow"
             )
         self._apply(fact)
         if self._flushing is None:

@@ -20,6 +20,9 @@ from sluice.v1 import journal_pb2
 NEW, EASY, MEDIUM, HARD = "new", "easy", "medium", "hard"
 POOLS = (NEW, EASY, MEDIUM, HARD)
 
+_NEWEST_WEIGHT = 0.5
+"""Weight of a task's newest group in the moving mean of its solve rate."""
+
 
 @dataclass(slots=True)
 class Progress:
@@ -150,9 +153,7 @@ class TaskStream:
         known.failures = 0
         if solved_share is not None:
             rate = known.solve_rate
-            known.solve_rate = (
-                solved_share if rate is None else rate + self._pools.newest_weight * (solved_share - rate)
-            )
+            known.solve_rate = solved_share if rate is None else rate + _NEWEST_WEIGHT * (solved_share - rate)
         self._leave(task_id, known, before)
 
     def failed(self, task_id: str) -> None:

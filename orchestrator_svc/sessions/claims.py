@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from orchestrator_svc.config import ExternalConfig
 from orchestrator_svc.journal.external import TOKEN_BYTES, RecordedRequest, Sample, Session
 from orchestrator_svc.journal.store import Journal
-from orchestrator_svc.sessions.lending import MAX_NAME, Lending, check_name
+from orchestrator_svc.sessions.lending import MAX_NAME, RETRY_S, Lending, check_name
 from sluice.limits import MAX_TEMPERATURE, MIN_TEMPERATURE, may_train_at
 from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2 as pb
@@ -445,7 +445,7 @@ class Claims:
                 "MOST_REQUESTS",
                 f"{under_way} requests of session {session.name} are under way, the most that orchestrator.external.most_requests"
                 " allows: wait for one of them",
-                limits.retry_s,
+                RETRY_S,
             )
         if len(session.requests) >= limits.most_generations:
             raise _full(

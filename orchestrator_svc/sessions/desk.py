@@ -25,7 +25,7 @@ from orchestrator_svc.journal.facts import Stage
 from orchestrator_svc.journal.ledger import Group
 from orchestrator_svc.journal.store import GroupDamagedError, Journal
 from orchestrator_svc.sessions.claims import Claims
-from orchestrator_svc.sessions.lending import Lending
+from orchestrator_svc.sessions.lending import RETRY_S, Lending
 from sluice.clock import CLOCK, Clock
 from sluice.environments.base import Task
 from sluice.limits import MAX_REWARD
@@ -35,6 +35,9 @@ from sluice.rpc.principals import replace_private
 from sluice.v1 import common_pb2, journal_pb2, session_pb2, tokens_pb2
 
 log = structlog.get_logger(__name__)
+
+_CACHE_BYTES = 256 << 20
+"""Size of the last generations that are kept in memory; others are read from disk."""
 
 OFFERS = "offers"
 """What those wait for who want a lease."""
@@ -256,7 +259,7 @@ class Desk:
     def starting(self, group: Group) -> SluiceError:
         """Return the error of a call for a group that this process has not taken up again."""
         return SluiceError.unavailable(
-            "STARTING", f"the run takes up group {group.name} again; repeat the call", self.limits.retry_s
+            "STARTING", f"the run takes up group {group.name} again; repeat the call", RETRY_S
         )
 
     # Keys.
@@ -285,7 +288,7 @@ class Desk:
 
     def remember(self, session: Session, made: session_pb2.RecordedGeneration) -> None:
         """Keep a generation in memory: its session will soon continue it."""
-        size, bound = made.ByteSize(), self.limits.cache_mb << 20
+        size, bound = made.ByteSize(), _CACHE_BYTES
         if (session.name, made.request_id) in self._cache or size > bound:
             return
         self._cache[session.name, made.request_id] = made

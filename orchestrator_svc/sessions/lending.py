@@ -40,6 +40,9 @@ from sluice.rpc import SluiceError
 from sluice.v1 import common_pb2, episode_pb2, orchestrator_pb2
 from sluice.v1 import journal_pb2 as pb
 
+RETRY_S = 1.0
+"""Seconds after which an agent may ask again where nothing is on offer or a limit is reached."""
+
 MAX_NAME = 128
 """Characters of a request_id, as the contracts say."""
 
@@ -124,7 +127,7 @@ class Lending:
                 "MOST_LEASED",
                 f"principal {principal!r} has {self._limits.most_leased} episodes, the most that orchestrator.external.most_leased"
                 " allows: submit or abandon some first",
-                self._limits.retry_s,
+                RETRY_S,
             )
         self._check_open()  # an episode that is lent and cannot be opened would be kept from others
         granted: list[Lease] = []
@@ -148,7 +151,7 @@ class Lending:
             raise SluiceError.resource_exhausted(
                 "MOST_SESSIONS",
                 f"{self._limits.most_sessions} episodes are open, the most that orchestrator.external.most_sessions allows",
-                self._limits.retry_s,
+                RETRY_S,
             )
 
     def _on_offer(self, number: int) -> list[int]:

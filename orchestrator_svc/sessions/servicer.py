@@ -19,7 +19,7 @@ from orchestrator_svc.journal.external import EndedSession, Lease, Session, pars
 from orchestrator_svc.sessions.claims import Claimed, Recorded, Running
 from orchestrator_svc.sessions.desk import OFFERS, Desk
 from orchestrator_svc.sessions.exchange import answer_exchange, too_large
-from orchestrator_svc.sessions.lending import Credential
+from orchestrator_svc.sessions.lending import RETRY_S, Credential
 from sluice.limits import MAX_MESSAGE_BYTES
 from sluice.rpc import SluiceError
 from sluice.rpc.access import caller, is_local_peer, require_role
@@ -28,6 +28,9 @@ from sluice.template_arguments import arguments_text
 from sluice.v1 import common_pb2, episode_pb2, episode_pb2_grpc, session_pb2, session_pb2_grpc
 
 EPISODES = "sluice.v1.EpisodeService"
+
+CACHEABLE_S = 60.0
+"""Seconds that gateways keep what they know of a session: whose it is, and how it samples."""
 
 ON_BEHALF_OF = "on-behalf-of"
 """Metadata of a gateway's call: the principal whose call it is."""
@@ -111,7 +114,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         else:
             found = lending.open_session(found.principal, name)
         response = session_pb2.FindSessionResponse(episode_id=name, principal=found.principal, credential=key)
-        response.cacheable.CopyFrom(_duration(self._desk.limits.cacheable_s))
+        response.cacheable.CopyFrom(_duration(CACHEABLE_S))
         if (place := parse_session_name(name)) is not None:
             response.group_id = f"g{place[0]}"
         if isinstance(found, Session):
@@ -276,7 +279,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
                 raise SluiceError.resource_exhausted(
                     "NOTHING_ON_OFFER",
                     "no task is on offer: as many groups are under way as the staleness bound allows, or all are lent",
-                    desk.limits.retry_s,
+                    RETRY_S,
                 )
             await desk.waiting.until(OFFERS, until - now)
         tasks = [self._leased(each, now) for each in leases]

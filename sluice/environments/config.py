@@ -47,6 +47,3 @@ class EnvironmentProcessesConfig(Section):
         default_factory=list,
         description="Environment variables that the processes get although their names are of secrets, such as OPENAI_API_KEY.",
     )
-    log_lines_per_minute: int = Field(
-        600, ge=1, description="Lines that one process may print to the log in a minute; further ones are counted."
-    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LINES_PER_MINUTE = 600
+"""Lines that one process may print to the log in a minute; further ones are counted."""
+
 LINE_CHARACTERS = 1000
 """Longest line that is logged; the rest of a longer one is left out."""
 
@@ -60,6 +63,4 @@ class BoundedLines:
 
     def _told(self) -> list[str]:
         count, self._left_out = self._left_out, 0
-        return (
-            [f"({count} lines were left out: orchestrator.environment_processes.log_lines_per_minute)"] if count else []
-        )
+        return [f"({count} lines were left out)"] if count else []

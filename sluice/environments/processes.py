@@ -566,7 +566,7 @@ class EnvironmentProcesses:
         variables = passed_variables(os.environ, self._config.variables)
         try:
             async with self._clock.timeout(self._start_s):
-                description = await worker.start(settings, variables, self._config.log_lines_per_minute)
+                description = await worker.start(settings, variables)
         except TimeoutError as error:
             raise ConfigError(
                 f"environment {self._reference} was not imported and constructed within {self._start_s:g} s"

@@ -24,7 +24,7 @@ from sluice.clock import Clock
 from sluice.config import ConfigError
 from sluice.config.secrets import is_secret_name
 from sluice.environments.framing import BrokenFrameError, FrameReader, encode
-from sluice.environments.output import BoundedLines
+from sluice.environments.output import LINES_PER_MINUTE, BoundedLines
 from sluice.loading import STARTED_BY
 from sluice.rpc import SluiceError
 from sluice.supervise import guard
@@ -209,9 +209,7 @@ class Worker(asyncio.Protocol):
         self._following: list[asyncio.Task[None]] = []
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
-    async def start(
-        self, settings: Mapping[str, Any], variables: Mapping[str, str], log_lines_per_minute: int
-    ) -> dict[str, Any]:
+    async def start(self, settings: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         """Start the process and let it construct the environment; the caller sets the deadline.
 
         Returns:
@@ -237,7 +235,7 @@ class Worker(asyncio.Protocol):
             ours.close()
             raise
         self._following = [
-            asyncio.create_task(self._follow_output(process, BoundedLines(log_lines_per_minute, self._clock()))),
+            asyncio.create_task(self._follow_output(process, BoundedLines(LINES_PER_MINUTE, self._clock()))),
             asyncio.create_task(self._follow_exit(process)),
         ]
         self._transport.write(encode(settings))

@@ -18,11 +18,23 @@ from dataclasses import dataclass
 
 from sluice.sampling.config import ConcurrencyConfig
 
+_KV_HIGH = 0.9
+"""Share of the KV cache in use above which a replica is given no more samples."""
+
+_QUEUE_SHARE = 0.5
+"""Samples that may wait for a place all the time, as a share of those that the replica generates at a time; at least two groups."""
+
+_SHRINK = 0.75
+"""Part of the samples in flight that is left after a preemption."""
+
+_SETTLE_S = 2.0
+"""Seconds over which a queue must stand to count, and between two reductions."""
+
 _GROWTH = 1 / 16
 """Part of the limit by which it grows at a time, at least one group: it doubles in 12 times."""
 
 _GROWTH_PAUSES = 4
-"""Times that it may grow within `settle_s`, however often the replica reports."""
+"""Times that it may grow within `_SETTLE_S`, however often the replica reports."""
 
 _REFUSED = 0.9
 """Part of the samples in flight that is left when the replica refuses one because its queue is full."""
@@ -98,28 +110,28 @@ class ConcurrencyLimit:
         """
         if not self._config.adapt:
             return
-        reserve = max(_GROUPS_WAITING * self._group, int(self._config.queue_share * load.max_running))
+        reserve = max(_GROUPS_WAITING * self._group, int(_QUEUE_SHARE * load.max_running))
         if self._preemptions is None and load.max_running:
             self._limit = self._bounded(_FIRST_PLACES * load.max_running + reserve)
         preempted = max(0, load.preemptions - (load.preemptions if self._preemptions is None else self._preemptions))
         self._preemptions = load.preemptions
         self._queues.append((now, load.queued))
-        while now - self._queues[0][0] > self._config.settle_s and len(self._queues) > 1:
+        while now - self._queues[0][0] > _SETTLE_S and len(self._queues) > 1:
             self._queues.popleft()
         if now < self._rest_until:
             return  # the last reduction has not shown its effect yet
         standing = min(queued for _, queued in self._queues)
         excess = standing - (self._group if preempted else reserve)
-        room = not preempted and load.queued <= reserve // 2 and load.kv_cache_usage < self._config.kv_high
+        room = not preempted and load.queued <= reserve // 2 and load.kv_cache_usage < _KV_HIGH
         above = in_flight > self._limit + self._group
         thrashes = preempted > _THRASHING * load.running
-        stands = excess > 0 and now - self._queues[0][0] >= self._config.settle_s / 2
+        stands = excess > 0 and now - self._queues[0][0] >= _SETTLE_S / 2
         if thrashes or stands:
             if not above:  # else the samples that the last reduction forbids have not ended yet
-                self._shrink(self._config.shrink * min(self._limit, in_flight) if thrashes else in_flight - excess, now)
+                self._shrink(_SHRINK * min(self._limit, in_flight) if thrashes else in_flight - excess, now)
         elif (held_back or above) and room and now >= self._grows_from:
             self._limit = self._bounded(self._limit + max(self._group, self._limit * _GROWTH))
-            self._grows_from = now + self._config.settle_s / _GROWTH_PAUSES
+            self._grows_from = now + _SETTLE_S / _GROWTH_PAUSES
 
     def refused(self, in_flight: int, now: float) -> None:
         """Shrink after the replica refused a request because its queue is full."""
@@ -129,7 +141,7 @@ class ConcurrencyLimit:
     def _shrink(self, limit: float, now: float) -> None:
         """Reduce the limit, and wait: what that brings shows only when some samples have ended."""
         self._limit = self._bounded(min(limit, self._limit))
-        self._rest_until = now + self._config.settle_s
+        self._rest_until = now + _SETTLE_S
         self._queues.clear()
 
     def _bounded(self, limit: float) -> float:

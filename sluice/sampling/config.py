@@ -13,11 +13,6 @@ class ReplicasConfig(Section):
     """How rollout replicas are found, watched and chosen."""
 
     poll_s: float = Field(0.5, gt=0, description="Seconds between two status requests to a replica.")
-    waiting_poll_s: float = Field(
-        0.02,
-        gt=0,
-        description="Least seconds between them while a newer version is awaited: a replica that can answers when it has it.",
-    )
     progress_s: float = Field(
         5.0,
         gt=0,
@@ -42,11 +37,6 @@ class ReplicasConfig(Section):
         1.0,
         gt=0,
         description="Seconds of new tokens that a replica sends in one message; what it has not sent is lost if it dies. With more than 1,000 requests under way for each of these seconds it grows, up to half of `progress_s`.",
-    )
-    affinity_margin: float = Field(
-        0.25,
-        ge=0,
-        description="How much busier than the least busy replica, as a share of the samples it is given at a time, the one that has a request's prefix may be and still get it.",
     )
     resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
 
@@ -74,17 +64,3 @@ class ConcurrencyConfig(Section):
         description="Samples in flight at a replica at first if it does not say how many it generates at a time; else twice that number and a reserve.",
     )
     most_samples: int = Field(65536, ge=1, description="Most samples in flight at a replica.")
-    kv_high: float = Field(
-        0.9, gt=0, le=1, description="Share of the KV cache in use above which a replica is given no more samples."
-    )
-    queue_share: float = Field(
-        0.5,
-        ge=0,
-        description="Samples that may wait for a place at a replica all the time, as a share of those it generates at a time; at least two groups.",
-    )
-    shrink: float = Field(
-        0.75, gt=0, lt=1, description="Part of the samples in flight that is left after a preemption."
-    )
-    settle_s: float = Field(
-        2.0, gt=0, description="Seconds over which a queue must stand to count, and between two reductions."
-    )

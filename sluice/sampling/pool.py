@@ -32,6 +32,12 @@ _TICK_S = 0.25
 """Seconds between two looks at who makes progress; less if `progress_s` is short."""
 
 
+_AWAITING_POLL_S = 0.02
+"""Least seconds between two status requests to a replica while a newer version is awaited: it answers when it has it."""
+
+_AFFINITY_MARGIN = 0.25
+"""How much busier than the least busy replica, as a share of its samples, the one that has a request's prefix may be and still get it."""
+
 _COMPARED = 64
 """Replicas of which the least loaded one is chosen. Of a larger fleet these are the next ones in turn: among so many there is one with
 little to do, and to look at thousands for each request took more than all else that a request costs."""
@@ -247,7 +253,7 @@ class ReplicaPool:
         """
         if self._awaited_of(replica) is not None:
             if waited_s:
-                await self.clock.sleep(max(0.0, self.config.waiting_poll_s - waited_s))
+                await self.clock.sleep(max(0.0, _AWAITING_POLL_S - waited_s))
             return
         with contextlib.suppress(TimeoutError):
             async with self.clock.timeout(self.config.poll_s):
@@ -424,7 +430,7 @@ class ReplicaPool:
             best = [each for each in best if not each.paused_long] or best
         if not best:
             return None
-        return self._replicas[place([each.load for each in best], home, self.config.affinity_margin)]
+        return self._replicas[place([each.load for each in best], home, _AFFINITY_MARGIN)]
 
     def _in_turn(self, home: str) -> Iterator[Replica]:
         """Yield all replicas. In a fleet of more than are compared, `home` comes first, and then those whose turn it is."""

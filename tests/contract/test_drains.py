@@ -373,9 +373,7 @@ async def test_a_trainer_finishes_the_step_under_way_and_begins_no_other(tmp_pat
     async with weight_service(settings(model, tmp_path)) as weights:
         common, target = settings(model, tmp_path, weights), f"127.0.0.1:{port}"
         serving = asyncio.create_task(
-            trainer_svc.app.serve(
-                common, trainer_config(server=ServerConfig(port=port), queue_batches=2, checkpoint={"every_steps": 1})
-            )
+            trainer_svc.app.serve(common, trainer_config(server=ServerConfig(port=port), checkpoint={"every_steps": 1}))
         )
         async with TrainerClient(target) as client, asked(target) as drain:
             await wait_until_serving(target, NOBODY)

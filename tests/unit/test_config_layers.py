@@ -207,6 +207,18 @@ def test_a_command_with_settings_of_its_own_has_the_same_layers(tmp_path, monkey
         load_command(Settings, ["--lr", "0"], "sft")
 
 
+def test_a_removed_setting_is_read_with_its_old_default_and_refused_with_another_value(tmp_path, monkeypatch):
+    old = "[weightsync]\nio-threads = 8\n[[orchestrator.environments]]\nenvironment = 'x'\nenvironment_processes.log_lines_per_minute = 600\n"
+    load_run(["@", toml(tmp_path, "v0.1.0.toml", old)])
+    with pytest.raises(ConfigError, match=r"new\.toml: weightsync\.io_threads is no setting any more.*always 8"):
+        load_run(["@", toml(tmp_path, "new.toml", "[weightsync]\nio_threads = 4\n")])
+    with pytest.raises(ConfigError, match=r"--tuner\.deadlines\.sample_s: .*set tuner\.deadlines\.operation_s"):
+        load_run(["--tuner.deadlines.sample_s", "4"])
+    monkeypatch.setenv("SLUICE_TRAINER__QUEUE_BATCHES", "3")
+    with pytest.raises(ConfigError, match=r"SLUICE_TRAINER__QUEUE_BATCHES: .*always 2"):
+        load_run([])
+
+
 KEYS = st.sampled_from("abc")
 TABLES = st.recursive(
     st.dictionaries(KEYS, st.integers(), max_size=3),

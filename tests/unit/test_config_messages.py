@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -187,11 +188,26 @@ def test_help_lists_every_setting_of_the_command_with_type_and_default(capsys):
     assert "--trainer." not in printed
 
 
-def test_the_reference_page_has_a_row_per_setting():
+def test_the_reference_page_has_each_setting_as_a_row_or_refers_to_the_table_that_has_it():
     model = run_config_class()
     page = markdown_reference(model)
+    references = dict(re.findall(r"^`\[([^`]+)\]`: (.*as in \[`\[[^`]+\]`\].*)$", page, re.MULTILINE))
     for path, _ in leaf_paths(model):
-        assert f"`{'.'.join(path)}`" in page
+        *table, name = path
+        if f"| `{'.'.join(path)}` |" not in page:
+            reference = references[".".join(table)]
+            home = re.search(r"as in \[`\[([^`]+)\]`\]", reference)[1]
+            assert f"| `{home}.{name}` |" in page
+            assert reference.startswith("as in") or f"`{name}`" in reference
+
+
+def test_a_table_that_refers_to_another_names_the_defaults_that_differ():
+    page = markdown_reference(run_config_class())
+    assert re.search(
+        r"^`\[trainer\.server\]`: as in .*orchestrator\.server.*, but `port` = `7102`\.", page, re.MULTILINE
+    )
+    assert page.count("| `orchestrator.server.drain_s` |") == 1
+    assert "`toy.server.drain_s`" not in page
 
 
 @pytest.mark.parametrize("service", ["weightsync", "rollout", "trainer", "orchestrator"])

@@ -308,7 +308,7 @@ def test_tasks_come_by_pool_in_the_wanted_shares() -> None:
 
 
 def test_a_solve_rate_moves_with_the_newest_groups() -> None:
-    stream = TaskStream(tasks(1), 0, environment(pools={"enabled": True, "newest_weight": 0.5}).pools)
+    stream = TaskStream(tasks(1), 0, environment(pools={"enabled": True}).pools)
     for share, rate, pool in ((1.0, 1.0, "easy"), (0.0, 0.5, "medium"), (0.0, 0.25, "medium"), (0.0, 0.125, "medium")):
         stream.drawn("t0", 0, in_turn=True)
         stream.ended("t0", share)

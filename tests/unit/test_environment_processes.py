@@ -433,7 +433,7 @@ async def test_an_environment_whose_limit_is_no_number_of_seconds_is_a_wrong_set
 
 
 async def test_a_flood_of_output_is_bounded_in_the_log_and_blocks_nothing(clock, logs) -> None:
-    async with pool("Single", count=1, log_lines_per_minute=600, clock=clock) as environment:
+    async with pool("Single", count=1, clock=clock) as environment:
         assert await environment.score(TASK, ["flood", "a"]) == [5.0, 1.0]
     *passed, last = printed(logs)  # up to the end of the process, in no time of the clock
     assert passed == ["does flood", *["x" * 80] * 99], "those of ten seconds"

@@ -685,7 +685,7 @@ async def test_a_reward_counts_until_all_episodes_of_the_group_have_ended(run, s
 
 
 async def test_what_was_sampled_in_a_session_leaves_the_memory_when_the_session_ends(run, session):
-    desk = Desk(run.journal, LIMITS.model_copy(update={"cache_mb": 1}), Waiting(), b"", posed=lambda _group: None)
+    desk = Desk(run.journal, LIMITS, Waiting(), b"", posed=lambda _group: None)
     other = run.open("g1-lease-1", "o2")
     for each in (session, other):
         desk.remember(each, generation("a", [1], [2]))

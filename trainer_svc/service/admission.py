@@ -9,6 +9,9 @@ from typing import Generic, TypeVar
 
 from sluice.versions import Version
 
+QUEUE_BATCHES = 2
+"""Batches that may wait for training. Further ones are refused; the answer says when to retry."""
+
 REMEMBERED_BATCHES = 1024
 """Ids of applied batches that are kept to recognise repeats: as many as WatchSteps keeps reports."""
 
@@ -156,7 +159,7 @@ class Admission(Generic[Payload]):
         if len(self._waiting) >= self.capacity:
             raise RefusedError(
                 "QUEUE_FULL",
-                f"{len(self._waiting)} batches wait, the most that the trainer holds (trainer.queue_batches): retry after the delay",
+                f"{len(self._waiting)} batches wait, the most that the trainer holds: retry after the delay",
                 retry=True,
             )
         return False

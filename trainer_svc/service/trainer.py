@@ -23,7 +23,7 @@ from sluice.v1 import checkpoint_pb2, trainer_pb2
 from sluice.v1.trainer_pb2 import Checkpoint, StepReport
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
-from trainer_svc.service.admission import Admission, Ticket
+from trainer_svc.service.admission import QUEUE_BATCHES, Admission, Ticket
 from trainer_svc.service.batches import Batch
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.learner import Applied, Learner, Restored
@@ -82,7 +82,7 @@ class Trainer:
             SluiceError: DEADLINE_EXCEEDED if it takes too long.
         """
         await self._compute.run(self.learner.load, deadline_s=self.config.deadlines.load_s, what="loading the model")
-        self.admission = Admission(self.config.queue_batches, self.learner.tokenizer_digest)
+        self.admission = Admission(QUEUE_BATCHES, self.learner.tokenizer_digest)
         log.info("model loaded", model=self.common.model, tokenizer_digest=self.learner.tokenizer_digest)
 
     @property
@@ -136,7 +136,7 @@ class Trainer:
                 published.number,
             ),
             ("queued_batches", "Batches accepted that are not applied.", self.admission.queued),
-            ("max_queued_batches", "Most batches that may wait.", self.config.queue_batches),
+            ("max_queued_batches", "Most batches that may wait.", QUEUE_BATCHES),
         ):
             yield gauge(f"sluice_trainer_{name}", text, float(value))
         steps = float(self.learner.optimizer_steps)

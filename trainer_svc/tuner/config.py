@@ -24,7 +24,6 @@ class LimitsConfig(Section):
         gt=0,
         description="Seconds without an operation after which a training is saved under the name `idle` and deleted.",
     )
-    waiting_mb: int = Field(256, ge=4, description="Most MiB of operations that wait for the engine.")
     states: int = Field(64, ge=1, description="Most saved states of one principal.")
 
 
@@ -33,12 +32,10 @@ class DeadlinesConfig(Section):
 
     load_s: float = Field(600.0, gt=0, description="Loading the base model.")
     operation_s: float = Field(
-        600.0, gt=0, description="One operation of the engine: gradients, a step, saving or loading."
+        600.0,
+        gt=0,
+        description="One operation: gradients, a step, saving or loading, publishing an adapter and loading it into a replica, a request to a replica.",
     )
-    publish_s: float = Field(
-        120.0, gt=0, description="Publishing an adapter to weightsync and loading it into a replica."
-    )
-    sample_s: float = Field(600.0, gt=0, description="One request to a replica.")
 
 
 class TunerConfig(ComputeConfig):

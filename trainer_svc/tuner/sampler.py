@@ -121,7 +121,7 @@ class Sampler:
         async with self._publishing:  # versions are committed in order
             before = self._version or Version(await self._epoch(), 0)
             version = Version(before.epoch, before.number + 1)
-            await self._publisher.push(version, tensors, settings, deadline_s=self._deadlines.publish_s)
+            await self._publisher.push(version, tensors, settings, deadline_s=self._deadlines.operation_s)
             self._version = version
             return version
 
@@ -141,7 +141,7 @@ class Sampler:
             SluiceError: as RolloutService.Generate; UNAVAILABLE if no replica could answer.
         """
         backoff = Backoff(first_s=0.2, longest_s=2.0)
-        async with _deadline(self._deadlines.sample_s):
+        async with _deadline(self._deadlines.operation_s):
             for left in range(ATTEMPTS - 1, -1, -1):
                 replica = min(self._replicas, key=lambda each: each.running)
                 try:
@@ -172,7 +172,7 @@ class Sampler:
             request.adapter = adapter_name(version)
         replica.loaded[version] = replica.loaded.pop(version, 0) + 1
         try:
-            return await replica.agent.Generate(request, timeout=self._deadlines.sample_s)
+            return await replica.agent.Generate(request, timeout=self._deadlines.operation_s)
         except grpc.aio.AioRpcError as error:
             raise SluiceError.from_rpc(error) from error
         finally:
@@ -187,7 +187,7 @@ class Sampler:
             while version not in replica.loaded or version in replica.doubtful:
                 replica.freed.clear()
                 try:
-                    await replica.admin.LoadAdapter(request, timeout=self._deadlines.publish_s)
+                    await replica.admin.LoadAdapter(request, timeout=self._deadlines.operation_s)
                     replica.loaded.setdefault(version, 0)
                     replica.doubtful.discard(version)
                 except grpc.aio.AioRpcError as error:
@@ -203,7 +203,7 @@ class Sampler:
             replica.doubtful.discard(idle)
             request = rollout_pb2.UnloadAdapterRequest(adapter=adapter_name(idle))
             try:
-                await replica.admin.UnloadAdapter(request, timeout=self._deadlines.publish_s)
+                await replica.admin.UnloadAdapter(request, timeout=self._deadlines.operation_s)
             except grpc.aio.AioRpcError as error:
                 raise SluiceError.from_rpc(error) from error
         elif replica.running:
@@ -226,5 +226,5 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
         raise SluiceError(
             grpc.StatusCode.DEADLINE_EXCEEDED,
             "REQUEST_DEADLINE",
-            f"no replica answered within {seconds:g} s (tuner.deadlines.sample_s)",
+            f"no replica answered within {seconds:g} s (tuner.deadlines.operation_s)",
         ) from None

@@ -38,6 +38,9 @@ _T = TypeVar("_T")
 RETRY_S = 1.0
 """Seconds after which to submit again where operations take too much memory."""
 
+_WAITING_BYTES = 256 << 20
+"""Most bytes of operations that wait for the engine."""
+
 LOOK_S = 30.0
 """Seconds between two looks for trainings that nobody uses."""
 
@@ -266,10 +269,10 @@ class Tuner:
             raise _refused(error) from error
         if known is not None:
             return known
-        if self._waiting_bytes + size > self._config.limits.waiting_mb << 20:
+        if self._waiting_bytes + size > _WAITING_BYTES:
             raise SluiceError.resource_exhausted(
                 "OPERATIONS_FULL",
-                f"operations of {self._waiting_bytes >> 20} MiB wait (tuner.limits.waiting_mb): wait for their results",
+                f"operations of {self._waiting_bytes >> 20} MiB wait, the most that may: wait for their results",
                 RETRY_S,
             )
         entry = held.order.submit(sequence_no, digest, (work(), size))

@@ -33,6 +33,12 @@ from weightsync.service.upload import FAILURES, RETRY_AFTER_S, Upload, complete_
 RELAY_PREFIX = "relay:"
 """Names of relays begin with it, and no others: a replica that reports under such a name has to be allowed to."""
 
+_INCOMING_TTL_S = 600.0
+"""Seconds after its last chunk until an upload that was not committed is dropped."""
+
+_IO_THREADS = 8
+"""Threads for disk work and hashing."""
+
 _MOST_ERROR_CHARACTERS = 2000
 
 _USELESS_UPLOADS = {"BASE_UNKNOWN", "BASE_DAMAGED", "NON_FINITE", "DIGEST"}
@@ -247,7 +253,7 @@ class Runs:
         self.upstream = upstream
         self.mirror = mirror
         self.retention_due = asyncio.Event()
-        self.threads = ThreadPoolExecutor(config.io_threads, thread_name_prefix="weightsync-io")
+        self.threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="weightsync-io")
         self.dense_forms = DenseForms(
             partial(self.room_for, evict=False),
             self.retention_due.set,
@@ -513,9 +519,7 @@ class Runs:
         now = self.clock()
         newest = run.ledger.newest
         for version in {version for version, _ in run.uploads} - {run.committing}:
-            idle = all(
-                now - upload.active_at > self.config.incoming_ttl_s for upload in run.uploads_of(version).values()
-            )
+            idle = all(now - upload.active_at > _INCOMING_TTL_S for upload in run.uploads_of(version).values())
             if idle or (newest is not None and version <= newest):
                 await self.drop_uploads(run, version)
         await self._retain_versions(run)
