@@ -6,13 +6,14 @@ from typing import Any
 
 from pydantic import Field
 
-from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
+from sluice.config import CommonConfig, ConfigError, ServerConfig
+from sluice.config.tables import AgentsTable
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import locate
 from sluice.loading import check_there
 
 
-class AgentsConfig(Section):
+class AgentsConfig(AgentsTable):
     """The table `[agents]`."""
 
     agent: str = Field(

@@ -13,8 +13,10 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.chat_template import check_chat_template
 from sluice.config import CHAT_TEMPLATE_KWARGS, CommonConfig, Section, ServerConfig, TemplateArguments
-from sluice.config.schema import Value, deep_merge
+from sluice.config.schema import OWN_WORKFLOWS, Value, deep_merge, not_repeatable
+from sluice.config.tables import EnvironmentTable, OrchestratorDeadlinesTable, OrchestratorTable, SamplingTable
 from sluice.environments.config import EnvironmentProcessesConfig
+from sluice.environments.loading import PLAYING, locate
 from sluice.limits import (
     FLOAT32_MAX,
     MAX_BATCH_BYTES,
@@ -35,12 +37,14 @@ EXTERNAL = "external"
 WORKFLOWS = ("auto", "single_turn", "multi_turn", "retry", EXTERNAL)
 """Workflows that come with Sluice; others are named by their import path."""
 
+_ROUND_S = 0.02
+"""Seconds after which an engine says that it has a request of a round, in a deterministic run."""
 
 _MOST_WEIGHT = 1e6
 """Greatest weight of a mix; only proportions matter, and sums of weights stay exact enough."""
 
 
-class SamplingConfig(Section):
+class SamplingConfig(SamplingTable):
     """How training episodes are sampled. Plain on purpose: the engine's log-probabilities are then the policy's."""
 
     temperature: float = Field(
@@ -234,7 +238,7 @@ class PacingConfig(Section):
     )
 
 
-class DeadlinesConfig(Section):
+class DeadlinesConfig(OrchestratorDeadlinesTable):
     """How long the orchestrator waits before something counts as failed."""
 
     start_s: float = Field(
@@ -444,7 +448,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 """What the name of an environment within a run may be."""
 
 
-class EnvironmentConfig(EpisodeConfig):
+class EnvironmentConfig(EpisodeConfig, EnvironmentTable):
     """One environment of a run, an entry `[[orchestrator.environments]]`. What it does not set, it has from `[orchestrator]`."""
 
     name: str = Field(
@@ -473,13 +477,17 @@ class EnvironmentConfig(EpisodeConfig):
         self.name = self.name or _last_part(self.environment)
         return self
 
+    def plays(self) -> bool:
+        """Return whether the environment plays its episodes itself."""
+        return self.environment in PLAYING
+
 
 def _last_part(reference: str) -> str:
     """Return the name of an environment that is given none: the attribute or the id that its reference ends with."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", reference.rpartition(":")[2])[:63].lstrip("_.-") or "environment"
 
 
-class OrchestratorConfig(EpisodeConfig):
+class OrchestratorConfig(EpisodeConfig, OrchestratorTable):
     """The table `[orchestrator]`."""
 
     environment: str = Field(
@@ -594,11 +602,8 @@ class OrchestratorConfig(EpisodeConfig):
         if not isinstance(data, Mapping) or not isinstance(data.get("environments"), list):
             return data
         shared = {name: data[name] for name in EpisodeConfig.model_fields if name in data}
-        given = data["environments"]
-        return {
-            **data,
-            "environments": [deep_merge(shared, each) if isinstance(each, Mapping) else each for each in given],
-        }
+        given = [deep_merge(shared, each) if isinstance(each, Mapping) else each for each in data["environments"]]
+        return {**data, "environments": given}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -641,9 +646,32 @@ class OrchestratorConfig(EpisodeConfig):
         """The environments of the run: `environments`, or the one that `environment` names."""
         return self._mix
 
+    def repeatable(self) -> Self:
+        """Return the settings with those that a deterministic run needs; see `Section.repeatable`."""
+        for each in self.mix:
+            if each.workflow not in OWN_WORKFLOWS:
+                raise not_repeatable("orchestrator.workflow", each.workflow, "one of Sluice's own")
+            # What is drawn next must depend neither on the clock nor on which of two groups ends first.
+            for name, value in (("groups_per_s", each.groups_per_s), ("max_running", each.max_running)):
+                if value is not None:
+                    raise not_repeatable(f"{name} of environment {each.name}", value, "none")
+            if each.filter.replaces and (len(self.mix) > 1 or each.pools.enabled):
+                raise not_repeatable(
+                    f"filter of environment {each.name}", "set, beside pools or another environment", "unset"
+                )
+        for name, value in (("every_steps", self.evaluation.every_steps), ("every_s", self.evaluation.every_s)):
+            if value:
+                raise not_repeatable(f"orchestrator.evaluation.{name}", value, "0")
+        data = self.model_dump(exclude_unset=True)
+        data.setdefault("sampling", {})["seeded"] = True
+        for table in data.get("environments", ()):
+            table.setdefault("sampling", {})["seeded"] = True
+        data.setdefault("concurrency", {})["adapt"] = False
+        data.setdefault("replicas", {}).setdefault("coalesce_s", _ROUND_S)
+        return type(self).model_validate(data)
+
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that would make the orchestrator fail at start; see `Section.check_start`."""
-        from sluice.environments.loading import locate  # noqa: PLC0415  a run alone has an environment
         from sluice.loading import check_there  # noqa: PLC0415
 
         if any(each.workflow == "external" for each in self.mix):

@@ -8,7 +8,7 @@ import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,8 @@ from sluice.chat_template import check_chat_template
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
 from sluice.config.footprint import GIB, STEP, USABLE, Footprint
+from sluice.config.schema import check_repeatable, not_repeatable
+from sluice.config.tables import RolloutTable, ServedAdaptersTable
 from sluice.decoder import decoder_of
 from sluice.engines import ENGINES, EngineName
 from sluice.models import check_model, sizes_on_disk
@@ -77,7 +79,7 @@ class LoraLimits:
     max_rank: int
 
 
-class LoraConfig(Section):
+class LoraConfig(ServedAdaptersTable):
     """LoRA adapters."""
 
     enabled: bool = Field(
@@ -111,7 +113,7 @@ class LoraConfig(Section):
         return LoraLimits(self.max_loras or least, self.max_rank)
 
 
-class RolloutConfig(Section):
+class RolloutConfig(RolloutTable):
     """The table `[rollout]`."""
 
     engine: EngineName = Field("vllm", description="The engine: vllm, or plain transformers without vLLM.")
@@ -229,6 +231,19 @@ class RolloutConfig(Section):
         """Return the processes of the engine: one for each device of a replica."""
         several = ENGINES[self.engine].several_devices
         return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES) if several else 1
+
+    def repeatable(self) -> Self:
+        """Return the settings with those that a deterministic run needs; see `Section.repeatable`."""
+        fixed = ENGINES[self.engine].repeatable
+        for name, value in fixed.items():
+            if self.engine_args.get(name, value) != value:
+                raise not_repeatable(f"rollout.engine_args.{name}", self.engine_args[name], value)
+        check_repeatable(self, "rollout.threads", 1)
+        return self.model_copy(update={"engine_args": {**self.engine_args, **fixed}, "threads": 1})
+
+    def uses_devices(self) -> bool:
+        """Return whether the engine computes on GPUs where there are some."""
+        return not ENGINES[self.engine].reads_device or self.device != "cpu"
 
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
         """Estimate the memory of the weights, of the keys and values of one sample of the maximum length, and of what vLLM takes beside.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sluice.config import ConfigError, reason_of
+from sluice.errors import ConfigError, reason_of
 from sluice.render import ChatRenderer, TemplateError, template_fault, template_variables, variables_read
 
 if TYPE_CHECKING:

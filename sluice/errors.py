@@ -9,3 +9,9 @@ class ConfigError(Exception):
 
 class BindError(ConfigError):
     """A server cannot listen at its address, most often because another program took the port. Another port may be free."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of a library's error; its type if it has no message."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__).rstrip(".:")

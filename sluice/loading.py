@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from sluice.errors import ConfigError
+from sluice.models import importable
 
 STARTED_BY = "STARTED_BY_SLUICE"
 """Variable that the processes of environments and all that they start have."""
@@ -37,8 +38,6 @@ def check_there(location: str, what: str) -> None:
     if module.endswith(".py"):
         _check_defines(module, attribute, what)
         return
-    from sluice.models import importable  # noqa: PLC0415 - brings the settings; only who checks needs it
-
     if not importable(module):
         raise ConfigError(
             f"cannot find {what} {module}: there is no such module; install its package, or correct the name"

@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from sluice.config import ConfigError, reason_of
+from sluice.errors import ConfigError, reason_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 

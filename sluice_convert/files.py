@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from sluice.config.schema import Value, reason_of
-from sluice.errors import ConfigError
+from sluice.config.schema import Value
+from sluice.errors import ConfigError, reason_of
 from sluice_convert.shell import read_script
 from sluice_convert.table import Leaf, Source, Unresolved
 

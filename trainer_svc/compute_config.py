@@ -15,6 +15,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from sluice.config import ConfigError, Section
+from sluice.config.tables import ParallelTable, TrainedAdapterTable
 from sluice.models import ModelSizes, sizes_on_disk
 from trainer_svc.precision import chosen_precision, frozen_precision
 
@@ -110,7 +111,7 @@ def check_decay(config: _Optimizer) -> _Optimizer:
     return config
 
 
-class ParallelConfig(Section):
+class ParallelConfig(ParallelTable):
     """How the trainer's processes share the model and the batch. The product of the axes is the number of processes."""
 
     dp_replicate: int = Field(
@@ -153,7 +154,7 @@ class ParallelConfig(Section):
         return self
 
 
-class LoraConfig(Section):
+class LoraConfig(TrainedAdapterTable):
     """Train low-rank factors (LoRA) beside the linear layers of a frozen model, instead of all weights."""
 
     rank: int = Field(
@@ -273,6 +274,10 @@ class ComputeConfig(OptimizerConfig):
                 "optimizer_offload steps on the CPU, which is too slow for Muon's matrix products: set optimizer to adamw, or optimizer_offload to false"
             )
         return self
+
+    def uses_devices(self) -> bool:
+        """Return whether a step is computed on GPUs where there are some."""
+        return self.device != "cpu"
 
     def check_compiler(self) -> None:
         """Refuse `compile` without a C++ compiler. CUDA kernels need one too, for the code that launches them.

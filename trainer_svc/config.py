@@ -14,6 +14,8 @@ from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
 from sluice.config.decide import least_sample, smallest_memory, visible_devices
 from sluice.config.footprint import GIB, USABLE, Footprint, most_that_fit
+from sluice.config.schema import check_repeatable, not_repeatable
+from sluice.config.tables import FrozenModelTable, TrainerDeadlinesTable, TrainerTable, rollout_of
 from sluice.decoder import Decoder, decoder_of
 from sluice.models import check_files, check_model, importable, sizes_on_disk
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_decay, check_sizes, on_device, processes_of
@@ -31,7 +33,7 @@ IN_BATCH = "batch"
 RL_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
 
 
-class FrozenConfig(Section):
+class FrozenConfig(FrozenModelTable):
     """A model that is not trained."""
 
     dtype: Precision = Field(
@@ -103,7 +105,7 @@ class CheckpointConfig(Section):
     )
 
 
-class DeadlinesConfig(Section):
+class DeadlinesConfig(TrainerDeadlinesTable):
     """How long an operation may take before the trainer reports a failure."""
 
     load_s: float = Field(600.0, gt=0, description="Seconds to load the model or a checkpoint.")
@@ -128,7 +130,7 @@ class PublishConfig(Section):
     )
 
 
-class TrainerConfig(ComputeConfig):
+class TrainerConfig(ComputeConfig, TrainerTable):
     """The table `[trainer]`."""
 
     backend: str | None = Field(
@@ -264,6 +266,13 @@ class TrainerConfig(ComputeConfig):
         """Return the ranks: the product of the axes. `dp_shard = -1` counts as 1, since nothing else sets their number."""
         axes = self.parallel
         return math.prod((axes.dp_replicate, max(1, axes.dp_shard), axes.tp, axes.cp, axes.pp))
+
+    def repeatable(self) -> Self:
+        """Return the settings with those that a deterministic run needs; see `Section.repeatable`."""
+        if self.processes() > 1:
+            raise not_repeatable("trainer.parallel", f"{self.processes()} processes", "one process")
+        check_repeatable(self, "trainer.threads", 1)
+        return self.model_copy(update={"threads": 1})
 
     def models_beside(self) -> dict[str, str]:
         """Reference, teacher and critic, where they are models of their own."""
@@ -446,8 +455,8 @@ class TrainerConfig(ComputeConfig):
 
 def _longest_row(run: CommonConfig) -> int:
     """Return the most tokens of a row as the settings of the replicas bound it; else of one prompt and response of the run."""
-    rollout = getattr(run, "rollout", None)
-    given = getattr(rollout, "engine_args", {}).get("max_model_len") or getattr(rollout, "max_model_len", None)
+    rollout = rollout_of(run)
+    given = None if rollout is None else rollout.engine_args.get("max_model_len") or rollout.max_model_len
     return given if isinstance(given, int) else least_sample(run)
 
 

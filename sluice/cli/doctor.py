@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from sluice.cli.rl import begun_before, check_run
 from sluice.config import ConfigError, Options, RunConfig, load_run, service_names
+from sluice.config.tables import rollout_of
 from sluice.doctor.finding import Finding, State, ok, wrong
 from sluice.doctor.machine import check_engine, check_machine
 from sluice.doctor.peers import check_peers, peers_of
@@ -86,8 +87,9 @@ def _findings(words: list[str], start: list[str], directory: Path | None, *, pee
         return
     if words:
         yield _run_starts(config)
-        engine = ENGINES.get(getattr(config.section("rollout"), "engine", ""))
-        if engine is not None:
+        rollout = rollout_of(config)
+        if rollout is not None:
+            engine = ENGINES[rollout.engine]
             yield check_engine(engine.library, f"`pip install {engine.library}` as docs/rollout.md says")
     yield from check_settings(config, start, directory)
     if peers:

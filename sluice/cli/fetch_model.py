@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.config import ConfigError, Options, reason_of
+from sluice.config import ConfigError, Options
+from sluice.errors import reason_of
 from sluice.host_files import whole_directory
 from sluice.imports import large_imports
 from sluice.models import check_files, check_hub

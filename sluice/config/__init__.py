@@ -22,7 +22,6 @@ from sluice.config.schema import (
     ServerConfig,
     TemplateArguments,
     WatchConfig,
-    reason_of,
 )
 from sluice.config.services import (
     Command,
@@ -70,7 +69,6 @@ __all__ = [
     "load_run",
     "load_service",
     "markdown_reference",
-    "reason_of",
     "run_config_class",
     "seconds",
     "service_configs",

@@ -5,23 +5,32 @@ The last section counts the devices of this machine, on which these decisions de
 The engine must sample from the weights that the trainer computes with. If the engine keeps bfloat16 weights and the trainer computes
 in float32, an update smaller than half a bfloat16 step never reaches the engine: the policy does not learn, or drifts.
 
-A service may come from another package, with settings of its own. A setting that its table does not have is ignored.
+A service may come from another package. Nothing is decided about its table unless that derives from the class in `sluice.config.tables`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from sluice.config.allocation import Allocation, Dimensions, Side
-from sluice.config.schema import CommonConfig, Section
+from sluice.config.schema import OWN_WORKFLOWS, CommonConfig, Section, check_repeatable, not_repeatable
+from sluice.config.tables import (
+    RolloutTable,
+    TrainerTable,
+    agents_of,
+    environments_of,
+    orchestrator_of,
+    rollout_of,
+    trainer_of,
+)
 from sluice.engines import ENGINES
-from sluice.environments.loading import PLAYING
 from sluice.errors import ConfigError
+from sluice.models import sizes_on_disk
 
 _Run = TypeVar("_Run", bound=CommonConfig)
 
@@ -30,9 +39,6 @@ _TRAINED = ("float32", "bfloat16")
 
 _VLLM_DTYPES: dict[str, str] = {name: name for name in (*_TRAINED, "float16")} | {"float": "float32", "half": "float16"}
 """Our name of each value of vLLM's argument `dtype`."""
-
-OWN_WORKFLOWS = frozenset({"auto", "single_turn", "multi_turn"})
-"""Workflows of ours. Their trajectories carry no log-probabilities of a reference or a teacher; those of others may."""
 
 EXTERNAL = "external"
 """The workflow whose episodes agents play."""
@@ -54,15 +60,14 @@ def allocation_of(run: CommonConfig) -> Allocation | None:
     Raises:
         ConfigError: if `allocation_mode` and a `backend` contradict each other.
     """
-    named = {role: getattr(_section(run, role), "backend", None) for role in ("rollout", "trainer")}
-    backends = {role: text for role, text in named.items() if text is not None}
+    named = {"rollout": rollout_of(run), "trainer": trainer_of(run)}
+    backends = {role: table.backend for role, table in named.items() if table is not None and table.backend is not None}
     per_role = Allocation.parse_roles(backends) if backends else None
     if run.allocation_mode is None:
         return per_role
     whole = Allocation.parse(run.allocation_mode)
     for role, text in backends.items():
-        one: Side | None = getattr(whole, role)
-        other: Side = getattr(per_role, role)
+        one, other = (getattr(each, role) for each in (whole, Allocation.parse_roles({role: text})))
         if one is None or one.dimensions != other.dimensions or other.backend not in ("", one.backend):
             raise ConfigError(
                 f"allocation_mode {run.allocation_mode!r} and {role}.backend {text!r} contradict each other: remove one of them"
@@ -80,39 +85,23 @@ def allocated(run: _Run) -> _Run:
     if allocation is None:
         return run
     updates: dict[str, Any] = {}
-    trainer, rollout = _section(run, "trainer"), _section(run, "rollout")
+    trainer, rollout = trainer_of(run), rollout_of(run)
     if allocation.trainer is not None and trainer is not None:
-        sized = _trainer(trainer, allocation.trainer.dimensions, _source(run, "trainer"))
-        updates["trainer"] = _checked(sized, _source(run, "trainer"))
+        source = _source(run, "trainer", trainer.backend)
+        updates["trainer"] = _checked(_trainer(trainer, allocation.trainer.dimensions, source), source)
     if allocation.rollout is not None and rollout is not None:
-        updates["rollout"] = _rollout(rollout, allocation.rollout, _source(run, "rollout"))
+        updates["rollout"] = _rollout(rollout, allocation.rollout, _source(run, "rollout", rollout.backend))
     return run.model_copy(update=updates)
 
 
-def uses_devices(table: Section | None) -> bool:
-    """Return whether a service computes on GPUs where there are some; True where its table does not say."""
-    engine = ENGINES.get(getattr(table, "engine", ""))
-    if engine is not None and not engine.reads_device:
-        return True
-    return getattr(table, "device", "auto") != "cpu"
-
-
-def _section(run: CommonConfig, name: str) -> Section | None:
-    """Return the table of a service; None if its package is not installed."""
-    section = getattr(run, name, None)
-    return section if isinstance(section, Section) else None
-
-
-def _source(run: CommonConfig, role: str) -> str:
+def _source(run: CommonConfig, role: str, backend: str | None) -> str:
     """Return the setting that sizes a role, for messages."""
-    if run.allocation_mode is not None:
-        return f"allocation_mode {run.allocation_mode!r}"
-    return f"{role}.backend {getattr(_section(run, role), 'backend', None)!r}"
+    return f"{role}.backend {backend!r}" if run.allocation_mode is None else f"allocation_mode {run.allocation_mode!r}"
 
 
-def _trainer(trainer: Section, dimensions: Dimensions, source: str) -> Section:
-    parallel: Section = getattr(trainer, "parallel")  # noqa: B009 - a field of a package that this one does not import
-    given = {name: getattr(parallel, name) for name in parallel.model_fields_set}
+def _trainer(trainer: TrainerTable, dimensions: Dimensions, source: str) -> TrainerTable:
+    parallel = trainer.parallel
+    given = parallel.model_dump(exclude_unset=True)
     for name, size in (("tp", dimensions.tensor), ("cp", dimensions.context), ("pp", dimensions.pipeline)):
         if given.get(name, size) != size:
             raise _contradiction(source, f"{name} = {size}", f"trainer.parallel.{name}", given[name])
@@ -131,9 +120,8 @@ def _trainer(trainer: Section, dimensions: Dimensions, source: str) -> Section:
     return trainer.model_copy(update={"parallel": parallel.model_copy(update=sizes)})
 
 
-def _rollout(rollout: Section, side: Side, source: str) -> Section:
-    settings = rollout.model_dump(include={"engine", "engine_args"})
-    engine, arguments = settings["engine"], dict(settings["engine_args"])
+def _rollout(rollout: RolloutTable, side: Side, source: str) -> RolloutTable:
+    engine, arguments = rollout.engine, dict(rollout.engine_args)
     if side.backend and side.backend != engine:
         if "engine" in rollout.model_fields_set:
             raise _contradiction(source, side.backend, "rollout.engine", engine)
@@ -162,12 +150,6 @@ def _contradiction(source: str, wants: str, setting: str, value: object) -> Conf
     return ConfigError(f"{source} wants {wants}, but {setting} is {value}: remove one of the two settings")
 
 
-_ONE_THREAD = 1
-
-_ROUND_S = 0.02
-"""Seconds after which an engine says that it has a request of a round."""
-
-
 def repeatable(run: _Run) -> _Run:
     """Return a deterministic run with the settings that this needs; return any other run unchanged.
 
@@ -176,64 +158,18 @@ def repeatable(run: _Run) -> _Run:
     """
     if not run.deterministic:
         return run
-    updates: dict[str, Any] = {"max_staleness": _needed(run, "", "max_staleness", 0)}
+    check_repeatable(run, "max_staleness", 0)
     if len(run.peers.rollout) > 1:
-        raise _not_repeatable("peers.rollout", f"{len(run.peers.rollout)} replicas", "one replica")
-    rollout, trainer, orchestrator = (_section(run, name) for name in ("rollout", "trainer", "orchestrator"))
-    if rollout is not None:
-        arguments, fixed = getattr(rollout, "engine_args", {}), ENGINES[getattr(rollout, "engine", "")].repeatable
-        for name, value in fixed.items():
-            if arguments.get(name, value) != value:
-                raise _not_repeatable(f"rollout.engine_args.{name}", arguments[name], value)
-        arguments = {**arguments, **fixed}
-        threads = _needed(rollout, "rollout.", "threads", _ONE_THREAD)
-        updates["rollout"] = rollout.model_copy(update={"engine_args": arguments, "threads": threads})
-    if trainer is not None:
-        if trainer.processes() > 1:
-            raise _not_repeatable("trainer.parallel", f"{trainer.processes()} processes", "one process")
-        threads = _needed(trainer, "trainer.", "threads", _ONE_THREAD)
-        updates["trainer"] = trainer.model_copy(update={"threads": threads})
-    if orchestrator is not None:
-        updates["orchestrator"] = _repeatable_orchestrator(orchestrator)
+        raise not_repeatable("peers.rollout", f"{len(run.peers.rollout)} replicas", "one replica")
+    updates: dict[str, Any] = {"max_staleness": 0}
+    for name, table in (
+        ("rollout", rollout_of(run)),
+        ("trainer", trainer_of(run)),
+        ("orchestrator", orchestrator_of(run)),
+    ):
+        if table is not None:
+            updates[name] = table.repeatable()
     return run.model_copy(update=updates)
-
-
-def _repeatable_orchestrator(orchestrator: Any) -> Section:  # noqa: ANN401 - a table of a package that this one does not import
-    for each in orchestrator.mix:
-        if each.workflow not in OWN_WORKFLOWS:
-            raise _not_repeatable("orchestrator.workflow", each.workflow, "one of Sluice's own")
-        # What is drawn next must depend neither on the clock nor on which of two groups ends first.
-        for name in ("groups_per_s", "max_running"):
-            if getattr(each, name) is not None:
-                raise _not_repeatable(f"{name} of environment {each.name}", getattr(each, name), "none")
-        if each.filter.replaces and (len(orchestrator.mix) > 1 or each.pools.enabled):
-            raise _not_repeatable(
-                f"filter of environment {each.name}", "set, beside pools or another environment", "unset"
-            )
-    for name in ("every_steps", "every_s"):
-        if getattr(orchestrator.evaluation, name):
-            raise _not_repeatable(f"orchestrator.evaluation.{name}", getattr(orchestrator.evaluation, name), "0")
-    data = orchestrator.model_dump(exclude_unset=True)
-    data.setdefault("sampling", {})["seeded"] = True
-    for each in data.get("environments", ()):
-        each.setdefault("sampling", {})["seeded"] = True
-    data.setdefault("concurrency", {})["adapt"] = False
-    data.setdefault("replicas", {}).setdefault("coalesce_s", _ROUND_S)
-    return type(orchestrator).model_validate(data)  # type: ignore[no-any-return]
-
-
-def _needed(table: Section, prefix: str, name: str, value: object) -> object:
-    """Return the value that a setting of a deterministic run has, unless another one was given."""
-    given = getattr(table, name)
-    if name in table.model_fields_set and given != value:
-        raise _not_repeatable(f"{prefix}{name}", given, value)
-    return value
-
-
-def _not_repeatable(setting: str, given: object, needed: object) -> ConfigError:
-    return ConfigError(
-        f"deterministic = true needs {setting} = {needed}, but it is {given}: leave it out, or set deterministic = false"
-    )
 
 
 def played(run: _Run) -> tuple[_Run, tuple[str, ...]]:
@@ -246,19 +182,20 @@ def played(run: _Run) -> tuple[_Run, tuple[str, ...]]:
         ConfigError: if each environment has another workflow.
     """
     run, notes = _playing(run)
-    agents, orchestrator = _section(run, "agents"), _section(run, "orchestrator")
-    agent: str = getattr(agents, "agent", "")
-    if orchestrator is None or not agent or any(each.workflow == EXTERNAL for each in getattr(orchestrator, "mix", ())):
+    agents, orchestrator = agents_of(run), orchestrator_of(run)
+    if agents is None or orchestrator is None or not agents.agent:
+        return run, notes
+    if any(each.workflow == EXTERNAL for each in orchestrator.mix):
         return run, notes
     data = orchestrator.model_dump(exclude_unset=True)
     free = [each for each in data.get("environments") or [data] if each.get("workflow", "auto") == "auto"]
     if not free:
         raise ConfigError(
-            f"agents.agent is {agent}, but no environment of the run has workflow = {EXTERNAL!r}: set it, or leave the workflow out"
+            f"agents.agent is {agents.agent}, but no environment of the run has workflow = {EXTERNAL!r}: set it, or leave the workflow out"
         )
     for each in free:
         each["workflow"] = EXTERNAL
-    note = f"orchestrator.workflow = {EXTERNAL} (auto: {agent} plays the episodes)"
+    note = f"orchestrator.workflow = {EXTERNAL} (auto: {agents.agent} plays the episodes)"
     return run.model_copy(update={"orchestrator": type(orchestrator).model_validate(data)}), (*notes, note)
 
 
@@ -268,12 +205,10 @@ def _playing(run: _Run) -> tuple[_Run, tuple[str, ...]]:
     Raises:
         ConfigError: if there are several of them.
     """
-    agents, orchestrator = _section(run, "agents"), _section(run, "orchestrator")
-    agent: str = getattr(agents, "agent", "")
-    if orchestrator is None or agents is None or agent:
+    agents = agents_of(run)
+    if agents is None or agents.agent:
         return run, ()
-    mix: Sequence[Any] = getattr(orchestrator, "mix", ())
-    playing = [each for each in mix if each.environment in PLAYING]
+    playing = [each for each in environments_of(run) if each.plays()]
     if not playing:
         return run, ()
     if len(playing) > 1:
@@ -303,7 +238,7 @@ def decided(run: _Run, *, cuda: bool, memory: int | None = None) -> tuple[_Run, 
     Returns:
         The settings, and one line per decision: the setting, its value and the reason.
     """
-    trainer, rollout = _section(run, "trainer"), _section(run, "rollout")
+    trainer, rollout = trainer_of(run), rollout_of(run)
     if trainer is None or rollout is None:
         return run, ()
     notes: list[str] = []
@@ -325,22 +260,20 @@ PROMPT_TOKENS = 1024
 
 def least_sample(run: CommonConfig) -> int:
     """Return the tokens of a sample for which a run needs room: a prompt and one response, as long as its environments and the model allow."""
-    from sluice.models import sizes_on_disk  # noqa: PLC0415 - it needs this package
-
-    environments = getattr(_section(run, "orchestrator"), "mix", ())
-    least = PROMPT_TOKENS + max((each.sampling.max_tokens for each in environments), default=0)
+    least = PROMPT_TOKENS + max((each.sampling.max_tokens for each in environments_of(run)), default=0)
     sizes = sizes_on_disk(run.model)
     return min(least, (sizes and sizes.positions) or least)
 
 
-def _precision(trainer: Any, rollout: Any, *, cuda: bool) -> Mapping[str, dict[str, tuple[object, str]]]:  # noqa: ANN401 - tables of packages that this one does not import
+def _precision(
+    trainer: TrainerTable, rollout: RolloutTable, *, cuda: bool
+) -> Mapping[str, dict[str, tuple[object, str]]]:
     """Return the precision of the trainer, of published weights and of the engine, with reasons, if they are `auto`."""
-    computes, sampled = getattr(trainer, "dtype", ""), getattr(rollout, "dtype", "")
-    published = getattr(trainer, "publish_dtype", "")
-    if sampled == "auto":  # vLLM's own argument overrides ours
-        sampled = _VLLM_DTYPES.get(getattr(rollout, "engine_args", {}).get("dtype", "auto"), "auto")
-    if not getattr(rollout, "follow_weights", False) or "" in (computes, sampled, published):
+    if not rollout.follow_weights:
         return {"trainer": {}, "rollout": {}}
+    computes, sampled = trainer.dtype, rollout.dtype
+    if sampled == "auto":  # vLLM's own argument overrides ours
+        sampled = _VLLM_DTYPES.get(rollout.engine_args.get("dtype", "auto"), "auto")
     reason = f"rollout.dtype is {sampled}"
     if computes == "auto":
         if sampled in _TRAINED:
@@ -357,12 +290,11 @@ def _precision(trainer: Any, rollout: Any, *, cuda: bool) -> Mapping[str, dict[s
     }
 
 
-def _merge(trainer: Any, rollout: Any, *, cuda: bool) -> dict[str, tuple[object, str]]:  # noqa: ANN401 - as above
+def _merge(trainer: TrainerTable, rollout: RolloutTable, *, cuda: bool) -> dict[str, tuple[object, str]]:
     """Return whether an adapter is published merged, with the reason, if that is `auto`."""
-    lora = getattr(trainer, "lora", None)
-    if not getattr(lora, "rank", 0):
+    if not trainer.lora.rank:
         return {}
-    if cuda and uses_devices(rollout):
+    if cuda and rollout.uses_devices():
         return {"lora.merge": (False, "the engine is on CUDA, where it serves adapters at full speed")}
     return {"lora.merge": (True, "the engine is on a CPU, where it samples with an adapter at a third of its speed")}
 
@@ -396,10 +328,10 @@ def check_tables_fit(run: CommonConfig) -> None:
 
 def _check_adapters(run: CommonConfig) -> None:
     """Refuse a trainer that publishes adapters which the replicas do not serve."""
-    trained = getattr(_section(run, "trainer"), "lora", None)
-    served = getattr(_section(run, "rollout"), "lora", None)
-    if trained is None or served is None or not trained.rank or trained.merge is True:
+    trainer, rollout = trainer_of(run), rollout_of(run)
+    if trainer is None or rollout is None or not trainer.lora.rank or trainer.lora.merge is True:
         return
+    trained, served = trainer.lora, rollout.lora
     if not served.enabled or served.max_rank < trained.rank:
         raise ConfigError(
             f"trainer.lora.rank = {trained.rank} publishes adapters, which the replicas would refuse: set rollout.lora.enabled = true"
@@ -409,11 +341,11 @@ def _check_adapters(run: CommonConfig) -> None:
 
 def _check_estimators(run: CommonConfig) -> None:
     """Refuse settings that estimate advantages on both sides, or on neither."""
-    objectives = getattr(_section(run, "trainer"), "all_objectives", None)
-    environments = getattr(_section(run, "orchestrator"), "mix", None)
-    if objectives is None or environments is None:
+    trainer = trainer_of(run)
+    if trainer is None:
         return
-    for each in environments:
+    objectives = trainer.all_objectives
+    for each in environments_of(run):
         try:
             check_objective(each.name, each.objective, objectives)
             objective = objectives[each.objective]
@@ -429,13 +361,12 @@ def _check_estimators(run: CommonConfig) -> None:
 
 def _check_deadlines(run: CommonConfig) -> None:
     """Refuse an orchestrator that gives a trainer up before the trainer's own deadlines act."""
-    own = getattr(_section(run, "orchestrator"), "deadlines", None)
-    trainer = getattr(_section(run, "trainer"), "deadlines", None)
-    if own is None or trainer is None:
+    trainer, orchestrator = trainer_of(run), orchestrator_of(run)
+    if trainer is None or orchestrator is None:
         return
-    longest = (
-        2 * trainer.step_s + trainer.push_s + trainer.save_s
-    )  # the step, comparing the weights, the push, a checkpoint
+    own, of_trainer = orchestrator.deadlines, trainer.deadlines
+    # The step, comparing the weights, the push, a checkpoint.
+    longest = 2 * of_trainer.step_s + of_trainer.push_s + of_trainer.save_s
     if own.step_s < longest:
         raise ConfigError(
             f"orchestrator.deadlines.step_s = {own.step_s:g} would give the trainer up before its own deadlines act, which allow"
@@ -479,12 +410,11 @@ def check_sides(advantage: str, own: str) -> None:
 
 def _check_columns(run: CommonConfig) -> None:
     """Refuse a trainer that expects log-probabilities which the orchestrator's workflows do not provide."""
-    trainer = _section(run, "trainer")
-    environments = getattr(_section(run, "orchestrator"), "mix", ())
-    if all(each.workflow not in OWN_WORKFLOWS for each in environments):
+    trainer = trainer_of(run)
+    if trainer is None or all(each.workflow not in OWN_WORKFLOWS for each in environments_of(run)):
         return
-    for name in ("reference", "teacher"):
-        if getattr(getattr(trainer, name, None), "model", "") == IN_BATCH:
+    for name, frozen in (("reference", trainer.reference), ("teacher", trainer.teacher)):
+        if frozen.model == IN_BATCH:
             raise ConfigError(
                 f"trainer.{name}.model is {IN_BATCH}, but trajectories of this run's workflow bring no log-probabilities of a {name}: set"
                 f" it to a model, or orchestrator.workflow to one of your own that brings them"

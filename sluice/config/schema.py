@@ -25,12 +25,6 @@ FieldType: TypeAlias = Any
 """A field's annotation: a class, a union, a generic alias or `Any`."""
 
 
-def reason_of(error: BaseException) -> str:
-    """Return the first line of a library's error; its type if it has no message."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__).rstrip(".:")
-
-
 def deep_merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """Return `lower` with `upper` over it: tables merge key by key; any other value, lists included, replaces the one below."""
     merged = dict(lower)
@@ -221,6 +215,18 @@ class Section(BaseModel):
         """Return how many processes of one child compute."""
         return 1
 
+    def uses_devices(self) -> bool:
+        """Return whether the service computes on GPUs where there are some."""
+        return True
+
+    def repeatable(self) -> Self:
+        """Return the settings with those that a deterministic run needs.
+
+        Raises:
+            ConfigError: if an explicit setting contradicts it; see `not_repeatable`.
+        """
+        return self
+
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
         """Estimate the memory that a child needs at its peak; None if the settings do not tell.
 
@@ -258,6 +264,29 @@ class Section(BaseModel):
     def models_beside(self) -> dict[str, str]:
         """Return the models that the service loads besides the run's model, by the settings that name them."""
         return {}
+
+
+OWN_WORKFLOWS = frozenset({"auto", "single_turn", "multi_turn"})
+"""Workflows of ours. Their trajectories carry no log-probabilities of a reference or a teacher; those of others may."""
+
+
+def not_repeatable(setting: str, given: object, needed: object) -> ConfigError:
+    """Return the error about a setting with which a deterministic run would not be one."""
+    return ConfigError(
+        f"deterministic = true needs {setting} = {needed}, but it is {given}: leave it out, or set deterministic = false"
+    )
+
+
+def check_repeatable(table: Section, setting: str, needed: object) -> None:
+    """Refuse a setting that was given another value than a deterministic run needs. Its default may be another.
+
+    Raises:
+        ConfigError: with both values.
+    """
+    name = setting.rpartition(".")[2]
+    given = dict(table)[name]
+    if name in table.model_fields_set and given != needed:
+        raise not_repeatable(setting, given, needed)
 
 
 OPERATOR = "operator"

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from sluice.certificates import now_utc, read_leaf
 from sluice.config import ConfigError, RunConfig, SecurityConfig
+from sluice.config.tables import environments_of
 from sluice.doctor.finding import Finding, ok, warning, wrong
 from sluice.rpc import SluiceError, connect
 from sluice.rpc.channel import DNS, UNIX, health_status
@@ -34,8 +35,7 @@ def peers_of(run: RunConfig) -> Mapping[str, str]:
     several = len(peers.rollout) > 1
     replicas = {f"rollout {number}" if several else "rollout": each for number, each in enumerate(peers.rollout)}
     found = {"weightsync": peers.weightsync, "trainer": peers.trainer, **replicas, "orchestrator": peers.orchestrator}
-    orchestrator = run.section("orchestrator")
-    external = any(each.workflow == "external" for each in getattr(orchestrator, "mix", ()))
+    external = any(each.workflow == "external" for each in environments_of(run))
     return found | ({"gateway": peers.gateway} if external else {})
 
 

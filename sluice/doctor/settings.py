@@ -16,10 +16,11 @@ import psutil
 
 from sluice.certificates import now_utc, read_leaf
 from sluice.chat_template import set_chat_template, template_text
-from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, reason_of
+from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig
 from sluice.doctor.finding import Finding, ok, warning, wrong
 from sluice.doctor.machine import GIB, size_text
 from sluice.end_tokens import find_padding, read_end_tokens
+from sluice.errors import reason_of
 from sluice.file_systems import check_file_system
 from sluice.rpc.access import Access
 from sluice.run_files import uses

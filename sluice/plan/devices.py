@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.config import ConfigError, RunConfig, Section, allocated, allocation_of
+from sluice.config import ConfigError, RunConfig, allocated, allocation_of
 from sluice.config.allocation import Allocation, Dimensions, Side
-from sluice.config.decide import decided, least_sample, uses_devices
+from sluice.config.decide import decided, least_sample
 from sluice.config.footprint import GIB, USABLE, Footprint, most_that_fit
+from sluice.config.tables import rollout_of, trainer_of
 from sluice.engines import ENGINES
 from sluice.models import sizes_on_disk
 from sluice.plan.machines import GB, Machines
@@ -67,8 +68,7 @@ def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None, 
     Raises:
         ConfigError: if no division fits; with the numbers and what to change.
     """
-    tables = [getattr(run, name, None) for name in ("trainer", "rollout")]
-    on_devices = all(isinstance(each, Section) and hasattr(each, "device") and uses_devices(each) for each in tables)
+    on_devices = all(each is not None and each.uses_devices() for each in (trainer_of(run), rollout_of(run)))
     if not any(machines.devices) or not on_devices:
         return Arranged(run)
     allocation, count = allocation_of(run), sum(machines.devices)

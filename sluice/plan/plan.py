@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sluice.config import ConfigError, PeersConfig, RunConfig, ServerConfig, allocation_of
-from sluice.config.decide import uses_devices
 from sluice.config.footprint import GIB, Footprint
+from sluice.config.tables import agents_of, environments_of
 from sluice.plan.machines import GB, Machines
 from sluice.plan.placement import DoesNotFitError, Sizes, Spot, on_cores, on_devices
 from sluice.supervise.restart_policy import MOST_RESTARTS, START_S
@@ -469,13 +469,13 @@ def replicas_of(flag: int | None, run: RunConfig) -> int:
 
 def has_external_agents(run: RunConfig) -> bool:
     """Return whether agents outside of the run hold its conversations: they need a gateway."""
-    return any(each.workflow == "external" for each in getattr(run.section("orchestrator"), "mix", ()))
+    return any(each.workflow == "external" for each in environments_of(run))
 
 
 def agent_workers(run: RunConfig) -> int:
     """Return how many processes play episodes with the class that `agents.agent` names; 0 without one."""
-    agents: Any = getattr(run, "agents", None)
-    return int(agents.workers) if getattr(agents, "agent", "") else 0
+    agents = agents_of(run)
+    return agents.workers if agents is not None and agents.agent else 0
 
 
 def _spots(run: RunConfig, machines: Machines, replicas: int, trains: str) -> tuple[dict[str, list[Spot]], bool]:
@@ -488,7 +488,7 @@ def _spots(run: RunConfig, machines: Machines, replicas: int, trains: str) -> tu
     allocation = allocation_of(run)
     computes = ("rollout", trains)
     there = any(machines.devices)
-    on = {name: there and uses_devices(run.section(name)) for name in computes}
+    on = {name: there and run.section(name).uses_devices() for name in computes}
     if not there:
         for name in computes:
             if getattr(_table(run, name), "device", None) == "cuda":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sluice.client import OrchestratorClient
 from sluice.config import RunConfig
+from sluice.config.tables import orchestrator_of
 from sluice.rpc import SluiceError
 from sluice.run_files import JOURNAL_FILE, METRICS_FILE, REPORT_FILE, is_held
 from sluice.v1 import orchestrator_pb2
@@ -67,7 +68,8 @@ class FollowedRun:
     @property
     def max_steps(self) -> int:
         """Return how many steps the run shall make; 0 if its settings do not say."""
-        return int(getattr(self.config.section("orchestrator"), "max_steps", 0))
+        orchestrator = orchestrator_of(self.config)
+        return 0 if orchestrator is None else orchestrator.max_steps
 
     @property
     def verdict(self) -> int:

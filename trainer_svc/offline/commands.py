@@ -15,8 +15,9 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from sluice.chat_template import TEMPLATE_FILE, check_chat_template, read_template
-from sluice.config import Command, ConfigError, Section, load_command, reason_of
+from sluice.config import Command, ConfigError, Section, load_command
 from sluice.environments.datasets import parts
+from sluice.errors import reason_of
 from sluice.imports import large_imports
 from sluice.models import ADAPTER_SETTINGS, check_files, check_hub, check_model
 from sluice.progress import doing

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from sluice.chat_template import set_chat_template, template_text
-from sluice.config import ConfigError, reason_of
 from sluice.end_tokens import EndTokens, find_padding, read_end_tokens
 from sluice.environments.datasets import Row
+from sluice.errors import ConfigError, reason_of
 from sluice.progress import doing
 from sluice.render import ChatRenderer, Rendered
 from trainer_svc.batch.rows import TrainingRow
