@@ -54,7 +54,7 @@ from sluice.file_systems import check_file_system, no_locks
 from sluice.peers import missing_peers_reported
 from sluice.rpc import RpcServer, SluiceError
 from sluice.rpc.access import caller, is_local_peer
-from sluice.rpc.later import Later
+from sluice.rpc.readiness import Later
 from sluice.sampling.lockstep import Lockstep
 from sluice.sampling.policy import PolicyEngine
 from sluice.sampling.pool import ReplicaPool

@@ -86,6 +86,9 @@ BUILT_IN = {
 STEER = ("status", "pause", "resume", "stop", "set")
 """Commands for a run that lives."""
 
+PACKAGED = ("examples", "proto")
+"""Commands that copy what the package holds."""
+
 ADDED_HELP = {
     "sft": "fine-tune a model on demonstrations",
     "dpo": "train a model on preferences (DPO, IPO)",
@@ -181,6 +184,8 @@ def _command(name: str) -> Callable[[list[str]], int] | None:
     """Return what runs a command; None if there is no such command."""
     if name in STEER:
         return partial(importlib.import_module("sluice.cli.steer").run, name)
+    if name in PACKAGED:
+        return partial(importlib.import_module("sluice.cli.packaged").run, name)
     if name == "health":
         return _health
     if name in BUILT_IN:

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.cli import rl
-from sluice.cli.examples import FOLDER, copy_examples
+from sluice.cli.packaged import FOLDER, copy_examples
 from sluice.cli.report import PLOT_FILE, finding_texts, plot_run, read_steps
 from sluice.config import ConfigError, Options, whole_number
 from sluice.engines import ENGINES

@@ -13,11 +13,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from sluice.cli.plan import as_json, print_tables
 from sluice.config import ConfigError, RunConfig, load_run
 from sluice.config import allocated as set_sizes
 from sluice.plan import Machine, Machines, Place, Plan, Purpose, make_plan
 from sluice.plan.compose import document
-from sluice.plan.text import as_json, print_tables
 
 FOUR_NODES = Machines.alike(nodes=4, devices=4, cores=32)
 AGENTS = ("--agents.agent", "a.py:Agent", "--agents.workers", "2")
