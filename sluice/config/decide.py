@@ -33,6 +33,7 @@ from sluice.errors import ConfigError
 from sluice.models import sizes_on_disk
 
 _Run = TypeVar("_Run", bound=CommonConfig)
+_Table = TypeVar("_Table", bound=Section)
 
 _TRAINED = ("float32", "bfloat16")
 """Precisions that a trainer computes in; an engine has more."""
@@ -244,12 +245,11 @@ def decided(run: _Run, *, cuda: bool, memory: int | None = None) -> tuple[_Run, 
     notes: list[str] = []
     precision = _precision(trainer, rollout, cuda=cuda)
     merge = _merge(trainer, rollout, cuda=cuda)
-    updates = {
-        "trainer": _replaced(trainer, "trainer", precision["trainer"] | merge, notes),
-        "rollout": _replaced(rollout, "rollout", precision["rollout"], notes),
-    }
-    run = run.model_copy(update=updates)
-    trainer = updates["trainer"]  # its precision counts in its memory
+    trainer = _replaced(trainer, "trainer", precision["trainer"] | merge, notes)
+    rollout = _replaced(rollout, "rollout", precision["rollout"], notes)
+    run = run.model_copy(
+        update={"trainer": trainer, "rollout": rollout}
+    )  # the precision of the trainer counts in its memory
     fitting = _replaced(trainer, "trainer", trainer.fitted(run, cuda=cuda, memory=memory), notes)
     return run.model_copy(update={"trainer": fitting}), tuple(notes)
 
@@ -299,12 +299,12 @@ def _merge(trainer: TrainerTable, rollout: RolloutTable, *, cuda: bool) -> dict[
     return {"lora.merge": (True, "the engine is on a CPU, where it samples with an adapter at a third of its speed")}
 
 
-def _replaced(table: Section, path: str, values: Mapping[str, tuple[object, str]], notes: list[str]) -> Section:
+def _replaced(table: _Table, path: str, values: Mapping[str, tuple[object, str]], notes: list[str]) -> _Table:
     """Return the table with each value in place of an `auto`, and note each replacement."""
     updates: dict[str, object] = {}
     for name, (value, reason) in values.items():
         inner, _, rest = name.partition(".")
-        held = getattr(table, inner)
+        held = dict(table)[inner]
         if rest:
             updates[inner] = _replaced(held, f"{path}.{inner}", {rest: (value, reason)}, notes)
         elif held == "auto":
