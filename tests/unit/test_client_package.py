@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli import examples, proto
+from sluice.cli import packaged
 from sluice.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -42,11 +42,11 @@ def test_the_packages_agree_in_version_and_requirements() -> None:
 
 def test_examples_and_contracts_are_copied_out_of_the_package(tmp_path: Path) -> None:
     target = tmp_path / "examples"
-    assert examples.run([str(target)]) == 0
+    assert packaged.run("examples", [str(target)]) == 0
     assert (target / "sums/env.py").read_text() == (ROOT / "examples/sums/env.py").read_text()
     with pytest.raises(ConfigError, match="nothing is overwritten"):
-        examples.run([str(target)])
+        packaged.run("examples", [str(target)])
     for _ in range(2):
-        assert proto.run([str(tmp_path)]) == 0
+        assert packaged.run("proto", [str(tmp_path)]) == 0
     copied = {path.name for path in (tmp_path / "sluice/v1").iterdir()}
     assert copied == {path.name for path in (ROOT / "proto/sluice/v1").iterdir()}

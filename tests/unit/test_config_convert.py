@@ -15,7 +15,7 @@ from sluice.cli.config import run as config_command
 from sluice.cli.main import main
 from sluice.cli.rl import run as rl
 from sluice.config import run_config_class
-from sluice.config.load import resolve
+from sluice.config.schema import resolve
 from sluice.errors import ConfigError
 from sluice_convert import SYSTEMS, Conversion, Source, convert, document, page_table, read
 from sluice_convert.command import TABLE_BEGINS, TABLE_ENDS
