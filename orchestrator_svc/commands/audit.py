@@ -235,7 +235,7 @@ def _count_differences(directory: Path, ledger: Ledger, result: AuditResult) -> 
         return  # the run went on after its last report
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     dropped = dict(report["trajectories_dropped"])
-    dropped.pop("RUN_ENDED", None)  # those that wait for a batch when a run has ended
+    dropped.pop("RUN_ENDED", None)  # groups that still waited for a batch at the end of the run
     shown = (report["trajectories_accepted"], report["trajectories_trained"], dropped)
     if shown != (result.accepted, result.trained, dict(result.dropped)):
         yield Difference(REPORT, f"report.json says {_counts(*shown)}; the facts say {_of(result)}")

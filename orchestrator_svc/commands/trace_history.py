@@ -99,7 +99,7 @@ class Trace:
 
     @classmethod
     def of(cls, facts: Iterable[tuple[int, pb.Fact]]) -> Trace:
-        """Return the sessions that a run's facts tell of.
+        """Return the sessions of a run's facts.
 
         Raises:
             LedgerError: if the facts do not fit together.

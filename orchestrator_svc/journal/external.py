@@ -172,7 +172,7 @@ class Session:
 
     @property
     def submitted_branches(self) -> list[tuple[str, ...]]:
-        """The branches of the submission; none before."""
+        """Submitted branches. Empty until the episode is submitted."""
         if self.submission is None:
             return []
         return self.branches([each.generation_ids for each in self.submission.branches])

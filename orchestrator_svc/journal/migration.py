@@ -120,7 +120,7 @@ def _trajectories(
     for ordinal, segment, offset in rows:
         place = Place(segment, offset, b"")
         name, task_id = f"g{number}-{ordinal}", ""
-        with contextlib.suppress(SegmentError, DecodeError):  # whoever reads it next counts the group as damaged
+        with contextlib.suppress(SegmentError, DecodeError):  # the next reader counts the group as damaged
             trajectory = orchestrator_pb2.TrajectoryRecord.FromString(read_payload(segments, place)).trajectory
             name, task_id = trajectory.trajectory_id, trajectory.task_id
         found[name] = (place.to_proto(), task_id)
@@ -170,7 +170,7 @@ def _batches(connection: sqlite3.Connection, named: dict[int, list[str]]) -> Ite
     for sequence_no, batch_id, applied, trained in rows.fetchall():
         groups = [number for number in members.get(sequence_no, []) if number in named]
         if not applied and len(groups) < len(members.get(sequence_no, [])):
-            return  # a damaged group was dropped from it: its others, and those of the batches after it, are batched anew
+            return  # a damaged group was dropped from it: its other groups, and those of later batches, go into new batches
         yield pb.ImportedBatch(
             sequence_no=sequence_no,
             batch_id=batch_id,

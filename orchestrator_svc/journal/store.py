@@ -286,7 +286,7 @@ class Journal:
         self._durable_seq = self.ledger.last_seq
 
     def recorded(self, kind: str) -> Iterator[journal_pb2.Fact]:
-        """Yield the facts of one kind that earlier processes recorded, in order, for whoever keeps a state of its own.
+        """Yield the facts of one kind that earlier processes recorded, in order.
 
         Raises:
             JournalError: if the journal cannot be read.

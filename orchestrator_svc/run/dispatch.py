@@ -247,7 +247,7 @@ class Dispatcher:
         )
 
     def _drop_redraws(self) -> None:
-        """Give up the tasks that had to be drawn again and cannot be any more; their turn comes, since others are drawn."""
+        """Drop redraws of tasks that may no longer be drawn. Their environments draw other tasks in their place."""
         redraws = self._ledger.redraws
         while redraws and (reason := self.curriculum.why_not_again(redraws[0])):
             owed = redraws[0]
@@ -272,7 +272,7 @@ class Dispatcher:
         return self._ledger.groups[drawn.group]
 
     def _continue(self, group: Group, version: Version) -> Group:
-        """Return an unfinished group to run again: as it is if it may go on where it stopped, else as its next attempt."""
+        """Resume an unfinished group where it stopped. If its version is too old, start its next attempt."""
         if self._scheduler.goes_on(group):
             return group
         again = journal_pb2.TaskDrawn(
@@ -299,7 +299,7 @@ class Dispatcher:
         return replica.version if replica is not None else None
 
     def _waited_for(self, wanted: Version | None) -> Version | None:
-        """Return a version that nobody serves: that of the next group, `wanted`, or of a group under way; None if there is none.
+        """Return a version that a group waits for and no replica serves: the next group (`wanted`), or one under way. None: no group waits.
 
         The deadlines of groups do not count such a wait, so it has deadlines of its own.
         """
@@ -509,9 +509,8 @@ class Dispatcher:
             problem=problem,
         )
         begins, now, outage = False, self._clock(), self._outage
-        if (
-            reason != Reason.TASK_CHANGED
-        ):  # only groups that an earlier process drew end so: the run goes on with other tasks
+        # Only groups drawn before a restart end as TASK_CHANGED. The run continues with other tasks.
+        if reason != Reason.TASK_CHANGED:
             task, shared = (group.environment, group.task_id), heals and reason in SHARED
             begins = outage.failed(group.number, task, now, shared=shared, heals=heals)
         failures = None if outage.active else self.curriculum.to_quarantine(group.number, reason)
@@ -671,7 +670,7 @@ def _numbers(group: Group, episode_ids: Iterable[str]) -> dict[str, int]:
 
 
 def _missing(group: Group, ended: Iterable[journal_pb2.EndedEpisode]) -> list[journal_pb2.EndedEpisode]:
-    """Return the episodes that a workflow left out without a word."""
+    """Return the episodes that a workflow neither returned nor reported as lost."""
     known = {*group.lost, *(each.episode for each in ended)}
     missing = [each for each in range(group.episodes) if each not in known][: max(0, group.episodes - len(known))]
     return [journal_pb2.EndedEpisode(episode=each, reason=Reason.EPISODE_FAILED) for each in missing]

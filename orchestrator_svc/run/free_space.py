@@ -1,4 +1,4 @@
-"""How much room the disks of a run have: with little left the run pauses before a write fails, and goes on when there is room again.
+"""How much room the disks of a run have. With little left the run pauses, before a write fails, and continues when there is room again.
 
 `FreeSpace` decides, and is pure. `DiskWatch` asks the file systems.
 """

@@ -1,6 +1,6 @@
 """The settings of a run that may change while it lives: which they are, and whether a new value is good.
 
-The settings objects of the process hold the present values, and whoever uses one reads it there. A change is a fact of the
+Settings objects always hold the current values: read them at use, do not copy. A change is a fact of the
 journal; a start takes the changed values back from there, over those of the settings file.
 """
 
@@ -225,7 +225,7 @@ def _parsed(text: str) -> Value:
     """Parse one TOML value.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text is not a value of TOML.
     """
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"has more than {_MOST_CHARACTERS} characters")

@@ -147,8 +147,8 @@ class Scheduler:
         return bool(group.sampled) or (group.floor >= self._oldest_usable_for(group) and group.episodes > 0)
 
     def _oldest_usable_for(self, group: Group) -> Version:
-        # Never a version to come: a bound that was lowered leaves more groups than it allows, and the batch that would bring
-        # that version may wait for this very group.
+        # Never a version to come: a bound that was lowered leaves more groups than it allows, and the
+        # trainer may be waiting for this group to make that version.
         applied, older = self.ledger.applied, self.ledger.older(group.number)
         return Version(self.ledger.epoch, min(applied, self.bound.oldest_usable(applied, older)))
 
@@ -327,7 +327,7 @@ class Selection:
 
 
 def _decrease(counts: Counter[int], key: int) -> None:
-    """Count one less, and forget a key at 0: whoever iterates reads few keys."""
+    """Decrease a count. Delete the key at 0, so that iteration stays short."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

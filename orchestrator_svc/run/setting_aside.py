@@ -1,4 +1,4 @@
-"""What can never be trained is set aside, and the run goes on; when so much is that the run learns from a biased rest, it pauses.
+"""Set aside what can never be trained, so that the run continues. Pause the run when the rest that it learns from would be biased.
 
 The smallest unit goes that is at fault: trajectories, else their group, a whole batch only where nobody can say which. Pure.
 """

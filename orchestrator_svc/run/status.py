@@ -266,7 +266,7 @@ class RunStatus:
         )
 
     def waits_for_others(self) -> Iterator[str]:
-        """Yield what has to come before the run goes on: replicas, and what `waits_for` names."""
+        """Yield what the run waits for: replicas, and what `waits_for` names."""
         replicas = self._pool.replicas
         if all(each.why_not() for each in replicas):
             known = f"none of the {len(replicas)} that are known gets work" if replicas else "none is known yet"

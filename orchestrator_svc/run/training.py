@@ -493,7 +493,7 @@ class Training:
                 self._recorder.write_dropped([Dropped(each, Reason.RUN_ENDED) for each in await self._texts(group)])
 
     def _set_aside(self, facts: Sequence[journal_pb2.Fact], found: Sequence[Found]) -> None:
-        """Set aside what can never be trained; the run goes on without it."""
+        """Record what is set aside, and write its text. The run continues without it."""
         records = {each.trajectory.trajectory_id: each for _, own in found for each in own}
         for fact in facts:
             self._journal.record_fact(fact)

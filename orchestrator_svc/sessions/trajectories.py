@@ -277,7 +277,7 @@ class _Tree:
         return SharedRecord(own, beginning)
 
     def _forks(self, path: Sequence[_Node]) -> list[tuple[_Node, _Place]]:
-        """Return the places on the way of a branch at which others part from it, in order; its own end is none."""
+        """Return the places of a branch at which other branches leave it, in order, without its own end."""
         found = list[tuple[_Node, _Place]]()
         branches = 1
         for node in reversed(path):

@@ -43,7 +43,7 @@ _LABELS = {
 
 
 _FAULTS = ("missing_rewards", "failed_tasks", "failed_episodes")
-"""What should not be there."""
+"""Counters that make `sluice eval` exit with 1."""
 
 
 def run(argv: list[str]) -> int:
