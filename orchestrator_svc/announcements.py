@@ -42,7 +42,7 @@ class AllowedAddresses:
 
     networks: Sequence[str] = ()
 
-    def check(self, target: str, *, from_here: bool) -> None:
+    def check_address(self, target: str, *, from_here: bool) -> None:
         """Check an address behind which no name has to be looked up.
 
         Args:
@@ -149,7 +149,7 @@ class Announcements:
     def _allowed(self, target: str, name: str, lease: Lease) -> bool:
         """Return whether an announced replica may be at an address that its name stands for."""
         try:
-            self._allowed_addresses.check(target, from_here=lease.from_here)
+            self._allowed_addresses.check_address(target, from_here=lease.from_here)
         except ValueError as error:
             log.warning("an announced address is left out", replica=name, reason=str(error))
             return False
@@ -177,7 +177,7 @@ class Announcements:
         check_address(address)
         address = canonical(address)
         if is_fixed(address):
-            self._allowed_addresses.check(address, from_here=from_here)
+            self._allowed_addresses.check_address(address, from_here=from_here)
         before, expires = self._leases.get(name), self._pool.now + self._config.lease_s
         if before is not None and before.address == address:
             self._leases[name] = before._replace(expires=expires, owner=owner, from_here=from_here)

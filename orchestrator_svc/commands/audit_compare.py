@@ -100,7 +100,7 @@ def audit(
     """
     journal = _Journal()
     for seq, fact in facts:
-        journal.take(seq, fact)
+        journal.take_fact(seq, fact)
     record = _Record(journal.differences, records)
     return _Comparison(journal, record, lineage).result(checkpoints)
 
@@ -178,7 +178,7 @@ class _Journal:
             "history_imported": lambda fact: self._history_imported(fact.history_imported),
         }
 
-    def take(self, seq: int, fact: journal_pb2.Fact) -> None:
+    def take_fact(self, seq: int, fact: journal_pb2.Fact) -> None:
         """Take the next fact."""
         if seq <= self.last_seq:
             self._wrong(f"fact {seq} stands after fact {self.last_seq}")

@@ -136,7 +136,7 @@ class Spans:
             "checkpoint_covered": self._checkpoint_covered,
         }
 
-    def take(self, fact: pb.Fact) -> list[Span]:
+    def take_fact(self, fact: pb.Fact) -> list[Span]:
         """Take the next fact; return the spans that it ends."""
         kind = fact.WhichOneof("kind") or ""
         if kind not in self._kinds:

@@ -443,7 +443,7 @@ def export_spans(directory: Path, collector: Collector, after: int, stop: Event 
     while True:
         for number, fact in read_facts(directory, read):
             read = number
-            ended = spans.take(fact)
+            ended = spans.take_fact(fact)
             waiting += ended if number > after else ()
             if len(waiting) >= _MOST_SPANS:
                 if not _send(collector, waiting, sent, stop, say):

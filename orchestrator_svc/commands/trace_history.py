@@ -106,10 +106,10 @@ class Trace:
         """
         trace = cls()
         for _, fact in facts:
-            trace.take(fact)
+            trace.take_fact(fact)
         return trace
 
-    def take(self, fact: pb.Fact) -> None:
+    def take_fact(self, fact: pb.Fact) -> None:
         """Take the next fact.
 
         Raises:

@@ -429,7 +429,7 @@ class Dispatcher:
             each.trajectory.episode_id: reward for each, reward in zip(scored.everyone, scored.rewards, strict=True)
         }
         self._status.group_scored(group.name, group.task_id, rewards)
-        for problem in self._first_rewards.take(group.environment, scored.rewards):
+        for problem in self._first_rewards.take_rewards(group.environment, scored.rewards):
             log.warning("the first rewards look wrong", environment=group.environment, problem=problem)
         replaced = scored.without_signal and (
             self._config.on_max_refills == "fail" or self.curriculum.refills < self._config.max_refills

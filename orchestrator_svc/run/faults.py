@@ -136,7 +136,7 @@ class FirstRewards:
         self._groups, self._most = groups, most_reward
         self._seen: dict[str, _Seen] = {}
 
-    def take(self, environment: str, rewards: Iterable[float | None]) -> list[str]:
+    def take_rewards(self, environment: str, rewards: Iterable[float | None]) -> list[str]:
         """Take the rewards of a scored group, None for a missing one.
 
         Returns:

@@ -307,7 +307,7 @@ class Lending:
         Raises:
             SluiceError: INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED (by who samples), FAILED_PRECONDITION (it comes too late).
         """
-        self.refusals.check(principal, now)
+        self.refusals.check_sender(principal, now)
         target = Target(request.generation_id, request.branch)
         session = self.settling(principal, request.episode_id, by)
         self._check_reward(session, request.reward, now)
@@ -366,7 +366,7 @@ class Lending:
             SluiceError: INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED (by who samples), FAILED_PRECONDITION (it ended otherwise, or
                 nothing was sampled).
         """
-        self.refusals.check(principal, now)
+        self.refusals.check_sender(principal, now)
         session = self.settling(principal, request.episode_id, by)
         if request.HasField("reward"):
             self._check_reward(session, request.reward, now)
@@ -556,7 +556,7 @@ class Refusals:
         self._counts: OrderedDict[tuple[str, str, str], int] = OrderedDict()
         self._recent: dict[str, deque[float]] = {}
 
-    def check(self, principal: str, now: float) -> None:
+    def check_sender(self, principal: str, now: float) -> None:
         """Let a principal give something, unless too much of it was refused just now.
 
         Raises:

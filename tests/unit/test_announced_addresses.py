@@ -20,7 +20,7 @@ from sluice.sampling.pool import ReplicaPool
 
 def allowed(target: str, *networks: str, from_here: bool = False) -> bool:
     try:
-        AllowedAddresses(networks).check(target, from_here=from_here)
+        AllowedAddresses(networks).check_address(target, from_here=from_here)
     except ValueError:
         return False
     return True

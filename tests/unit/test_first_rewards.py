@@ -23,16 +23,16 @@ from orchestrator_svc.run.faults import FirstRewards
 )
 def test_odd_rewards_are_said_once_after_the_first_batch(rewards: list[float | None], problems: list[str]) -> None:
     first = FirstRewards(4, 100.0)
-    assert [first.take("mine", rewards) for _ in range(3)] == [[]] * 3
-    found = first.take("mine", rewards)
+    assert [first.take_rewards("mine", rewards) for _ in range(3)] == [[]] * 3
+    found = first.take_rewards("mine", rewards)
     assert len(found) == len(problems)
     assert all(each.startswith(problem) for each, problem in zip(found, problems, strict=True))
-    assert [first.take("mine", [None, None]) for _ in range(20)] == [[]] * 20
+    assert [first.take_rewards("mine", [None, None]) for _ in range(20)] == [[]] * 20
 
 
 def test_environments_are_looked_at_apart_and_a_few_rewards_say_nothing() -> None:
     first = FirstRewards(1, 100.0)
-    assert first.take("a", [0.0] * 4) == []
-    assert first.take("b", [1.0] * 4) == []
-    assert len(first.take("a", [0.0] * 4)) == 1
-    assert first.take("b", [0.5] * 4) == []
+    assert first.take_rewards("a", [0.0] * 4) == []
+    assert first.take_rewards("b", [1.0] * 4) == []
+    assert len(first.take_rewards("a", [0.0] * 4)) == 1
+    assert first.take_rewards("b", [0.5] * 4) == []

@@ -163,13 +163,13 @@ def test_a_batch_that_is_taken_apart_counts_once_and_an_operator_begins_anew() -
 def test_a_sender_of_bad_rewards_has_to_wait_and_another_has_not() -> None:
     refusals = Refusals()
     for each in range(MOST_PER_MINUTE):
-        refusals.check("ann", float(each) / 10)
+        refusals.check_sender("ann", float(each) / 10)
         refusals.note("ann", "t", "REWARD_TOO_LARGE", float(each) / 10)
-    refusals.check("ben", 6.0)
+    refusals.check_sender("ben", 6.0)
     with pytest.raises(SluiceError) as wait:
-        refusals.check("ann", 6.0)
+        refusals.check_sender("ann", 6.0)
     assert (wait.value.reason, wait.value.retry_after_s) == ("REFUSED_TOO_OFTEN", 54.0)
-    refusals.check("ann", 60.0)
+    refusals.check_sender("ann", 60.0)
     assert [(each.principal, each.task_id, each.count) for each in refusals.describe()] == [("ann", "t", 60)]
     for each in range(2 * MOST_KNOWN):
         refusals.note(f"p{each}", "t", "R", 0.0)

@@ -25,7 +25,7 @@ def spans(facts: Iterable[pb.Fact]) -> list[Span]:
     told, found = Spans("demo"), []
     for second, fact in enumerate(facts):
         fact.time.FromSeconds(BEGIN + second)
-        found += told.take(fact)
+        found += told.take_fact(fact)
     return found
 
 
