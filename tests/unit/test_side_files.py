@@ -142,7 +142,7 @@ def test_an_event_has_names_numbers_and_what_is_zero() -> None:
 async def test_events_are_appended_over_restarts_with_rising_numbers(tmp_path: Path) -> None:
     for start in (1, 2):
         recorder = Recorder(tmp_path, None)
-        events = EventLog(start, recorder.event)
+        events = EventLog(start, recorder.write_event)
         for state in (orchestrator_pb2.RUN_STATE_STARTING, orchestrator_pb2.RUN_STATE_RUNNING):
             changed = orchestrator_pb2.RunStateChanged(state=state)
             events.append(orchestrator_pb2.RunEvent(state_changed=changed))
