@@ -1,4 +1,4 @@
-"""What is written to a client in any dialect: of the samples of a request, messages and texts without their stop strings; fields and events."""
+"""What the dialects write: messages and texts of samples without their stop strings, fields of responses, and events of streams."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""What is read of a request in any dialect: bodies, sampling, content, and what a request asks for.
+"""What the dialects read: bodies, sampling, content, and what a request asks for.
 
-A body is read leniently at a gateway, whose clients nobody can change: what changes no token is ignored, what cannot be done is left out or
-not enforced, and each of these is a notice of the request. A replica reads the `Strict` form of a body, a subclass with narrower fields that
-forbids unknown keys: what is not done as the client wrote it is refused, so that nothing is ignored silently. `user`, `metadata`, `store`,
-`safety_identifier` and `prompt_cache_key` describe the caller and change no answer: they are taken. Fields for which only one value is
-supported (such as `echo` or `service_tier`) may be sent with that value. Only the form of the values is checked here. Whether they fit the
-model is checked where gRPC requests are.
+Each body has two forms. A gateway reads the lenient one, since nobody can change its clients: what changes no token is ignored, what cannot be
+done is left out or not enforced, and each of these is a notice of the request. A replica reads the strict one (`Strict...`), a subclass with
+narrower fields that forbids unknown keys: it refuses what it would not do as the client wrote it. So one function turns both into a request.
+
+The strict form takes `user`, `metadata`, `store`, `safety_identifier` and `prompt_cache_key`, which describe the caller and change no answer.
+Fields for which only one value is supported (such as `echo` or `service_tier`) may be sent with that value. Only the form of the values is
+checked here. The replica checks whether they fit the model, as it does for gRPC requests.
 """
 
 from __future__ import annotations
@@ -163,18 +164,6 @@ class ClientRequest:
             self.notices.append(notice)
 
 
-class Lenient(BaseModel):
-    """An object in which unknown keys are kept apart: they are ignored and counted."""
-
-    model_config = ConfigDict(extra="allow")
-
-    def note_unknown(self, request: ClientRequest, *known: str) -> None:
-        """Add a notice for each key that this server does not read, unless it is null."""
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name not in known:
-                request.note("ignored", name)
-
-
 class Inner(BaseModel):
     """An object within a body. What it holds besides its fields is ignored."""
 
@@ -212,13 +201,21 @@ ROLES = {"developer": "system"}
 """Roles with another name in the contract."""
 
 
-class RequestBody(Lenient):
-    """Body of a request, in any dialect: a JSON object whose numbers are all finite."""
+class RequestBody(BaseModel):
+    """Body of a request, in any dialect: a JSON object whose numbers are all finite. Unknown keys are kept apart, and noted."""
+
+    model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_finite(cls, given: Any) -> Any:  # noqa: ANN401 - JSON
         return refuse_not_finite(given)
+
+    def note_unknown(self, request: ClientRequest) -> None:
+        """Add a notice for each key that this server does not read, unless it is null."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                request.note("ignored", name)
 
 
 class Said(BaseModel):
@@ -259,7 +256,7 @@ class StreamOptions(Inner):
 
 
 def _named(given: object) -> object:
-    if given is None:
+    if given is None:  # at a replica it is the model that is served
         raise PydanticKnownError("string_type")
     return given
 
