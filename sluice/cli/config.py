@@ -12,6 +12,9 @@ from sluice.config import ConfigError, Options, markdown_reference, run_config_c
 
 EXIT_FAILURE = 1
 
+SYSTEMS = ("trl", "verl", "prime-rl", "areal")
+"""Systems that `sluice_convert` knows."""
+
 
 def run(argv: list[str]) -> int:
     """Run `docs` or `convert`.
@@ -34,7 +37,8 @@ def _parser(*, converts: bool) -> argparse.ArgumentParser:
     docs.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the file is not up to date")
     docs.add_argument(
         "--system",
-        help="the table of settings of this system (trl, verl, prime-rl, areal) instead, in the page `docs/coming-from/SYSTEM.md`",
+        choices=SYSTEMS,
+        help="the table of settings of this system instead, in the page `docs/coming-from/SYSTEM.md`",
     )
     docs.set_defaults(run=_docs)
     made = actions.add_parser(
