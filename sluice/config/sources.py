@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
+import yaml
 from pydantic import BaseModel, create_model
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
@@ -195,18 +196,15 @@ def file_source(model: type[BaseModel], path: Path, section: str | None) -> Sour
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _parsed(path: Path, text: str) -> dict[str, Any]:
-    name, parse, wrong = "TOML", tomllib.loads, (ValueError, RecursionError)
-    if path.suffix == ".json":
-        name, parse = "JSON", json.loads
-    elif path.suffix in {".yaml", ".yml"}:
-        import yaml  # noqa: PLC0415 - only these files need it
+_PARSERS: Mapping[str, Callable[[str], Any]] = {"JSON": json.loads, "TOML": tomllib.loads, "YAML": yaml.safe_load}
 
-        name, parse, wrong = "YAML", yaml.safe_load, (*wrong, yaml.YAMLError)
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    kind = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}.get(path.suffix, "TOML")
     try:
-        data = parse(text)
-    except wrong as error:
-        raise ConfigError(f"{path} is not {name}: {error}") from error
+        data = _PARSERS[kind](text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not {kind}: {error}") from error
     if data is None:  # an empty file of YAML
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
