@@ -213,7 +213,7 @@ class WeightPublisher:
             self._in_use.release()
 
     def give_up(self) -> None:
-        """End a push that is under way at its next attempt, on all ranks: its `publish` raises FAILED_PRECONDITION GIVEN_UP."""
+        """End a push that is under way at its next attempt, on all ranks: its `publish` raises FAILED_PRECONDITION OVERTAKEN."""
         if self._push is not None:
             self._push.give_up()
 

