@@ -254,6 +254,8 @@ class DeadlinesConfig(OrchestratorDeadlinesTable):
         gt=0,
         description="Seconds that the run may wait for a replica that has taken a version which is new enough; then it ends, and can be continued.",
     )
+    begin_epoch_s: float = Field(900.0, gt=0, description="Seconds for the trainer to restore and publish its weights.")
+    submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to submit a batch.")
     step_s: float = Field(
         7200.0,
         gt=0,

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_WIDEST = 10_000
-"""Columns of a line that is not wrapped: a table in a file, or behind a pipe, has no terminal to fit into."""
+_SIZE = {"width": 10_000, "height": 25}
+"""Of the console: a line is never wrapped. Rich takes a dumb terminal for 80 columns wide unless both are given."""
 
 
 def table_lines(
@@ -33,8 +33,8 @@ def table_lines(
             justify="right" if place in numbers else "left", no_wrap=True, min_width=least if place == 0 else None
         )
     for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console(color_system=None, width=_WIDEST)
+        table.add_row(*(Text(" ".join(cell.splitlines())) for cell in row))
+    console = Console(color_system=None, force_terminal=False, **_SIZE)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]

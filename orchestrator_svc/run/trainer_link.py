@@ -26,12 +26,6 @@ log = structlog.get_logger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-BEGIN_EPOCH_S = 900.0
-"""Seconds for the trainer to restore and publish its weights."""
-
-SUBMIT_S = 120.0
-"""Seconds for one attempt to submit a batch."""
-
 RETRY_S = 0.5
 """Seconds between two attempts, where the trainer does not say."""
 
@@ -109,7 +103,7 @@ class TrainerLink:
         Raises:
             SluiceError: if it refuses, cannot be reached in time, or has no checkpoint that fits although it has some.
         """
-        limit, what = BEGIN_EPOCH_S, f"the trainer does not begin epoch {epoch}"
+        limit, what = self._deadlines.begin_epoch_s, f"the trainer does not begin epoch {epoch}"
         found = await self._persist(partial(self.client.checkpoints, self.run), limit, what)
         end = Version(lineage.newest_epoch, ENDLESS)
         checkpoints = [each for each in found if not lineage.is_retired(Version.from_proto(each.policy_version), end)]
@@ -160,7 +154,7 @@ class TrainerLink:
         waits = ""
         while True:
             try:
-                return await self.client.submit_batch(header, trajectories, timeout_s=SUBMIT_S)
+                return await self.client.submit_batch(header, trajectories, timeout_s=self._deadlines.submit_s)
             except SluiceError as error:
                 if (refusal := BatchRefusedError.of(error)) is not None:
                     raise refusal from error

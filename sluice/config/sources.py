@@ -56,8 +56,6 @@ REMOVED: Mapping[str, tuple[Value, str]] = {
     "concurrency.settle_s": (2.0, _FIXED),
     "concurrency.shrink": (0.75, _FIXED),
     "environment_processes.log_lines_per_minute": (600, _FIXED),
-    "orchestrator.deadlines.begin_epoch_s": (900.0, _FIXED),
-    "orchestrator.deadlines.submit_s": (120.0, _FIXED),
     "orchestrator.external.cache_mb": (256, _FIXED),
     "orchestrator.external.cacheable_s": (60.0, _FIXED),
     "orchestrator.external.retry_s": (1.0, _FIXED),

@@ -20,6 +20,7 @@ PACKAGES = (
     "gateway_svc",
     "envserver_svc",
     "agents_svc",
+    "sluice_convert",
 )
 PREFIX = "ERROR_REASON_"
 SHORTHANDS = {

@@ -21,7 +21,7 @@ from sluice.supervise.watchdog import Watchdog
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     *("sluice", "agents_svc", "envserver_svc", "gateway_svc", "orchestrator_svc"),
-    *("rollout_svc", "trainer_svc", "weightsync"),
+    *("rollout_svc", "trainer_svc", "weightsync", "sluice_convert"),
 )
 
 FORKING = {
