@@ -6,11 +6,11 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 import structlog
@@ -120,8 +120,8 @@ class WeightPublisher:
         self._committed: Version | None = None
         """Version that the kept copy holds, if its commit was answered."""
         self._serial = self._noted = 0
-        self._push: VersionPush | None = None
-        """The push that is under way."""
+        self._given_up = False
+        """Whether to end the push that is under way, or that was announced and begins next."""
 
     def encode(
         self,
@@ -168,9 +168,9 @@ class WeightPublisher:
             self._in_use.release()
         return Update(version, base, diff, self._serial)
 
-    async def publish(
+    def publish(
         self, update: Update, *, deadline_s: float, labels: Mapping[str, str] | None = None
-    ) -> PushReport:
+    ) -> Coroutine[Any, Any, PushReport]:
         """Push and commit what `encode` kept: visible as a whole when this returns.
 
         Idempotent while the copy holds the version. What failed and may pass is repeated until the deadline, from where it broke.
@@ -181,6 +181,11 @@ class WeightPublisher:
             SluiceError: as the contract says of PushWeights and CommitVersion; FAILED_PRECONDITION OVERTAKEN if a later
                 `encode` took the copy, RANK_LOST if a rank is gone; of several ranks, what any failed with.
         """
+        if not self._in_use.locked():  # a push that still reads the copy keeps its end
+            self._given_up = False  # now and not when the coroutine begins: it may be given up before
+        return self._publish(update, deadline_s, labels or {})
+
+    async def _publish(self, update: Update, deadline_s: float, labels: Mapping[str, str]) -> PushReport:
         if not self._in_use.acquire(blocking=False):
             raise _overtaken(update.version)
         try:
@@ -193,10 +198,15 @@ class WeightPublisher:
             if agreement.compared and update.serial != self._noted:  # not again when a push is repeated
                 self._comparisons.note(worth=agreement.delta)
                 self._noted = update.serial
-            payloads = _payloads(copy, update, agreement, labels or {})
+            payloads = _payloads(copy, update, agreement, labels)
             directory = self._directory if self._hand_overs.due() else None
-            self._push = push = VersionPush(
-                to, payloads, self._exchange, chunk_bytes=self._chunk_bytes, directory=directory
+            push = VersionPush(
+                to,
+                payloads,
+                self._exchange,
+                chunk_bytes=self._chunk_bytes,
+                directory=directory,
+                given_up=lambda: self._given_up,
             )
             report = await push.run()
             if push.handed_over is not None:
@@ -209,13 +219,11 @@ class WeightPublisher:
                 changed_fraction=agreement.changed_fraction,
             )
         finally:
-            self._push = None
             self._in_use.release()
 
     def give_up(self) -> None:
-        """End a push that is under way at its next attempt, on all ranks: its `publish` raises FAILED_PRECONDITION OVERTAKEN."""
-        if self._push is not None:
-            self._push.give_up()
+        """End the push of the last call of `publish` at its next attempt, on all ranks: it raises FAILED_PRECONDITION OVERTAKEN."""
+        self._given_up = True
 
     async def update(
         self,

@@ -45,7 +45,10 @@ _PASSING_REASONS = {"SHARDS_MISSING", "SHARD_OFFSET"}
 """Refusals that pass: the service was restarted between push and commit, or this process stood still."""
 
 _ONCE = {grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED}
-"""How a broken connection may show, but a defect too: such a push is repeated once."""
+"""How a broken connection may show, but a defect too: such a push is repeated, unless it failed in one of these ways just before."""
+
+_ONCE_REASONS = {"SUPERSEDED"}
+"""The same for refusals: a stream of this push that broke may have come late, but two publishers must not push each other out for long."""
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
@@ -164,6 +167,7 @@ class VersionPush:
         exchange: The ranks that publish it together; None: this process is alone.
         chunk_bytes: Bytes per chunk.
         directory: Shared memory in which the service may find files; None: send chunks.
+        given_up: Asked before each attempt: whether to end the push on all ranks instead.
 
     Attributes:
         handed_over: Whether the service took a file of this host; None if none was tried.
@@ -177,6 +181,7 @@ class VersionPush:
         *,
         chunk_bytes: int,
         directory: Path | None = None,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         reserve = min(_RESERVE_S, (to.deadline - time.monotonic()) / 10) if exchange is not None else 0.0
         self._to = Destination(to.channel, to.run, to.version, to.deadline - reserve)
@@ -184,7 +189,7 @@ class VersionPush:
         self._payloads, self._exchange = list(payloads), exchange
         self._chunk_bytes, self._directory = chunk_bytes, directory
         self._bytes_sent = 0
-        self._given_up = False
+        self._given_up = given_up
         self.handed_over: bool | None = None
 
     async def run(self) -> PushReport:
@@ -197,6 +202,7 @@ class VersionPush:
         """
         resume, failures = False, 0
         failure: SluiceError | None = None
+        before: SluiceError | None = None
         while True:
             try:
                 return await self._attempt(self._payloads[0], resume=resume)
@@ -207,7 +213,7 @@ class VersionPush:
                 if len(self._payloads) > 1 and error.reason in _BASE_REASONS:
                     del self._payloads[0]
                     resume = False
-                elif _may_pass(error, first=not failures):
+                elif _may_pass(error, before):
                     if failure is None or error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which says least
                         failure = error
                     if failures:
@@ -216,12 +222,9 @@ class VersionPush:
                     resume = True
                 else:
                     raise
+                before = error
                 log.warning("push failed, retrying", version=str(self._to.version), error=str(error), pause_s=pause_s)
             await asyncio.sleep(min(pause_s, max(0.0, self._to.left_s)))
-
-    def give_up(self) -> None:
-        """End the push at its next attempt, on all ranks."""
-        self._given_up = True
 
     async def _attempt(self, payload: Payload, *, resume: bool) -> PushReport:
         """Send every rank's shard, have rank 0 commit them, and tell all ranks the outcome."""
@@ -257,7 +260,7 @@ class VersionPush:
 
     async def _send_shard(self, payload: Payload, *, resume: bool) -> pb.Shard | None:
         self._to.remaining()
-        if self._given_up:
+        if self._given_up():
             raise SluiceError.failed_precondition(
                 "OVERTAKEN", f"the push of version {self._to.version} was given up: nobody waits for it any more"
             )
@@ -379,11 +382,15 @@ class _ShardTransfer:
             self.bytes_sent += end - begin
 
 
-def _may_pass(error: SluiceError, *, first: bool) -> bool:
-    """Return whether another attempt may succeed after a failure, the first one or a later one."""
-    if error.code in _ONCE:
-        return first
+def _may_pass(error: SluiceError, before: SluiceError | None) -> bool:
+    """Return whether another attempt may succeed after a failure, and perhaps one just before it."""
+    if _passes_once(error):
+        return before is None or not _passes_once(before)
     return error.reason != _LATE and (error.code in _PASSING or error.reason in _PASSING_REASONS)
+
+
+def _passes_once(error: SluiceError) -> bool:
+    return error.code in _ONCE or error.reason in _ONCE_REASONS
 
 
 def _write(source: FileSource, directory: Path) -> KeptFile:

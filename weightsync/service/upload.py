@@ -275,7 +275,7 @@ def complete_manifest(
         base: Manifest of the version that a delta is based on; None for other kinds.
 
     Raises:
-        ManifestError: if the announcement contradicts itself, or a delta's base has other tensors.
+        ManifestError: if the announcement contradicts itself or the entries of its files, or a delta's base has other tensors.
         SluiceError: SHARDS_MISSING, DIGEST, or NON_FINITE.
     """
     check_manifest(announced)
@@ -284,7 +284,9 @@ def complete_manifest(
     manifest.CopyFrom(announced)
     missing = [shard.name for shard in manifest.shards if shard.name not in uploads or not uploads[shard.name].complete]
     if missing:
-        raise _missing(f"shards missing: {_some(missing)}; push them, then commit again")
+        raise SluiceError.failed_precondition(
+            "SHARDS_MISSING", f"shards missing: {_some(missing)}; push them, then commit again"
+        )
     if base is not None:
         _check_same_model(manifest, base)
     for shard in manifest.shards:
@@ -327,7 +329,7 @@ def _complete_shard(shard: pb.Shard, received: Upload) -> None:
     entries = {entry_name(tensor) for tensor in stored}
     if entries != received.tensors.keys():
         different = sorted(entries ^ received.tensors.keys())
-        raise _missing(f"shard {shard.name}: file and manifest disagree on the entries {_some(different)}")
+        raise ManifestError(f"shard {shard.name}: file and manifest disagree on the entries {_some(different)}")
     for tensor in stored:
         found = received.tensors[entry_name(tensor)]
         if tensor.encoding in _ENCODED:
@@ -362,10 +364,6 @@ def _same(what: str, announced: str, found: str) -> str:
     if announced and announced != found:
         raise _other_bytes(f"{what} has digest {found}, announced was {announced}; push it again")
     return found
-
-
-def _missing(message: str) -> SluiceError:
-    return SluiceError.failed_precondition("SHARDS_MISSING", message)
 
 
 def _other_bytes(message: str) -> SluiceError:
