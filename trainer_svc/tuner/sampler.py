@@ -32,6 +32,9 @@ HOLD_S = 120.0
 CALL_S = 10.0
 """Deadline of a short call in seconds."""
 
+PUBLISH_S = 120.0
+"""Deadline in seconds of publishing an adapter, and of loading one into a replica or unloading it."""
+
 ATTEMPTS = 4
 """Times that a request is sampled before it fails, because its replica failed or gave its adapter up."""
 
@@ -121,7 +124,7 @@ class Sampler:
         async with self._publishing:  # versions are committed in order
             before = self._version or Version(await self._epoch(), 0)
             version = Version(before.epoch, before.number + 1)
-            await self._publisher.push(version, tensors, settings, deadline_s=self._deadlines.operation_s)
+            await self._publisher.push(version, tensors, settings, deadline_s=PUBLISH_S)
             self._version = version
             return version
 
@@ -187,7 +190,7 @@ class Sampler:
             while version not in replica.loaded or version in replica.doubtful:
                 replica.freed.clear()
                 try:
-                    await replica.admin.LoadAdapter(request, timeout=self._deadlines.operation_s)
+                    await replica.admin.LoadAdapter(request, timeout=PUBLISH_S)
                     replica.loaded.setdefault(version, 0)
                     replica.doubtful.discard(version)
                 except grpc.aio.AioRpcError as error:
@@ -203,7 +206,7 @@ class Sampler:
             replica.doubtful.discard(idle)
             request = rollout_pb2.UnloadAdapterRequest(adapter=adapter_name(idle))
             try:
-                await replica.admin.UnloadAdapter(request, timeout=self._deadlines.operation_s)
+                await replica.admin.UnloadAdapter(request, timeout=PUBLISH_S)
             except grpc.aio.AioRpcError as error:
                 raise SluiceError.from_rpc(error) from error
         elif replica.running:
