@@ -41,6 +41,9 @@ def test_a_command_arrives_as_it_was_given(command: Command) -> None:
     assert type(arrived) is type(command)
 
 
-def test_a_command_of_another_release_is_refused() -> None:
+@pytest.mark.parametrize(
+    "given", [["Dance", {}], ["Stop", {}], ["Stop", {"exit_code": "soon"}], [["Stop"], {}], ["Stop"]]
+)
+def test_a_command_of_another_release_is_refused(given: object) -> None:
     with pytest.raises(RuntimeError, match="run the same release on every rank"):
-        decode_command(json.dumps(["Dance", {}]))
+        decode_command(json.dumps(given))

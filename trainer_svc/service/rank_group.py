@@ -121,12 +121,15 @@ def decode_command(text: str | bytes) -> Command:
     """Read what `encode_command` returned.
 
     Raises:
-        RuntimeError: if this release knows no such command.
+        RuntimeError: if this release knows no such command, or not with such fields.
     """
-    name, given = json.loads(text)
-    if name not in _KINDS:
-        raise RuntimeError(f"rank 0 gave the unknown command {name!r}: run the same release on every rank")
-    return TypeAdapter(_KINDS[name]).validate_python(given)
+    try:
+        name, given = json.loads(text)
+        return TypeAdapter(_KINDS[name]).validate_python(given)
+    except (ValueError, LookupError, TypeError) as error:
+        raise RuntimeError(
+            f"rank 0 gave the unknown command {text!r:.200}: run the same release on every rank"
+        ) from error
 
 
 # The group.
@@ -310,7 +313,7 @@ class RankLink:
 
         Raises:
             RankFailedError: if rank 0 is gone.
-            RuntimeError: if this release knows no such command.
+            RuntimeError: if this release knows no such command; rank 0 hears of it if it is one that computes.
         """
         number = self._numbers[stream] = self._numbers[stream] + 1
         key = f"{stream}/{number}"
@@ -324,7 +327,13 @@ class RankLink:
             except RuntimeError as error:
                 first_line = str(error).partition("\n")[0]
                 raise RankFailedError(f"rank 0 is gone ({first_line})") from error
+            break
+        try:
             return decode_command(text)
+        except RuntimeError as error:
+            if stream == "compute":
+                self.done(f"{type(error).__name__}: {error}")
+            raise
 
     def done(self, failure: str = "") -> None:
         """Report to rank 0 that the last compute command is done, or why this rank ends instead.
