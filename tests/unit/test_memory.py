@@ -219,6 +219,16 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_copy_of_the_last_version_has_the_precision_that_is_published_on_the_device(model):
+    def held(publish_dtype: str, *, cuda: bool) -> int:
+        footprint = TrainerConfig(publish_dtype=publish_dtype).footprint(CommonConfig(model=str(model)), cuda=cuda)
+        assert footprint is not None
+        return footprint.host_of_process
+
+    assert held("auto", cuda=False) == held("float32", cuda=False) > held("bfloat16", cuda=False)
+    assert held("auto", cuda=True) == held("bfloat16", cuda=True) < held("float32", cuda=True)
+
+
 def test_a_dry_run_prints_the_estimate_and_refuses_what_cannot_fit(model, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ["--model", str(model), "--dtype", "bfloat16", "--dry-run"]
