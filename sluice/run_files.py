@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from sluice import host_files
-from sluice.config import ConfigError
+from sluice.errors import ConfigError
 from sluice.file_systems import no_locks
 
 CONFIG_FILE = "config.toml"

@@ -23,11 +23,13 @@ from pydantic import Field
 from orchestrator_svc.commands.runs import find_run
 from orchestrator_svc.commands.table import table_lines
 from sluice.config import Command, ConfigError, Section, load_command
+from sluice.config.removed import without_removed
 from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import locate
 from sluice.host_files import write_whole
 from sluice.loading import check_there
 from sluice.progress import doing
+from sluice.run_files import CONFIG_FILE
 from sluice.telemetry import LEVEL_VARIABLE, configure_logging
 
 _LEAST_FOR_CORRELATION = 2
@@ -80,9 +82,10 @@ def run(argv: list[str]) -> int:
 
 def _settings(directory: Path) -> Mapping[str, Any]:
     try:
-        return tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+        written = tomllib.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the settings of {directory} cannot be read: {error}") from error
+    return without_removed(written, recorded=True)
 
 
 def _seed(directory: Path) -> int:

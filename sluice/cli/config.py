@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: if the words are wrong, or a file cannot be converted.
     """
-    arguments = _parser(converts=argv[:1] != ["docs"]).parse_args(argv)
+    arguments = _parser(converts=argv[:1] == ["convert"]).parse_args(argv)
     return int(arguments.run(arguments))
 
 

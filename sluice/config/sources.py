@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel, create_model
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
+from sluice.config.removed import found, is_old_default, without_removed
 from sluice.config.schema import (
     FieldType,
     Section,
@@ -35,6 +36,7 @@ from sluice.config.schema import (
     unsets,
 )
 from sluice.errors import ConfigError
+from sluice.run_files import CONFIG_FILE
 
 _Section = TypeVar("_Section", bound=Section)
 
@@ -46,38 +48,6 @@ FLAG_ALIASES = {"insecure": "security.insecure"}
 
 TOLD_TO_AGENTS = {"SLUICE_GATEWAY": ("peers", "gateway"), "SLUICE_GATEWAY_URL": None}
 """Variables by which an evaluation tells agents of any kind where its gateway is, and the settings that they mean here."""
-
-_FIXED = "it is always {}"
-
-REMOVED: Mapping[str, tuple[Value, str]] = {
-    "capture.deadlines.orchestrator_s": (60.0, _FIXED),
-    "concurrency.kv_high": (0.9, _FIXED),
-    "concurrency.queue_share": (0.5, _FIXED),
-    "concurrency.settle_s": (2.0, _FIXED),
-    "concurrency.shrink": (0.75, _FIXED),
-    "environment_processes.log_lines_per_minute": (600, _FIXED),
-    "orchestrator.external.cache_mb": (256, _FIXED),
-    "orchestrator.external.cacheable_s": (60.0, _FIXED),
-    "orchestrator.external.retry_s": (1.0, _FIXED),
-    "orchestrator.journal.fsync_interval_ms": (25.0, _FIXED),
-    "orchestrator.journal.queue_records": (100_000, _FIXED),
-    "pools.newest_weight": (0.5, _FIXED),
-    "replicas.affinity_margin": (0.25, _FIXED),
-    "replicas.waiting_poll_s": (0.02, _FIXED),
-    "rollout.limits.answer_ttl_s": (300.0, _FIXED),
-    "rollout.limits.max_answer_bytes": (256 << 20, _FIXED),
-    "rollout.limits.max_answers": (4096, _FIXED),
-    "trainer.queue_batches": (2, _FIXED),
-    "tuner.deadlines.publish_s": (120.0, "set tuner.deadlines.operation_s"),
-    "tuner.deadlines.sample_s": (600.0, "set tuner.deadlines.operation_s"),
-    "tuner.limits.waiting_mb": (256, _FIXED),
-    "weightsync.incoming_ttl_s": (600.0, _FIXED),
-    "weightsync.io_threads": (8, _FIXED),
-}
-"""Settings of earlier versions that are gone, by the end of their names: what they were by default, and what holds now.
-
-A file may still have one with its default, because the settings that a run wrote into its directory name all of them.
-"""
 
 _BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off"})
 
@@ -189,7 +159,8 @@ def file_source(model: type[BaseModel], path: Path, section: str | None) -> Sour
     if section is not None:
         data = {section: data}
     try:
-        return Source(str(path), _canonical_table(model, data))
+        present = without_removed(data, recorded=path.name == CONFIG_FILE)
+        return Source(str(path), _canonical_table(model, present))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -201,8 +172,14 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
     kind = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}.get(path.suffix, "TOML")
     try:
         data = _PARSERS[kind](text)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not {kind}: {error}") from error
+    except yaml.YAMLError as error:  # its text has lines of the file, which may be secrets
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        raise ConfigError(
+            f"{path} is not YAML: {getattr(error, 'problem', None) or 'it cannot be read'}{where}"
+        ) from None
     if data is None:  # an empty file of YAML
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
@@ -210,17 +187,13 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
     return data
 
 
-def _canonical_table(annotation: FieldType, value: Value, path: tuple[str, ...] = ()) -> Value:
-    """Return a value with canonical keys, without removed settings. The keys of free-form tables stay as they are.
-
-    Raises:
-        ConfigError: if a removed setting has another value than it was replaced by.
-    """
+def _canonical_table(annotation: FieldType, value: Value) -> Value:
+    """Return a value with canonical keys. The keys of free-form tables stay as they are."""
     table = table_class(annotation)
     if value == "none" and unsets(annotation, value):
         return None
     if isinstance(value, list) and (entry := entry_class(annotation)) is not None:
-        return [_canonical_table(entry, each, path) for each in value]
+        return [_canonical_table(entry, each) for each in value]
     if isinstance(value, bool) and bool not in (types := alternatives(annotation)) and {int, float} & {*types}:
         return str(value).lower()  # as a text it is refused where a number is wanted, instead of being 0 or 1
     if not isinstance(value, Mapping) or table is None:
@@ -232,37 +205,10 @@ def _canonical_table(annotation: FieldType, value: Value, path: tuple[str, ...] 
             key = SECTION_ALIASES.get(key, key)
         field = table.model_fields.get(key)
         if field is not None:
-            renamed = deep_merge(renamed, {key: _canonical_table(field.annotation, inner, (*path, key))})
-        elif (gone := _removed((*path, key))) is None:
+            renamed = deep_merge(renamed, {key: _canonical_table(field.annotation, inner)})
+        else:
             renamed = deep_merge(renamed, {key: inner})
-        elif inner != gone[0]:
-            raise _no_setting((*path, key), gone)
     return renamed
-
-
-def _removed(path: Sequence[str]) -> tuple[Value, str] | None:
-    """Return what became of a setting that was removed; None for other names."""
-    name = f".{'.'.join(path)}"
-    return next((gone for end, gone in REMOVED.items() if name.endswith(f".{end}")), None)
-
-
-def _no_setting(path: Sequence[str], gone: tuple[Value, str]) -> ConfigError:
-    default, instead = gone
-    return ConfigError(f"{'.'.join(path)} is no setting any more: leave it out; {instead.format(default)}")
-
-
-def _type_of(model: type[BaseModel], path: Sequence[str]) -> FieldType:
-    """Return the type of the field at a dotted path.
-
-    Raises:
-        ConfigError: if there is no such field, or it was removed.
-    """
-    try:
-        return resolve(model, path)
-    except ConfigError as error:
-        if (gone := _removed(path)) is not None:
-            raise _no_setting(path, gone) from error
-        raise
 
 
 def command_prefix(command: str) -> str:
@@ -289,7 +235,9 @@ def environment_source(
         if path is None:
             continue
         try:
-            table = deep_merge(table, nest(path, parse_text(_type_of(model, path), text)))
+            if is_old_default(path, text):
+                continue
+            table = deep_merge(table, nest(path, parse_text(resolve(model, path), text)))
         except ConfigError as error:
             raise ConfigError(f"environment variable {variable}: {error}") from error
     return Source("the environment", table)
@@ -355,7 +303,10 @@ def _read_flag(line: CommandLine, model: type[BaseModel], word: str, words: list
     if service is not None and first not in model.model_fields:
         path = (service, *path)
     try:
-        annotation = _type_of(model, path)
+        if found(path) is not None and is_old_default(path, text if separator else "".join(words[:1])):
+            del words[: 0 if separator else 1]
+            return
+        annotation = resolve(model, path)
         if (
             not separator
             and words

@@ -214,9 +214,28 @@ def test_a_removed_setting_is_read_with_its_old_default_and_refused_with_another
         load_run(["@", toml(tmp_path, "new.toml", "[weightsync]\nio_threads = 4\n")])
     with pytest.raises(ConfigError, match=r"--tuner\.deadlines\.sample_s: .*set tuner\.deadlines\.operation_s"):
         load_run(["--tuner.deadlines.sample_s", "4"])
+    load_run(["--trainer.queue_batches", "2", "--trainer.lr=1e-3"])
+    monkeypatch.setenv("SLUICE_WEIGHTSYNC__IO_THREADS", "8")
     monkeypatch.setenv("SLUICE_TRAINER__QUEUE_BATCHES", "3")
     with pytest.raises(ConfigError, match=r"SLUICE_TRAINER__QUEUE_BATCHES: .*always 2"):
         load_run([])
+
+
+def test_the_file_of_a_run_is_read_whatever_its_removed_settings_were(tmp_path):
+    written = "[trainer]\nqueue_batches = 4\n[orchestrator.environment_processes]\nlog_lines_per_minute = 1\n"
+    load_run(["@", toml(tmp_path, "config.toml", written)])
+    with pytest.raises(ConfigError, match="queue_batches is no setting any more"):
+        load_run(["@", toml(tmp_path, "mine.toml", written)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["environment_args: {api_key: hunter2, x: [}", "api_key: hunter2: x", 'api_key: "hunter2', "a:\n- hunter2\nb\n"],
+)
+def test_what_is_said_about_broken_yaml_has_none_of_it(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"run\.yaml is not YAML: .*line \d") as error:
+        load_run(["@", toml(tmp_path, "run.yaml", text)])
+    assert "hunter2" not in str(error.value)
 
 
 KEYS = st.sampled_from("abc")

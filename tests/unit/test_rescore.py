@@ -42,6 +42,7 @@ def run(tmp_path: Path) -> Path:
     (directory / "journal.sqlite").touch()
     (directory / "config.toml").write_text(
         f'seed = 7\n[orchestrator]\nenvironment = "{tmp_path}/env.py:Words"\n[orchestrator.environment_args]\nworth = 1.0\n'
+        "[orchestrator.environment_processes]\nlog_lines_per_minute = 600\n"  # a setting of earlier versions
     )
     said = {2: ["a", "bb", "ccc", "dddd"], 10: ["eeeee", "eeeee"]}
     for step, words in said.items():

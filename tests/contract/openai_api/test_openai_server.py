@@ -19,7 +19,7 @@ from simulated_clock import LIMIT_S, SimulatedClock
 from small_models import CONTEXT
 
 from sluice.config import ConfigError, SecurityConfig
-from sluice.openai import requests
+from sluice.openai import requests, server
 from sluice.openai.server import HttpServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -136,7 +136,7 @@ class TestDeadline:
 
     @pytest.mark.slow
     async def test_the_kernel_cuts_off_a_connection_whose_client_reads_nothing(self, monkeypatch):
-        monkeypatch.setattr(requests, "SEND_DEADLINE_S", 1.0)
+        monkeypatch.setattr(server, "SEND_DEADLINE_S", 1.0)
 
         async def more_than_the_kernel_holds(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
