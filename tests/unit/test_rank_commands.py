@@ -29,7 +29,7 @@ COMMANDS: tuple[Command, ...] = (
     Train("b9", halved=False, changed_lr=None),
     Encode(POSITION, deadline_s=600.0),
     Save(POSITION, journal_position=12),
-    Publish(Version(2, 8), deadline_s=0.5),
+    Publish(Version(2, 8), deadline_s=1.5),
     Stop(exit_code=3),
 )
 
