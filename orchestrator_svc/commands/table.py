@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_SIZE = {"width": 10_000, "height": 25}
-"""Of the console: a line is never wrapped. Rich takes a dumb terminal for 80 columns wide unless both are given."""
+_WIDEST, _LINES = 10_000, 25
+"""Columns and lines of the console: no line is wrapped. Rich takes a dumb terminal for 80 columns wide unless both are given."""
 
 
 def table_lines(
@@ -34,7 +34,7 @@ def table_lines(
         )
     for row in rows:
         table.add_row(*(Text(" ".join(cell.splitlines())) for cell in row))
-    console = Console(color_system=None, force_terminal=False, **_SIZE)
+    console = Console(color_system=None, force_terminal=False, width=_WIDEST, height=_LINES)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
