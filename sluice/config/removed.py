@@ -31,7 +31,7 @@ REMOVED: Mapping[str, tuple[float, str]] = {
     "replicas.affinity_margin": (0.25, _FIXED),
     "replicas.waiting_poll_s": (0.02, _FIXED),
     "trainer.queue_batches": (2, _FIXED),
-    "tuner.deadlines.publish_s": (120.0, "set tuner.deadlines.operation_s"),
+    "tuner.deadlines.publish_s": (120.0, _FIXED),
     "tuner.deadlines.sample_s": (600.0, "set tuner.deadlines.operation_s"),
     "tuner.limits.waiting_mb": (256, _FIXED),
     "weightsync.incoming_ttl_s": (600.0, _FIXED),

@@ -34,7 +34,7 @@ class DeadlinesConfig(Section):
     operation_s: float = Field(
         600.0,
         gt=0,
-        description="One operation: gradients, a step, saving or loading, publishing an adapter and loading it into a replica, a request to a replica.",
+        description="One operation: gradients, a step, saving or loading, a request to a replica. Publishing an adapter, and loading it into a replica, has 120 s.",
     )
 
 
