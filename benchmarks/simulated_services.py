@@ -60,7 +60,7 @@ class Load:
 
     Attributes:
         latency_s: Mean seconds of one request.
-        spread: Share of it by which requests differ, evenly on both sides.
+        spread: Largest deviation of a request from that mean, as a fraction of the mean, uniform on both sides.
         tokens: Tokens per sample.
     """
 

@@ -131,7 +131,7 @@ def _key_of(context: Context) -> str:
 def _answers(
     part: Begun | Delta | Result | None, request: episode_pb2.EpisodeServiceGenerateStreamRequest
 ) -> Iterator[episode_pb2.EpisodeServiceGenerateStreamResponse]:
-    """Yield what is sent for a part of a reply: one message, or those of a result that is larger than one."""
+    """Yield the messages to send for a part of a reply: one, or several if a result is too large for one."""
     if request.takes_parts and isinstance(part, Result) and not _fits(part):
         whole = memoryview(part.SerializeToString())
         for start in range(0, len(whole), PART_BYTES):

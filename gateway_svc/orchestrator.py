@@ -354,7 +354,7 @@ class Exchange:
 
 
 def _messages(request: session_pb2.ExchangeRequest) -> Iterator[session_pb2.ExchangeRequest]:
-    """Yield what is sent of a call: the call, or its parts."""
+    """Yield the messages to send for a call: the call itself, or its parts."""
     if request.ByteSize() <= MAX_MESSAGE_BYTES:
         yield request
         return
@@ -425,7 +425,7 @@ class Strangers:
             raise SluiceError.not_found(UNKNOWN_EPISODE, message)
 
     def note(self, key: str, message: str, now: float) -> None:
-        """Remember a key that opens nothing, and what its caller was told; the first time counts."""
+        """Remember an unknown key and the error that its caller got. A repeated call does not extend the time."""
         until, _ = self._known.get(_digest(key), (-math.inf, ""))
         if until <= now:
             self.forget(key)

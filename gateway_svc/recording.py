@@ -111,8 +111,8 @@ class _Run:
         begin: What the orchestrator is asked for it.
         sampling: Its parts, and who reads them.
         known: Whether the orchestrator was asked for it, and has not been told that it ended without a reply.
-        said: What the orchestrator was told last: whether nobody reads it here.
-        saying: Lock of the calls that tell it, which must arrive in their order.
+        said: What this gateway reported last to the orchestrator: whether the request has no reader here.
+        saying: Lock for the calls that report this, which must arrive in order.
     """
 
     begin: session_pb2.BeginGenerationRequest
@@ -242,7 +242,7 @@ class RecordedSessions:
     async def renew_lease(
         self, request: episode_pb2.RenewLeaseRequest, key: str = ""
     ) -> episode_pb2.RenewLeaseResponse:
-        """Prolong a lease of the caller, or that of the session whose settling key was sent."""
+        """Prolong a lease of the caller. If a settling key was sent, prolong the lease of its session."""
         who = caller().name
         if key:
             found = await self.find_ended(SessionRef("", key))
@@ -298,7 +298,7 @@ class RecordedSessions:
         )
 
     async def _settler(self, ref: SessionRef) -> tuple[str, Credential]:
-        """Return whose session it is, and what lets the caller settle it: it is the caller's, or that of the key that was sent.
+        """Return the owner of the session, and the credential with which the caller settles it: its identity, or the key that was sent.
 
         Raises:
             SluiceError: NOT_FOUND; PERMISSION_DENIED if the key does not settle it.
@@ -550,9 +550,9 @@ class RecordedSessions:
         run: _Run,
         until: float,
     ) -> session_pb2.RecordedGeneration:
-        """Record what was sampled; return what is recorded under its name, which another gateway may have done before.
+        """Record what was sampled. Return the record under this name: that of another gateway, if it recorded first.
 
-        It is tried again while the orchestrator is away or full.
+        Retry while the orchestrator is away or full.
         """
         request = session_pb2.RecordGenerationRequest(
             episode_id=session.episode_id, gateway=self._name, generation=generation

@@ -48,7 +48,7 @@ def too_late(seconds: float) -> SluiceError:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The rest of a reply is that of another sampling, which this one repeats.
+    """The rest of the reply comes from another sampling of the same request.
 
     Attributes:
         other: The other one.

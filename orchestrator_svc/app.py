@@ -454,7 +454,7 @@ def _release(journal: Journal, curriculum: Curriculum) -> None:
 
 
 def _directories(common: CommonConfig) -> list[Path]:
-    """Return what the run writes to, as far as it is on this machine: each may be on a file system of its own."""
+    """Return the directories on this machine that the run writes to. Each may be on another file system."""
     versions = getattr(getattr(common, "weightsync", None), "directory", None)
     weights = common.run_dir / "weights" if versions is None else versions / common.run
     return [common.run_dir, common.run_dir / "checkpoints", weights]

@@ -649,7 +649,7 @@ class OrchestratorConfig(EpisodeConfig, OrchestratorTable):
         return self._mix
 
     def repeatable(self) -> Self:
-        """Return the settings with those that a deterministic run needs; see `Section.repeatable`."""
+        """Return a copy with the values that a deterministic run needs; see `Section.repeatable`."""
         for each in self.mix:
             if each.workflow not in OWN_WORKFLOWS:
                 raise not_repeatable("orchestrator.workflow", each.workflow, "one of Sluice's own")

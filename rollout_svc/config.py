@@ -233,7 +233,7 @@ class RolloutConfig(RolloutTable):
         return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES) if several else 1
 
     def repeatable(self) -> Self:
-        """Return the settings with those that a deterministic run needs; see `Section.repeatable`."""
+        """Return a copy with the values that a deterministic run needs; see `Section.repeatable`."""
         fixed = ENGINES[self.engine].repeatable
         for name, value in fixed.items():
             if self.engine_args.get(name, value) != value:

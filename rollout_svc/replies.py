@@ -220,7 +220,7 @@ def reads_back(read: ReadCalls, written: str) -> bool:
 
 
 def split_thinking(text: str, opened: bool) -> tuple[str, str]:
-    """Return the reasoning at the beginning of a text and what follows it. Reasoning without an end is all of the text."""
+    """Return the reasoning at the beginning of a text and what follows it. If the reasoning has no end mark, the whole text is reasoning."""
     return _Thinking(opened).after(text, last=True)
 
 
@@ -239,7 +239,7 @@ def read_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> Said:
 class ReplyReader:
     """Reads one reply whose text comes in parts, and returns reasoning and content as soon as no later text can change them.
 
-    A part takes time in proportion to its own length: of the text before it, only what may begin a mark is searched again. The text
+    The time for a part grows with the part's length only: of the earlier text, only an end that may begin a mark is searched again. The text
     after a malformed call is searched for further calls; that happens at most `MAX_CALLS` times in a reply.
 
     What a parser of the engine's library reads is known at the end alone.

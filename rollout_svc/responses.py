@@ -45,7 +45,7 @@ class ResponseCache:
         make: Callable[[], AsyncGenerator[M, None]],
         passing: Callable[[M], bool] = lambda _: False,
     ) -> AsyncGenerator[M, None]:
-        """Yield the answer to a request: a kept one, that of the same request in progress, or a new one.
+        """Yield the answer to a request: a kept answer, the answer of the same request in progress, or a new one.
 
         Sampling is cancelled when no caller reads any more. A reader that stalls does not hold up the others.
 

@@ -107,7 +107,7 @@ class _SampleText:
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Samples for callers, over gRPC and for the HTTP port.
+    """Serves sampling requests over gRPC. The HTTP port calls it, too.
 
     Args:
         run: `runs/{run}` that this replica belongs to.

@@ -609,14 +609,14 @@ def check_size(conversation: tokens_pb2.Conversation) -> None:
 
 
 def _arguments_size(conversation: tokens_pb2.Conversation) -> int:
-    """Return the size of the template arguments that are read: they may be there twice."""
+    """Return the size of the template arguments. If a request has them in both forms, only the JSON is read."""
     if conversation.HasField("template_arguments_json"):
         return len(conversation.template_arguments_json.encode())
     return conversation.template_arguments.ByteSize()
 
 
 def _rendered_size(tool: tokens_pb2.Tool) -> int:
-    """Return the size of what a template gets of a tool: its schema may be in it twice."""
+    """Return the size of a tool as a template gets it. If the schema is there in both forms, only the JSON is read."""
     return tool.ByteSize() - (tool.parameters.ByteSize() if tool.HasField("parameters_json") else 0)
 
 

@@ -151,7 +151,7 @@ class _TextTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: Mapping[str, int]) -> None:
-        from tokenizers import AddedToken, Tokenizer  # noqa: PLC0415 - a service that does not render does without
+        from tokenizers import AddedToken, Tokenizer  # noqa: PLC0415 - only services that render need it
 
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         secret = f"\N{OBJECT REPLACEMENT CHARACTER}{secrets.token_hex(16)}"

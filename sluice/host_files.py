@@ -216,7 +216,9 @@ def rotate(paths: Sequence[Path]) -> None:
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text file, given whole or in parts, that appears whole or not at all. What has its name, or that of its temporary file, is replaced.
+    """Write a text file, given whole or in parts, that appears whole or not at all.
+
+    An existing file of this name, or of the name of the temporary file, is replaced.
 
     Raises:
         OSError: if the directory cannot be written to.

@@ -62,7 +62,7 @@ class Step:
 
     @property
     def left_s(self) -> float | None:
-        """Return in how many seconds it ends if it goes on as so far; None if that is not known."""
+        """Return the remaining seconds at the present pace, or None if unknown."""
         here = self.done - self._before
         if not self.total or not here:
             return None

@@ -148,7 +148,7 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None,
         hide: Callable[[str], str] = str,
     ) -> str:
-        """Return the text of a conversation, each text of which is changed by a function."""
+        """Return the text of a conversation after applying `hide` to each text in it."""
         filled = functools.partial(self._filled, add_generation_prompt=add_generation_prompt, tools=tools, hide=hide)
         # Most templates read the arguments of a call as an object, and few as text. The others raise.
         forms = [_with_arguments(messages, _as_object)]
@@ -401,7 +401,7 @@ class ChatRenderer:
     def _turn(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, done: str = ""
     ) -> tuple[Rendered, str]:
-        """Return the row of the last message after what is `done`, and the marked text of all."""
+        """Return the row of the last message, which follows the text `done`, and the marked text of all messages."""
         index = len(messages) - 1
         whole = self._marked(messages, add_generation_prompt=False, tools=tools)
         if messages[index]["role"] == "assistant":

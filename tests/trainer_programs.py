@@ -90,7 +90,7 @@ class Programs:
 async def ready(
     client: TrainerClient, process: asyncio.subprocess.Process | Forked
 ) -> trainer_pb2.GetTrainerStateResponse:
-    """Ask until the model is loaded and no epoch has begun."""
+    """Poll until the trainer has loaded the model and waits for its first epoch. Return its state."""
     async with asyncio.timeout(START_S):
         while True:
             assert process.returncode is None, "the trainer ended while starting"

@@ -268,7 +268,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
         return math.prod((axes.dp_replicate, max(1, axes.dp_shard), axes.tp, axes.cp, axes.pp))
 
     def repeatable(self) -> Self:
-        """Return the settings with those that a deterministic run needs; see `Section.repeatable`."""
+        """Return a copy with the values that a deterministic run needs; see `Section.repeatable`."""
         if self.processes() > 1:
             raise not_repeatable("trainer.parallel", f"{self.processes()} processes", "one process")
         check_repeatable(self, "trainer.threads", 1)

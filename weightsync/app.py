@@ -68,7 +68,7 @@ class Serving:
 
     Attributes:
         server: The server; `target` is where it listens.
-        relay: Follows the service behind, if this is a relay.
+        relay: Follows the upstream service, if this is a relay.
         failed: Set when the service cannot continue; the end of `serving` raises the reason.
     """
 

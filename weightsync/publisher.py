@@ -495,10 +495,10 @@ class PolicyPublisher:
 
 
 class Trials:
-    """Decide when to try again what may be in vain: to compare with the version before, or to hand a file over. Pure.
+    """Decide for which versions to try an optimisation that may not pay off: a delta to the previous version, or handing over a file. Pure.
 
-    After a try in vain, one version is left out; after the next one two, then four, up to sixteen. A try that was worth it
-    ends that. Ranks that note the same outcomes decide the same.
+    After a failed try, skip one version; after the next failed try two, then four, up to sixteen. A successful try resets this.
+    Ranks that note the same outcomes decide the same.
     """
 
     def __init__(self) -> None:

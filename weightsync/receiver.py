@@ -533,7 +533,7 @@ class WeightReceiver:
         return staged, cost
 
     async def _apply(self, staged: StagedVersion) -> ApplyReport:
-        """Let the engine pause, copy and resume; then keep the file that it says it holds.
+        """Have the engine pause, copy and resume. Then keep only the file that the engine reports to hold.
 
         Raises:
             ApplyError: if the version does not serve.

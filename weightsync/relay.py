@@ -60,7 +60,7 @@ def relay_name(address: str) -> str:
 
 
 class Relay:
-    """The service behind a relay: followed in every run that somebody asks for, and sent the replicas' reports.
+    """The upstream service of a relay. The relay follows it in every run that a client asks for, and forwards the replicas' reports to it.
 
     Args:
         channel: To that service, with the admin role, which a relay needs to report as one.
@@ -82,7 +82,7 @@ class Relay:
         """Follow until cancelled; engines reach this relay at `address`.
 
         Raises:
-            RelayCycleError: if the service behind leads back to this relay.
+            RelayCycleError: if the chain of upstream services leads back to this relay.
         """
         self._address = address
         try:
@@ -100,10 +100,10 @@ class Relay:
         )
 
     async def has(self, resource: str) -> bool:
-        """Return whether the service behind has the run named ``runs/{run}``.
+        """Return whether the upstream service has the run named ``runs/{run}``.
 
         Raises:
-            SluiceError: what the service behind answered, or UNAVAILABLE.
+            SluiceError: the error of the upstream service, or UNAVAILABLE.
         """
         stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(self._channel)
         try:
@@ -116,7 +116,7 @@ class Relay:
         return True
 
     def follow(self, runs: Runs, run: Run) -> None:
-        """Bring the versions of the service behind into a run from now on."""
+        """From now on, copy the versions of the upstream service into a run."""
         self._followers[run.name] = Follower(runs, run, self._channel)
         if self._group is not None:
             self._begin(self._group, self._followers[run.name])
@@ -125,7 +125,7 @@ class Relay:
         """Forward a replica's report.
 
         Raises:
-            SluiceError: RELAY_CYCLE, if it is this relay's own report, which came back by way of the service behind.
+            SluiceError: RELAY_CYCLE, if it is this relay's own report, which came back through the upstream service.
         """
         if self._address and request.replica == relay_name(self._address):
             self._cycle.set()
@@ -140,10 +140,10 @@ class Relay:
         return math.inf if follower is None else follower.forwarder.lease_s
 
     def describe(self, run: Run) -> None:
-        """Return nothing: what is behind is no object store."""
+        """Return None: the upstream is not an object store."""
 
     def connected(self, run: str) -> bool:
-        """Return whether the service behind answers for the run."""
+        """Return whether the upstream service answers for the run."""
         return run in self._followers and self._followers[run].connected
 
     def _begin(self, group: asyncio.TaskGroup, follower: Follower) -> None:
@@ -166,7 +166,7 @@ class Follower:
 
     @property
     def connected(self) -> bool:
-        """Return whether the service behind answers."""
+        """Return whether the upstream service answers."""
         return self._watch is not None and self._watch.connected
 
     async def run_forever(self, address: str) -> None:
@@ -279,12 +279,12 @@ class Forwarder:
     """Forwards the reports of one run: the latest of each replica, in the background.
 
     Args:
-        stub: The service behind.
+        stub: The upstream service.
         clock: Decides when to try again, and which reports are too old.
         own_lease_s: Seconds that this service grants its replicas; an older report is not forwarded.
 
     Attributes:
-        lease_s: Seconds that the service behind granted last; infinite before its first answer.
+        lease_s: Lease in seconds that the upstream service granted last. Infinite before its first answer.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class Forwarder:
                 await self._clock.sleep(backoff.fail())
 
     async def _send_all(self) -> bool:
-        """Send what waits, oldest first; return False if the service behind could not be reached."""
+        """Send what waits, oldest first; return False if the upstream service could not be reached."""
         while self._waiting:
             replica = next(iter(self._waiting))
             reported_at, request = self._waiting.pop(replica)

@@ -68,11 +68,11 @@ class Work:
     """What the fleet does.
 
     Attributes:
-        group: Samples of a group, one request.
+        group: Samples per group. A group is one request.
         groups_per_replica: Groups that a replica has under way.
         tokens: Tokens of a sample.
         generation_s: Mean seconds of a request.
-        spread: Share of it by which requests differ.
+        spread: Largest deviation of a request from that mean, as a fraction of the mean.
         train_s: Seconds of a step.
         max_staleness: Versions that a token may lag behind.
         weights_bytes: Of the model.

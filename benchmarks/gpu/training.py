@@ -223,7 +223,7 @@ def _out_of_memory(case: Case) -> Figures:
 
 
 def _reserved(case: Case, config: TrainerConfig, rows: Sequence[TrainingRow]) -> tuple[int | None, float]:
-    """Return the memory that PyTorch takes from the device for an update after the first, and its loss; None on a CPU."""
+    """Apply a second update. Return the memory that PyTorch reserved on the device (None on a CPU), and the loss."""
     if case.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(case.device)

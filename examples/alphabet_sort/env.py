@@ -41,7 +41,7 @@ class AlphabetSort:
 
     Args:
         turns: Turns of an episode.
-        most: Most names in a turn; the first one has at least two.
+        most: Most names in a turn. The first turn has at least two.
         last_names: Whether names have two parts, of which a task says by which one to sort.
         rules: Whether the first message explains the task. Models that learned it from demonstrations need it not; it also says whether first or last
             names decide, so names of two parts cannot be sorted without.

@@ -85,6 +85,6 @@ def problems(split: str, symbol: str) -> list[Problem]:
 
 
 def held_out(a: int, symbol: str, b: int) -> bool:
-    """Return whether a problem is held out, by its digest. 38 + 47 is on the same side as 17 + 18."""
+    """Return whether a problem is held out, by its digest. 17 + 18 and 18 + 17 are always in the same split."""
     low, high = sorted((a, b))
     return hashlib.blake2b(f"{low}{symbol}{high}".encode(), digest_size=1).digest()[0] % HELD_OUT_SHARE == 0

@@ -466,7 +466,7 @@ class _Comparison:
         return not self._lineage.is_retired(version, self._end_of_line)
 
     def _compare(self, version: Version, record: checkpoint_pb2.BatchRecord) -> None:
-        """Compare one recorded batch with what the journal has of it: as it was applied, or as it was made."""
+        """Compare one recorded batch with the same batch in the journal: as it was applied, or else as it was made."""
         applied, made = self._journal.applied.get(version), self._journal.made.get(version.number, [])
         batch = applied.batch if applied is not None else _most_like(record, made)
         if version.number <= self._journal.imported_until and applied is None:
@@ -480,7 +480,7 @@ class _Comparison:
             self._compare_outcomes(applied, record)
 
     def _compare_counts(self, version: Version, record: checkpoint_pb2.BatchRecord) -> None:
-        """Compare a batch from before the migration, of which the journal knows counts alone."""
+        """Compare a batch from before the migration. The journal has only counts for it."""
         counted = self._journal.imported.get(version.number)
         if counted is None or not self._is_live(version):
             return

@@ -37,7 +37,7 @@ class JournaledEpisodes:
         self._journal.record_fact(journal_pb2.Fact(episodes_ended=lost))
 
     def attempt(self, episode: int) -> int:
-        """Return the last attempt of which something was kept; at least that of the group."""
+        """Return the last attempt with a kept answer, or the group's attempt if there is none."""
         kept = [each.attempt for each in self._group.generations if episode in each.episodes]
         return max(kept, default=self._group.attempt)
 

@@ -97,7 +97,7 @@ class Session:
         request_id: Request of OpenEpisode that it answers.
         two_keys: Whether its caller was given a settling key, so that the session key does not settle it.
         requests: What was sampled, by request, in order.
-        undelivered: Those of which no client has the reply.
+        undelivered: Requests whose reply no client has.
         given: The request whose reply a later one got, by the later one.
         left: Requests, of both kinds, whose client left before it had read the reply.
         samples: The samples of all requests by name, in order.

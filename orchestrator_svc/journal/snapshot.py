@@ -83,7 +83,7 @@ class Snapshots:
         self._fits = _digest_of_code(settings)
 
     def is_due(self, facts: int) -> bool:
-        """Return whether so many facts after the last snapshot cost a start more than to write and read another one."""
+        """Return whether a start would read `facts` facts more slowly than it takes to write and read another snapshot."""
         return facts >= max(self._least_facts, self._values // _VALUES_PER_FACT)
 
     def read(self, directory: Path, fact_at: Callable[[int], bytes | None]) -> tuple[int, Ledger] | None:

@@ -357,7 +357,7 @@ class Journal:
             self._in_memory[fact.group] = [each for each in records if each.trajectory.trajectory_id not in gone]
 
     async def room_for(self, size: int) -> None:
-        """Return when a payload of so many bytes from outside may be kept: half of the queue is left to the run itself.
+        """Wait until the queue has room for a payload of `size` bytes from outside. Half of the queue is reserved for the run itself.
 
         Raises:
             JournalError: if what waits cannot be written.

@@ -361,7 +361,7 @@ class Curriculum:
     # A snapshot.
 
     def state(self) -> dict[str, Any]:
-        """Return what facts made of it, for `restore`. Settings and tasks are not part of it."""
+        """Return the state that the facts led to, for `restore`. Settings and tasks are not part of it."""
         return {
             "ratios": {name: each.ratio for name, each in self.environments.items()},
             "credits": self._shares.credits,
@@ -376,7 +376,7 @@ class Curriculum:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what facts made of another one, with the same settings and tasks."""
+        """Restore what `state` returned for a curriculum with the same settings and tasks."""
         for name, ratio in state["ratios"].items():
             self.environments[name].ratio = ratio
         self._shares.credits, self.refills = state["credits"], state["refills"]
@@ -439,9 +439,9 @@ class Curriculum:
         return sum(each.stream.unnoted for each in self._sources.values()) >= _NOTE_AFTER
 
     def noted(self) -> journal_pb2.CurriculumNoted:
-        """Return where the choice of tasks stands, of the tasks those that changed since the note before.
+        """Return the state of the choice of tasks, with those tasks that changed since the previous note.
 
-        As a fact, after those before it, it brings this state back under other settings too.
+        Recorded as a fact, it restores this state when the journal is read again, even under other settings.
         """
         noted = journal_pb2.CurriculumNoted()
         for name, source in self._sources.items():

@@ -404,11 +404,11 @@ class Dispatcher:
         return scored
 
     async def _of_lost_episodes(self, group: Group, reason: str, ended: Sequence[SharedRecord]) -> list[Dropped]:
-        """Return what was sampled of the episodes of a running group that did not come to their end.
+        """Return the samples of the unfinished episodes of a running group.
 
         Args:
             group: The group.
-            reason: Why those failed that do not say it themselves.
+            reason: Reason for episodes that have none of their own.
             ended: What the other episodes brought.
         """
         lost, known = group.lost, {each.trajectory.episode_id for each in ended}
@@ -556,7 +556,7 @@ class Dispatcher:
         log.error("paused: group after group fails", groups=groups, tasks=len(tasks), problem=problem)
 
     def _succeeded(self) -> None:
-        """Note that a group brought what it should: that ends a pause that failures began."""
+        """Note that a group succeeded. End the pause, if failures caused one."""
         failed = self._outage.in_a_row
         if not self._outage.succeeded():
             return

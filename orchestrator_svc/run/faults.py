@@ -128,7 +128,7 @@ class FirstRewards:
     """Collects the rewards of the first groups of each environment, and says once what is odd about them.
 
     Args:
-        groups: Groups of a batch: so many are looked at, and more if they have fewer than 8 rewards.
+        groups: How many first groups to check: those of a batch. More are checked until there are 8 rewards.
         most_reward: Largest absolute value of a reward.
     """
 

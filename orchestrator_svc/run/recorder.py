@@ -80,7 +80,7 @@ class Recorder:
         run_dir: The run's directory.
         texts: Takes the trajectories of each step; None if they are not written.
         dropped: Takes those that never reached a batch; None if they are not written.
-        with_tokens: Trajectories of a step that are written with their tokens: those of as many groups as there are.
+        with_tokens: How many trajectories of a step are written with their tokens, from as many different groups as possible.
         settings: The run's settings, some of which TensorBoard shows.
     """
 
@@ -517,7 +517,7 @@ def _plain(message: Message, *, without: str = "") -> Any:  # noqa: ANN401 - any
 
 
 def _enum(name: str, values: Mapping[int, Any], number: int) -> str | int:
-    """Return the name of a value without that of its enum, in small letters; of one that this release does not know its number."""
+    """Return the name of a value in small letters, without the enum's name. Return the number if this release does not know the value."""
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper() + "_"
     return str(values[number].name).removeprefix(prefix).lower() if number in values else number
 

@@ -141,7 +141,7 @@ class Run:
         """Start groups again; what was set aside so far is accepted, and agents that were missed are waited for anew.
 
         Args:
-            principal: Name of who says so.
+            principal: Name of the caller.
 
         Raises:
             JournalError: if that cannot be written.

@@ -1,6 +1,6 @@
 """Set aside what can never be trained, so that the run continues. Pause the run when the rest that it learns from would be biased.
 
-The smallest unit goes that is at fault: trajectories, else their group, a whole batch only where nobody can say which. Pure.
+Set aside as little as possible: single trajectories, else their group, or the whole batch if nothing tells which part failed. Pure.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class TaskStream:
         self._leave(task_id, known, before)
 
     def failed(self, task_id: str) -> None:
-        """Note that a group failed for which its task may be at fault."""
+        """Note a failed group whose task may be the cause."""
         known = self._known(task_id)
         known.failures += 1
         self._leave(task_id, known, self.pool(task_id))
@@ -254,7 +254,7 @@ class TaskStream:
         return draws, int.from_bytes(digest), task_id
 
     def _first_free(self, pool: str) -> str | None:
-        """Return the next task of a pool of which no group runs."""
+        """Return the next task of a pool that no running group uses."""
         free = self._free[pool]
         while free:
             draws, _, task_id = free[0]
@@ -267,7 +267,7 @@ class TaskStream:
         return None
 
     def _able_pools(self) -> list[str]:
-        """Return the pools that can deliver: those with a task of which no group runs; if there is none, all with a task."""
+        """Return the pools with a task that no running group uses. If there is none, return all pools with a task."""
         return [name for name in POOLS if self._first_free(name)] or [name for name in POOLS if self._sizes[name] > 0]
 
     def _choose_by_pool(self) -> str:

@@ -147,7 +147,7 @@ class TrainerLink:
         """Submit a batch, waiting while the trainer's queue is full.
 
         Raises:
-            BatchRefusedError: if what it holds is at fault.
+            BatchRefusedError: if the content of the batch is the cause.
             EpochLostError: if the trainer trains another epoch, or went away.
             SluiceError: if something else is at fault that waiting does not cure, such as settings.
         """
@@ -252,7 +252,7 @@ class TrainerLink:
 
 
 def applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.BatchApplied:
-    """Return what became of every trajectory of a batch, each once, also of one that the trainer does not report."""
+    """Return the outcome of each trajectory of a batch, including those that the trainer did not report."""
     results = {result.trajectory_id: result for result in step.results}
     fact = journal_pb2.BatchApplied(sequence_no=step.sequence_no, policy_version=step.policy_version)
     for trajectory_id in batch.trajectory_ids:

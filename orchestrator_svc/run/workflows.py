@@ -123,8 +123,8 @@ class RolloutWorkflow(Protocol):
 
         Returns:
             One record per trajectory, with tokens and conversation, named ``group_id-...``; with the reward if the workflow
-            knows it, else the environment scores the last message. Fewer than wanted if some attempts failed: run each within
-            `engine.episode()`, so that one that is late costs only itself. A `SharedRecord` names what it has in common with
+            knows it, else the environment scores the last message. Fewer than wanted if some attempts failed: run each attempt within
+            `engine.episode()`, so that a late one does not fail the others. A `SharedRecord` names what it has in common with
             others, which is then kept once.
 
         Raises:
@@ -515,7 +515,7 @@ class _Transcript:
 
 
 def _most_telling(errors: Sequence[Exception], group_id: str) -> Exception:
-    """Return what to say of a group all of whose episodes are lost: first what may be the fault of its task."""
+    """Return the error to report for a group whose episodes are all lost. Prefer an error that its task may have caused."""
     failed = [each for each in errors if isinstance(each, EnvironmentFailedError)]
     faults = [each for each in failed if each.culprit]
     late = [each for each in errors if isinstance(each, OverdueError)]

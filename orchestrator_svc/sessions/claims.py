@@ -434,7 +434,7 @@ class Claims:
             raise _many_tokens(session, tokens, self._limits.branches_mb, "what requests under way may add to")
 
     def _check_room(self, session: Session, claims: Sequence[_Claim], wanted: _Claim) -> None:
-        """Refuse one more request of a session that has as much as it may have.
+        """Refuse one more request of a session that is at its limit.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED if waiting helps, FAILED_PRECONDITION (SESSION_FULL) if not.
@@ -622,8 +622,8 @@ class Earlier(NamedTuple):
         state: What became of it.
         read: Whether a client reads its reply, or has read it, as far as its gateways know.
         retry: The largest number of the retries that it answers; 0 if it was sent once.
-        doubt: Of one that is being sampled, how likely its client has left without a sign: 2 if its gateway has, 1 if its gateway is another
-            one than that of the new request, whose sign may be under way.
+        doubt: For a request that is being sampled: how likely it is that its client left unnoticed. 2 if its gateway is gone; 1 if its
+            gateway is not the one of the new request, so that a notice may still be on its way.
     """
 
     name: str

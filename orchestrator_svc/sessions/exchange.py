@@ -204,7 +204,7 @@ def _parsed(call: int, content: bytes) -> session_pb2.ExchangeRequest:
 
 
 def _messages(answer: session_pb2.ExchangeResponse, *, takes_parts: bool) -> Iterator[session_pb2.ExchangeResponse]:
-    """Yield what is sent of an answer: the answer, or its parts."""
+    """Yield the messages to send for an answer: the answer itself, or its parts."""
     size = answer.ByteSize()
     if size <= MAX_MESSAGE_BYTES:
         yield answer

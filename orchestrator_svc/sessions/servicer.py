@@ -139,7 +139,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     async def _begin(
         self, principal: str, request: session_pb2.BeginGenerationRequest, most_s: float
     ) -> session_pb2.BeginGenerationResponse:
-        """Claim a request; wait so many seconds at most while another gateway samples what it repeats."""
+        """Claim a request. If it repeats one that another gateway samples, wait for that, `most_s` seconds at most."""
         desk = self._desk
         until = desk.clock() + most_s
         joined = request.joins

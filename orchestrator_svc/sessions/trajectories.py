@@ -289,7 +289,7 @@ class _Tree:
         return found[::-1]
 
     def _beginning(self, node: _Node, place: _Place, after: Beginning | None, messages: int) -> Beginning:
-        """Return what all branches that pass a place begin with, behind `after`, which has so many messages."""
+        """Return the common beginning of all branches through a place, without `after`, which has `messages` messages."""
         passed = self._passed[place]
         conversation = tokens_pb2.Conversation()
         if after is None and passed.same_tools:

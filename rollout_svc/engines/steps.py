@@ -33,7 +33,7 @@ class Steps:
         self._looks: dict[int, list[Callable[[], int]]] = {}
 
     def watch(self, steps: int, look: Callable[[], int]) -> None:
-        """Call `look` after so many steps, at most `LONGEST_LOOK`, and again after as many as it returns; 0 ends it."""
+        """Call `look` after `steps` steps, at most `LONGEST_LOOK`. It returns the steps until its next call, or 0 to stop."""
         steps = min(steps, LONGEST_LOOK)
         self._looks.setdefault(self.count + steps, []).append(look)
 

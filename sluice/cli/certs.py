@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
         0; 1 if `list` shows a certificate that has expired.
 
     Raises:
-        ConfigError: if a file cannot be used, or exists.
+        ConfigError: if a file to read cannot be used, or a file to write exists already.
     """
     arguments = _parser().parse_args(argv)
     now, directory = certificates.now_utc(), arguments.dir

@@ -242,7 +242,7 @@ async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig, r
 
 
 def _settings(options: argparse.Namespace, words: Sequence[str], notes: list[str] | None = None) -> RunConfig:
-    """Read the settings as they are for the nodes, not for the machine that this process runs on; `notes` get what is decided.
+    """Read the settings as they apply on the nodes, not on the machine of this process. Append each derived setting to `notes`.
 
     Raises:
         ConfigError: if a setting is wrong.

@@ -264,7 +264,7 @@ class CommandLine:
 
     @property
     def sources(self) -> list[Source]:
-        """The flags, then the files from right to left: the first over the others."""
+        """The flags, then the files from right to left. An earlier source overrides a later one."""
         return [Source("the command line", self.flags), *reversed(self.files)]
 
 

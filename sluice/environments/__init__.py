@@ -1,4 +1,4 @@
-"""Environments: what poses tasks and scores attempts, and how one is found by its name."""
+"""Environments pose tasks and score attempts. A run finds its environment by name."""
 
 from sluice.environments.base import Environment, Message, Score, Task, Turn
 

@@ -103,7 +103,7 @@ def as_float(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was ret
 
 @contextlib.contextmanager
 def noted(where: str) -> Iterator[None]:
-    """Add to what is raised inside where it comes from, which messages show."""
+    """Add `where` as a note to errors raised in the block. Error messages show it."""
     try:
         yield
     except BaseException as error:

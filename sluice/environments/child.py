@@ -218,8 +218,8 @@ def _conversation(messages: Any, what: str, unfit: type[ValueError] = ValueError
     """Check what an environment gives as messages, and return it as a list.
 
     Raises:
-        ValueError: of the kind `unfit`, if the run would refuse them later, and name neither task nor method. What `reset` and `step` give
-            depends on more than the task, such as what the model wrote: they may give something else the next time.
+        ValueError: of the class `unfit`, if the run would refuse the messages later without naming task or method. Messages from `reset` and
+            `step` depend on more than the task, such as what the model wrote, so another attempt may give other messages.
     """
     listed = isinstance(messages, Iterable) and not isinstance(messages, str | Mapping)
     found = list(messages) if listed else []

@@ -97,7 +97,7 @@ _MEMORY_SHARE = 0.1
 
 
 def memory_look_s(room_mib: float, took_s: float) -> float:
-    """Return the seconds until the next look at the memory of processes of which the largest may take `room_mib` more. Pure.
+    """Return the seconds until the next check of the memory of processes, the largest of which is `room_mib` below its limit. Pure.
 
     Until then a looping allocation passes the limit by 0.5 GiB at most, unless the last look was costly: it took `took_s`.
     """

@@ -288,7 +288,7 @@ class CodeReward:
         return True
 
     def _accepted(self, checker: str, asked: tuple[str, str, str | None], wall_s: float) -> tuple[bool, Ran]:
-        """Return whether a checker accepts an output. One that it cannot read is wrong, if it accepts the expected one.
+        """Return whether a checker accepts an output. If it fails on this output but accepts the expected one, the output is wrong.
 
         Raises:
             ValueError: if the checker is at fault.

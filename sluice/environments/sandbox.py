@@ -5,7 +5,7 @@ r"""Runs Python code that nobody has read, such as a model's answer, so that it 
 
 The code runs in a process of its own, without files but those of the interpreter, without a network, processes, signals to others or
 privileges, and with limits of time, memory, threads and output: `sandbox_child.py` has what confines it (Landlock, seccomp, resource
-limits). Where bubblewrap works it is put around that.
+limits). On machines where bubblewrap works, that process runs inside bubblewrap.
 """
 
 from __future__ import annotations

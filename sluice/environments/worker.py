@@ -171,7 +171,7 @@ class Worker(asyncio.Protocol):
 
     Args:
         number: Names the process in the log.
-        mark: Value of `MARK` for this process; that of no other one begins so.
+        mark: Value of `MARK` for this process. No other process has a value that begins with it.
         watchdog: Ends the process if the orchestrator is killed.
         on_answer: Called with each call that is answered, when there is room for another one.
         clock: Says when a call is late.

@@ -309,7 +309,7 @@ def _by_memory(run: RunConfig, machines: Machines, replicas: int, least_run: Run
 
 
 def _step(run: RunConfig, most: float) -> Footprint | None:
-    """Return what a training step needs with the longest rows for which so many bytes are enough, but for `least_sample` in any case."""
+    """Return the memory of a training step with the longest rows that fit into `most` bytes, but at least with rows of `least_sample` tokens."""
 
     def needs(tokens: int) -> Footprint | None:
         longer = _with_length(run, tokens)

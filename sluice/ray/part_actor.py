@@ -220,7 +220,7 @@ def _problem(host: str, directory: str, probe: tuple[str, str], release: str) ->
 
 
 async def _at_once() -> None:
-    """Return: further nodes of a trainer serve nothing."""
+    """Return at once: only the first node of a trainer serves requests."""
 
 
 def _spec(order: Order, host: str, ports: Mapping[str, int], private: Path) -> ChildSpec:

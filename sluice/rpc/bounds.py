@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 
 class Connections:
-    """The open connections of one port, of which only so many may be. Pure.
+    """The open connections of one port, and their limit. Pure.
 
     If there are too many, the one is closed that has waited longest for the head of a request, of the peer with the most such
     connections: connections on which a request is served stay, and so do those of peers with few.
@@ -55,7 +55,7 @@ class Connections:
 
 
 class Room:
-    """The bytes of all requests in progress, of which only so many may be held. Pure.
+    """The bytes of all requests in progress, and their limit. Pure.
 
     The last quarter is for callers that hold little: one that sends much does not keep the others out.
 

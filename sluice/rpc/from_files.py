@@ -31,7 +31,7 @@ _unusable_lock = threading.Lock()
 
 
 def unusable_files() -> Counter[str]:
-    """Return how many values of this process stay at what was read before because their files are broken, by name."""
+    """Count, by name, the values for which this process still uses the previous content because their files are broken."""
     with _unusable_lock:
         return Counter(value.what for value in _unusable)
 

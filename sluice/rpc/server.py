@@ -171,7 +171,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
 
 
 def most_open(connections: int) -> int:
-    """Return how many connections a port may have: so many, but a quarter of the process's files stay for what else it opens."""
+    """Return how many connections a port may have: `connections`, but at most three quarters of the process's file limit."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return connections if files < 0 else min(connections, max(1, files * 3 // 4))
 
@@ -316,7 +316,7 @@ class RpcServer:
         self.drain.begin(grace_s)
 
     def calls_left(self) -> Mapping[str, int]:
-        """Return the gRPC calls in progress by their method, but for watches, which end first, and those that ask for the drain."""
+        """Count the gRPC calls in progress by method. Watches do not count, since they end first, nor do calls that asked for the drain."""
         return {} if self._calls is None else {name: count for name, count in self._calls.by_name.items() if count}
 
     @property

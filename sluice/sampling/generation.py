@@ -60,12 +60,12 @@ class _Words:
             self._skip -= min(self._skip, len(text))
 
     def whole(self, text: str) -> str:
-        """Return the whole text of the sample; what was given away stays, should a tokenizer decode it otherwise once it has the rest."""
+        """Return the whole text of the sample. Text that was already sent stays, even if the tokenizer decodes it differently in the end."""
         given = "".join(self._given)
         return text if text.startswith(given) else given + text[len(given) :]
 
     def give(self, whole: str | None) -> str:
-        """Return what was not given away: of the whole text, or of what has come so far."""
+        """Return the text that was not sent yet: of the whole text, or else of what has arrived so far."""
         text = "".join(self._new) if whole is None else whole[self._characters :]
         self._given.append(text)
         self._characters += len(text)
@@ -278,7 +278,7 @@ class Part:
         tries: Requests for these samples, one after the other, that brought no token.
         stalls: How many of them ended because the engine stalled.
         failures: What the replicas answered that failed at them.
-        avoid: Replica that failed or gave them up last.
+        avoid: Replica that failed at these samples, or gave them up, last.
         unusable: Tokens that arrived and have to be sampled again.
         kept: Tokens that arrived and are continued elsewhere.
         opened: Whether the replica has begun with it.

@@ -60,7 +60,7 @@ class ReplicaPool:
         concurrency: How many samples a replica is given at a time.
         group: Samples that are dispatched together.
         holds_back: Whether new requests wait here, first in, first out, while each replica has as many samples as it is given at a
-            time. Without it whoever makes requests asks `has_room`.
+            time. If false, callers ask `has_room` before they make a request.
         clock: The time, for waits and limits.
 
     Attributes:
@@ -469,7 +469,7 @@ class ReplicaPool:
         return whys or "none is known: look at peers.rollout"
 
     def none_for(self, waited_s: float, setting: str) -> SluiceError:
-        """Return the error after `waited_s` seconds without a replica that gets work; `setting` is the name of that limit."""
+        """Return the error for a request that found no usable replica for `waited_s` seconds. `setting` names the setting of that limit."""
         reasons = "; ".join(f"{each.name} {each.why_not()}" for each in self.replicas) or "no address resolves"
         return SluiceError.unavailable(
             "NO_REPLICA",
@@ -489,7 +489,7 @@ class ReplicaPool:
     def tokenizer_digest(self) -> str:
         """Return the digest of tokenizer and template that the replicas share; empty until one answered.
 
-        While none answers it is the last one: what was sampled can be trained without them.
+        While none answers, it is the last known one, so that samples can be trained without the replicas.
 
         Raises:
             SluiceError: FAILED_PRECONDITION if they differ.

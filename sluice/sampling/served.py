@@ -48,8 +48,8 @@ def place_of(chunk: rollout_pb2.StreamChunk) -> Place:
 class ServedTime:
     """Adds up the seconds in which something was worked at. Pure: the caller passes the time in monotonic seconds.
 
-    Those are the seconds in which a replica served one of its requests, and those in which it had no request under way and nothing
-    with a limit of its own: then its environment worked.
+    Two kinds of seconds count: a replica serves one of its requests; or nothing is in progress, neither a request nor anything else with a
+    limit of its own, so that the environment is working.
     """
 
     def __init__(self, now: float) -> None:

@@ -24,7 +24,7 @@ class Spawned:
         stdin: As for `subprocess.Popen`, but no PIPE; the same for `stdout` and `stderr`. None: that of this process.
         environment: All its variables; None: those of this process.
         pass_fds: Descriptors that it inherits.
-        output: Reads the other end of what was given as `stdout`.
+        output: Reader of the pipe whose writing end is `stdout`.
 
     Attributes:
         stdout: `output`; at its end once no process has the other end open.

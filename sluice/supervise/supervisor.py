@@ -77,7 +77,7 @@ class ChildSpec:
         fork_server: Program that forks the child at each start, see `sluice.cli.fork_server`; empty: each start executes `argv`.
         ends_run: Whether the run succeeds when this child ends with exit code 0.
         address: Where it serves, for people.
-        after: Children that must have served once before this one is started first.
+        after: Children that must have served before this one is started for the first time.
         start_s: Seconds until it must serve.
         may_leave: Why the others go on without this child when it ends with exit code 0, as a drained replica does, for people.
             Empty: its end is a failure.

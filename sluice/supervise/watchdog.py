@@ -30,7 +30,7 @@ class Watchdog:
 
         Args:
             grace_s: Seconds that the children of a killed supervisor get between SIGTERM and SIGKILL.
-            mark: Beginning of an environment variable, ``NAME=beginning``, of which it kills every process at the end.
+            mark: ``NAME=beginning``: at the end it kills every process with an environment variable that begins so.
         """
         argv = [sys.executable, "-I", "-S", guard.__file__, "watch", str(grace_s), *([mark] if mark else [])]
         its_end, our_end = os.pipe()

@@ -52,7 +52,7 @@ class NewLines:
 
 
 def watch_of(config: CommonConfig) -> Watch:
-    """Return a watch of a run that has seen the steps which earlier processes of the run made. Blocks.
+    """Return a watch of a run, fed with the steps that earlier processes of the run recorded. Blocks.
 
     Raises:
         OSError: if the run's metrics are there and cannot be read.

@@ -43,8 +43,8 @@ class Kill:
     Attributes:
         call: What the call does to which kind of file.
         directory: What it leaves.
-        saved: The last checkpoint that anyone was told of.
-        reported: The last batch that anyone was told of.
+        saved: The last checkpoint that the trainer reported.
+        reported: The last batch that the trainer reported.
     """
 
     call: str
@@ -106,7 +106,7 @@ def _kind(path: str) -> str:
 
 
 class Life:
-    """Three epochs of a trainer, of whose checkpoints two stay; it notes what anyone was told.
+    """Run a trainer for three epochs that keeps two checkpoints, and note which checkpoints and batches it reported.
 
     The last epoch goes back to a checkpoint, and replaces the one after it.
     """

@@ -1049,7 +1049,7 @@ async def test_an_episode_beyond_its_deadline_is_dropped_and_counted(scene) -> N
     limits = {"episode_s": LIMIT_S, "start_s": 10 * LIMIT_S, "lost_s": 10 * LIMIT_S}
     task = scene.start(deadlines=limits, max_failed_groups=1000, max_steps=1, clock=clock)
     await scene.until(lambda: len(replica.calls) == 2)
-    # A message that says that the replica works at a request is on its way for a while.
+    # The message that the replica has begun a request takes a while to arrive.
     await clock.until(lambda: len(replica.calls) == 4, step_s=TICK_S * LIMIT_S)
     replica.gate.set()
     await finished(task, clock)

@@ -1,4 +1,4 @@
-"""A service says what it waits for, apart from whether it serves and whether it lives: real servers and real services."""
+"""Readiness of real servers and services: each reports what it waits for, separately from liveness and from whether it serves."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ class Agent:
         headers = {"authorization": f"Bearer {episode.opened.session_key}"}
         async with httpx.AsyncClient(headers=headers, timeout=DEADLINE_S) as http:
             await chat(http, episode.opened.openai_base_url, said, stream=bool(number % 2))
-        # A fork: the first turn goes on otherwise.
+        # A fork: another message after the first turn.
         await episode.generate([*messages, first.message, tokens_pb2.ChatMessage(role="user", content="stop")])
         return share_of_vowels(first.message.content) if number % 3 else None
 

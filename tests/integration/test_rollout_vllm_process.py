@@ -164,7 +164,7 @@ async def _a_drain_hands_requests_over(running: Running) -> None:
 
 
 async def _spans_of_a_request_with_an_update_on_its_way(running: Running, second: Path) -> list[tuple[int, Version]]:
-    """Pause a request in the middle, since the model is fast, let the version come, and return what sampled its tokens."""
+    """Publish a version during a request. Return the version of each span of its tokens. The model is fast, so pause the request meanwhile."""
     spans: list[tuple[int, Version]] = []
     pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="test")
     pause.ttl.FromSeconds(3600)

@@ -1,4 +1,4 @@
-"""A run that an earlier version left, killed on its way, is audited and continued by this one."""
+"""This version audits and continues a run of an earlier version that was killed midway."""
 
 from __future__ import annotations
 

@@ -454,7 +454,7 @@ class CrashingRun(RuleBasedStateMachine):
         self.run(self.refuse(frozenset(rows)))
 
     async def refuse(self, rows):
-        """As `Training` does: the batch and those after it are taken apart, and what is at fault is set aside."""
+        """Do as `Training` does: dissolve this batch and all later ones, and set the refused trajectories aside."""
         batch = self.next_to_send()
         found = [(group, await self.journal.trajectories(group)) for group in batch.groups]
         later = [each for each in self.ledger.to_send if each.sequence_no >= batch.sequence_no]

@@ -228,7 +228,7 @@ class MemoryShortages:
         sizes = {place: len(tokens_to_forward(row)) for place, row in enumerate(rows) if row is not None}
         too_long = {place: size for place, size in sizes.items() if 0 < found.row_tokens <= size}
         if found.row_tokens and not too_long:
-            return  # what was too long is too old by now
+            return  # the rows that were too long have been dropped as stale
         self._forget()
         if not too_long:
             raise SluiceError.failed_precondition("OUT_OF_MEMORY", found.problem)

@@ -47,7 +47,7 @@ def rounded(tokens: int) -> int:
 def use_onednn(model: torch.nn.Module, *, leave_out: Collection[torch.nn.Module | None]) -> None:
     """Have the linear layers of a model use oneDNN, in place.
 
-    `leave_out` are the layers on top: they are given the loss tokens, of which there may be any number.
+    `leave_out` are the output layers: they get the loss tokens, and there may be any number of these.
     """
     for module in model.modules():
         if type(module) is torch.nn.Linear and module not in leave_out:

@@ -431,7 +431,7 @@ class TrainEngine:
                 continue
             seen.add(place)
             once[name] = tensor
-        # Files and engines use the names before transformers fused modules.
+        # transformers fuses some modules on loading. Files and engines use the names from before the fusion.
         published: dict[str, torch.Tensor] = revert_weight_conversion(model, once)
         return published
 

@@ -380,7 +380,7 @@ class _Tokens:
     """A range of the tokens.
 
     Attributes:
-        hidden: Their states, as factors of products.
+        hidden: Hidden states of these tokens, in the precision in which matrix products read them.
         scale: One over the temperature; its precision is that of logits and sums.
         scaled: Whether the states are already multiplied by the scale, which saves a pass over every tile.
     """

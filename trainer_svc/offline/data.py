@@ -99,7 +99,7 @@ def _learned(
         first: Place of the first message that may be learned.
 
     Raises:
-        TemplateError: if a field says what is not done here.
+        TemplateError: if a field asks for something that is not supported here.
     """
     bare: list[Mapping[str, Any]] = []
     learned: set[int] = set()

@@ -79,7 +79,7 @@ def pair_places(batch: MicroBatch) -> tuple[Indices, Indices]:
         )
     first = [max(pair, key=lambda place: rewards[place] or 0.0) for pair in groups.values()]
     second = [min(pair, key=lambda place: rewards[place] or 0.0) for pair in groups.values()]
-    # int64 also without a pair: a rank with fewer rows than others has empty micro-batches, and these must index.
+    # Without the dtype an empty list becomes float32, which cannot index. Ranks with fewer rows than others have empty micro-batches.
     return torch.tensor(first, dtype=torch.int64), torch.tensor(second, dtype=torch.int64)
 
 

@@ -418,8 +418,8 @@ def _token_rewards(
 
     A turn's reward goes to its last trained token. The rest of the episode's reward goes to the last token of all.
 
-    Where branches have rewards of their own, the rewards from a turn on add up to that of its branches: what a turn's branches have
-    beyond those of the next turn goes to its last token. Its tokens lead to all of them, and the next turn's to fewer. The estimator
+    If branches have rewards of their own, the rewards from a turn on add up to the reward of the branches that pass it. A turn's tokens
+    lead to more branches than the next turn's, so the difference between the two sums goes to the turn's last token. The estimator
     `process` does not add up rewards, so that it gets none of this.
     """
     of_branches = [] if process else trajectory.branch_rewards

@@ -121,7 +121,7 @@ def decode_command(text: str | bytes) -> Command:
     """Read what `encode_command` returned.
 
     Raises:
-        RuntimeError: if this release knows no such command, or not with such fields.
+        RuntimeError: if this release does not know the command, or one of its fields.
     """
     try:
         name, given = json.loads(text)
@@ -199,7 +199,10 @@ class RankGroup:
         self._link.post("publish", Publish(version, deadline_s))
 
     def stop_others(self, exit_code: int) -> None:
-        """Tell the other ranks to end with this exit code; this process ends next. The launcher's is that of the rank that ends first."""
+        """Tell the other ranks to end with this exit code; this process ends next.
+
+        The launcher ends with the exit code of the rank that ends first.
+        """
         if self.broken is None:
             for stream in _STREAMS:
                 self._link.post(stream, Stop(exit_code))
@@ -313,7 +316,7 @@ class RankLink:
 
         Raises:
             RankFailedError: if rank 0 is gone.
-            RuntimeError: if this release knows no such command; rank 0 hears of it if it is one that computes.
+            RuntimeError: if this release does not know the command. For commands that compute, rank 0 gets the error, too.
         """
         number = self._numbers[stream] = self._numbers[stream] + 1
         key = f"{stream}/{number}"

@@ -462,7 +462,7 @@ class CheckpointWriter:
         """Begin a scheduled checkpoint and return when the state is copied. Note a failure in `last_error`.
 
         Raises:
-            SluiceError: if a failure leaves several ranks out of step: one is lost, or it is not known how far they are.
+            SluiceError: if a failure leaves ranks out of step: a rank is lost, or its progress is unknown.
         """
         try:
             await self._begin(journal_position=0)

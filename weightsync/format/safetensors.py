@@ -179,7 +179,7 @@ class FileLayout:
 
 
 def header_end(start: bytes | memoryview, size: int) -> int:
-    """Return where the data begins in a file of `size` bytes that begins with `start`; raise LayoutError if beyond it."""
+    """Return the offset of the data in a file of `size` bytes whose first bytes are `start`. Raise LayoutError if it is beyond the end."""
     end = HEADER_LENGTH_BYTES + int.from_bytes(start, "little")
     if end > min(size, HEADER_LENGTH_BYTES + _MAX_HEADER_BYTES):
         raise LayoutError(f"a header of {end} bytes in a file of {size}: not a safetensors file, or cut off")

@@ -193,7 +193,9 @@ class VersionPush:
         self.handed_over: bool | None = None
 
     async def run(self) -> PushReport:
-        """Push and commit. Repeat what failed and may pass, from where it broke, until the deadline. Push a delta without its base dense.
+        """Push and commit. After a transient failure, retry from where the push broke off, until the deadline.
+
+        If the base of a delta is missing, push dense.
 
         This alone repeats a push. A failure of one rank is one of all, so that all of them repeat, pause and end alike.
 

@@ -85,8 +85,8 @@ class PullLimits:
             a service may be away for half a minute, such as for a restart, and nothing is pulled twice.
         streams: Shards that are pulled at a time.
         copy_wait_s: Seconds to wait while another process of the host stages the same version.
-        room_wait_s: Seconds to wait until receivers of the host have let go of older versions, so that base and one staged
-            copy are all that lies in memory; then what is free decides.
+        room_wait_s: Seconds to wait until receivers of the host have let go of older versions, so that memory holds only the base and
+            one staged copy. After that, use the memory that is free.
     """
 
     deadline_s: float = 3600.0
@@ -141,7 +141,7 @@ def direct_step(announced: pb.Manifest, held: Version | None) -> PathStep | None
 
 
 def check_path(steps: Sequence[PathStep], wanted: Version, held: Version | None) -> None:
-    """Check that each step follows from the one before, the first from what is held, and the last is what is wanted.
+    """Check that the first step starts from `held`, each step follows the one before, and the last one ends at `wanted`.
 
     Raises:
         PathError: if not.

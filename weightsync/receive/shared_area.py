@@ -446,7 +446,7 @@ class StagedFiles:
             await self._clock.sleep(_LOOK_S)
 
     async def _others(self, path: Path, held: Path | None, *, or_newer: bool) -> set[Path]:
-        """Return the staged files besides one, except those that were waited for in vain.
+        """Return the staged files other than `path`, without those that waiting did not free.
 
         Raises:
             BehindError: if there are too many, and one of them is newer than the base of this receiver.

@@ -121,7 +121,7 @@ def choose(candidates: Sequence[Candidate], current: str | None, *, host: str, r
     if others:
         other = _lightest(others, replica)
         if staying.watchers >= 2 * (other.watchers + 1):
-            surplus = (staying.watchers - other.watchers) / 2  # if so many leave, both are equal
+            surplus = (staying.watchers - other.watchers) / 2  # if this many leave, both have the same number
             if draw < surplus / staying.watchers:
                 return other.address
     return staying.address

@@ -179,7 +179,7 @@ class Ledger:
         return lease if lease is not None and lease.expires > now else None
 
     def has_room(self, replica: str, most: int, now: float) -> bool:
-        """Return whether a replica may report while at most so many are live; one that is live may."""
+        """Return whether a replica may report: it is live already, or fewer than `most` replicas are."""
         known = self.lease(replica, now) is not None
         return known or len(self._leases) < most or len(self.replicas(now)) < most
 

@@ -1,6 +1,6 @@
 """Compares the weights that a worker computes with, as they are in memory now, with a version's files.
 
-For each copy that the model's loader makes, the part of the file is compared with its place in the model. On a CPU a linear
+Repeats each copy that the model's loader makes as a comparison: the values in the file against those in the model. On a CPU a linear
 layer has no plain weight any more, but a kernel with a packed one inside. Multiplied with the columns of the identity, the kernel
 gives its weights exactly: every product but one is zero. Experts have packed weights too, but no kernel for one of them: there
 the file's values are packed as vLLM packs them, and compared in that form.

@@ -93,6 +93,6 @@ def lora_arguments(lora: LoraLimits, *, on_cpu: bool) -> dict[str, Any]:
     rank = next((rank for rank in LORA_RANKS if rank >= lora.max_rank), None)
     if rank is None:
         raise EngineSettingsError(f"rollout.lora.max_rank is {lora.max_rank}; vLLM goes up to {LORA_RANKS[-1]}")
-    # On a CPU, vLLM's kernels give sequences without an adapter that of the last place. One more place, always empty, prevents it.
+    # On a CPU, vLLM's kernels apply the adapter in the last place to sequences without an adapter. So keep one more place, always empty.
     places = lora.max_loras + 1 if on_cpu else lora.max_loras
     return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}

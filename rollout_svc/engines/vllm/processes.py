@@ -310,7 +310,7 @@ _forking = threading.local()
 
 
 def _stay_frozen() -> None:
-    """In a forked child, whose own children inherit it: nobody thaws what was frozen."""
+    """In a forked child, make `gc.unfreeze` do nothing, so that inherited objects stay frozen. Its own children inherit this."""
     if getattr(_forking, "frozen", False):
         gc.unfreeze = _leave_frozen
 

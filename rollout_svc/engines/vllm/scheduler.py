@@ -43,7 +43,7 @@ class HeldTokens:
     def sift(
         self, outputs: dict[int, EngineCoreOutputs], interval: Callable[[str], int], *, everything: bool, now: float
     ) -> None:
-        """Keep back what may wait of the outputs of one step, and join the rest with what was kept back before.
+        """Hold back those outputs of a step that may wait. Join the others with what was held back earlier.
 
         Args:
             outputs: By client; changed in place. A client that has only held tokens gets an object of its own if they are sent.
@@ -95,7 +95,7 @@ def _may_wait(output: EngineCoreOutput) -> bool:
 
 
 def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """Return the last of a request's outputs with the tokens of all; it is changed."""
+    """Add the tokens of a request's outputs to the last one, in place, and return it."""
     *before, last = outputs
     if not before:
         return last

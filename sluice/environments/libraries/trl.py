@@ -319,7 +319,7 @@ class ToolEpisode:
 
 
 def _schema(method: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return how the model is told of a method, from its types and its docstring."""
+    """Return the tool schema of a method, from its types and its docstring."""
     from transformers.utils import get_json_schema  # noqa: PLC0415 - slow to import
 
     schema: Mapping[str, Any] = get_json_schema(method)
