@@ -31,10 +31,10 @@ TRAINER_ESTIMATORS = ("gae", "reinforce_pp", "process")
 
 
 class UnfitRewardsError(ValueError):
-    """An estimator cannot take the rewards of some groups.
+    """An estimator cannot compute advantages from the rewards of some groups.
 
     Attributes:
-        groups: Their ids. Without them it can take the rewards of the others, unless these are at fault by themselves.
+        groups: Ids of these groups. The estimator accepts the batch without them, unless other groups are at fault, too.
     """
 
     def __init__(self, message: str, groups: Iterable[str]) -> None:
@@ -63,15 +63,15 @@ class Advantage(NamedTuple):
     """The advantage of an episode's sampled tokens.
 
     Attributes:
-        value: That of every token, unless branches of the episode have rewards of their own.
-        slope: How much it grows with the reward, the statistics unchanged; see `slopes`.
+        value: Advantage of every token, unless branches of the episode have rewards of their own.
+        slope: Derivative of the advantage with respect to the reward, with the statistics held constant; see `slopes`.
     """
 
     value: float
     slope: float = 0.0
 
     def at(self, offsets: Offsets) -> Offsets:
-        """Return the advantages of tokens below which the branches have this much more mean reward than the episode."""
+        """Return the advantages of tokens. `offsets`: the mean reward of the branches below a token, minus the episode's reward."""
         return self.value + self.slope * offsets  # type: ignore[operator,return-value]  # an array or a tensor of floats
 
 
@@ -156,7 +156,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 BATCH_SCALES: Mapping[str, BatchScale] = MappingProxyType(
     {"lite_ppo": by_batch_std, "reinforce_pp_baseline": whitened_over_tokens}
 )
-"""Scales that follow over the whole batch, from its advantages, rewards and sampled lengths."""
+"""Scalings over the whole batch, applied after the estimator. They get the batch's advantages, rewards and sampled lengths."""
 
 _GROUP_SPREADS: Mapping[str, Callable[[Rewards], float]] = MappingProxyType(
     {
@@ -167,7 +167,7 @@ _GROUP_SPREADS: Mapping[str, Callable[[Rewards], float]] = MappingProxyType(
 _BATCH_SPREADS: Mapping[str, Callable[[Rewards, Rewards, Rewards], float]] = MappingProxyType(
     {"lite_ppo": batch_std, "reinforce_pp_baseline": token_std}
 )
-"""What estimators divide a difference of rewards by. Infinite where they have nothing to compare it with, as with their advantages."""
+"""Divisors that estimators apply to a difference of rewards. Infinite where there is nothing to compare with: the slope is then 0."""
 
 
 def advantages_by_episode(name: str, trajectories: Iterable[Episode], *, branched: bool) -> dict[str, Advantage]:
@@ -230,10 +230,10 @@ def estimate(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
 
 
 def slopes(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
-    """Return how much the advantage of each episode that has a reward grows with that reward, the statistics unchanged.
+    """Return, for each episode with a reward, the derivative of its advantage with respect to that reward, statistics held constant.
 
-    Every estimator of `ESTIMATORS` is linear in it. So tokens below which the branches of an episode have the mean reward r, and
-    not the episode's reward R, have the advantage A + slope * (r - R). It is 0 in a group with a single reward.
+    Every estimator of `ESTIMATORS` is linear in the reward. So if the branches below a token have the mean reward r, and the episode
+    has the reward R, the token has the advantage A + slope * (r - R). The slope is 0 in a group with a single reward.
 
     Args:
         name: An estimator of `ESTIMATORS`.
@@ -249,7 +249,7 @@ def slopes(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
         within = np.concatenate([_within_group(name, members) for members in groups])
         over_batch = _BATCH_SPREADS[name](within, *_columns(scored))
     alone = {members[0].group_id for members in groups if len(members) == 1}
-    least = float(np.finfo(np.float64).tiny)  # below it a quotient is no number any more
+    least = float(np.finfo(np.float64).tiny)  # with a smaller divisor the quotient overflows
     return {
         each.episode_id: 0.0
         if each.group_id in alone or spreads[each.group_id] * over_batch < least
@@ -270,10 +270,11 @@ def _within_group(name: str, members: Sequence[Episode]) -> Rewards:
 
 
 def _check_size(name: str, episodes: Sequence[Episode], advantages: Rewards) -> None:
-    """Check that advantages are numbers of float32, as which they travel.
+    """Check that advantages are finite in float32, the type in which they are sent.
 
     Raises:
-        UnfitRewardsError: names the groups whose are not; if a scale over the batch spoils all, that with the largest reward.
+        UnfitRewardsError: names the groups with such advantages. After a scaling over the batch it names the group with the largest
+            reward instead, since that one may have spoiled the advantages of all groups.
     """
     fits = np.abs(advantages) <= FLOAT32_MAX  # False for NaN
     if fits.all():

@@ -38,7 +38,7 @@ RUN_ENDED = "RUN_ENDED"
 """Reason of a gateway whose run has no more episodes."""
 
 RENEWALS = 3
-"""How often a lease is renewed within its time: two calls may be lost."""
+"""How often a lease is renewed within its duration: two calls may be lost."""
 
 WAIT_S = 30.0
 """Seconds that the gateway waits for an offer before it answers that there is none."""
@@ -68,9 +68,9 @@ class Reply:
     """One sampled message.
 
     Attributes:
-        generation_id: Its name, for a reward of its own.
+        generation_id: Name of this generation, to give it a reward of its own.
         message: What the assistant says, with its tool calls. Send it back unchanged in the next request.
-        finish_reason: Why it ended.
+        finish_reason: Why sampling ended.
         tokens: Number of sampled tokens.
     """
 
@@ -86,8 +86,8 @@ class Episode:
     Attributes:
         task: The task: `task_id`, `environment` and `data`.
         opening: Messages to begin with, and tools, where the environment gives them.
-        opened: Name, session key and base URLs, for clients of OpenAI's and Anthropic's libraries. It has no settling key: only this object
-            rewards and ends the episode.
+        opened: Name, session key and base URLs, for clients of OpenAI's and Anthropic's libraries. The settling key is left out: only
+            this object rewards and ends the episode.
         ended: Whether it was submitted or given up.
     """
 
@@ -157,7 +157,7 @@ class Episode:
         return list(answer.trajectory_ids)
 
     async def abandon(self, reason: str, *, requeue: bool = False) -> None:
-        """Give the episode up. With `requeue` another attempt is offered."""
+        """Give the episode up. With `requeue` the gateway offers another attempt at its task."""
         request = episode_pb2.AbandonEpisodeRequest(
             episode_id=self.opened.episode_id, reason=reason[:128], requeue=requeue
         )
@@ -172,7 +172,7 @@ class AgentClient:
         target: Address of the gateway's gRPC port.
         run: Name of the run.
         security: Token of a principal with the role `agent`, and TLS: a `sluice.rpc.ClientSecurity`, or the settings of a process.
-        patience_s: Seconds that a lease is asked for again while no gateway answers; by default `PATIENCE_S`.
+        patience_s: Seconds for which a request for a lease is retried while no gateway answers; by default `PATIENCE_S`.
         clock: The time of a drain.
     """
 
@@ -203,14 +203,14 @@ class AgentClient:
         stop: asyncio.Event | None = None,
         drain_s: float = 5.0,
     ) -> int:
-        """Play episodes until the run has ended; return how many were played to their end. What is under way then is left.
+        """Play episodes until the run has ended; return how many were played to their end. Episodes in progress then are dropped.
 
         Args:
             play: Plays one episode. Returns its reward, or None if it was recorded or the environment scores it. It may submit the
                 episode or give it up itself. If it raises, the episode is given up.
-            at_a_time: Episodes under way.
-            stop: When it is set no more episodes are leased, and this returns when those under way have ended.
-            drain_s: Seconds that they get for that. Those that have not ended are offered to other agents.
+            at_a_time: Episodes in progress at a time.
+            stop: Once it is set, no more episodes are leased, and this returns when the episodes in progress have ended.
+            drain_s: Seconds to wait for these. Episodes that have not ended by then are offered to other agents.
 
         Raises:
             SluiceError: if the gateway lends no episodes (wrong run, no permission), or does not answer for the client's patience.
@@ -228,12 +228,12 @@ class AgentClient:
                     return
                 async with self._renewed(leased):
                     played = await self._play(play, leased, stop)
-                    ended += played  # not in one statement: others count while this one plays
+                    ended += played  # not `ended += await ...`: other workers change it meanwhile
 
         workers = [asyncio.create_task(work(number), name=f"agent {number}") for number in range(at_a_time)]
         stopping = asyncio.create_task(stop.wait())
         try:
-            # The first one that ends has learned that the run ended, or failed.
+            # The first worker that ends either learned that the run has ended, or failed.
             done, _ = await asyncio.wait({*workers, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
                 for number in leasing:
@@ -273,13 +273,13 @@ class AgentClient:
         return 1
 
     async def _give_back(self, episode: Episode) -> None:
-        """Have an episode offered again, if that can be done at once."""
+        """Ask the gateway to offer the episode to others. Try for `RETURN_S` at most."""
         with contextlib.suppress(SluiceError, TimeoutError):
             async with asyncio.timeout(RETURN_S):
                 await episode.abandon("its agent was stopped", requeue=True)
 
     async def _return_lease(self, request: episode_pb2.LeaseTasksRequest) -> None:
-        """Give back what a request that was cancelled may have leased: its answer may have been under way."""
+        """Give back the episode that a cancelled request may have leased: its answer may have been on the way."""
         request.wait.Clear()
         with contextlib.suppress(grpc.aio.AioRpcError):
             leased = (await self._stub.LeaseTasks(request, timeout=RETURN_S)).tasks[0]
@@ -291,7 +291,7 @@ class AgentClient:
         """Lease one episode; None when the run has ended."""
         request = episode_pb2.LeaseTasksRequest(
             run=f"runs/{self._run}",
-            request_id=uuid.uuid4().hex,  # a lease whose answer was lost is given again
+            request_id=uuid.uuid4().hex,  # repeating a request whose answer was lost returns the same lease
             max_tasks=1,
             max_episodes=1,
             wait=Duration(seconds=int(WAIT_S)),
@@ -317,7 +317,7 @@ class AgentClient:
             request = episode_pb2.RenewLeaseRequest(lease_id=leased.lease_id)
             while True:
                 await asyncio.sleep(leased.lease.ToNanoseconds() / 1e9 / RENEWALS)
-                with contextlib.suppress(SluiceError):  # what is done to an episode whose lease has ended says so
+                with contextlib.suppress(SluiceError):  # if the lease has ended, later calls for the episode say so
                     await _patiently(self._stub.RenewLease, request)
 
         renewing = asyncio.create_task(renew(), name=f"lease {leased.lease_id}")
@@ -336,17 +336,17 @@ async def _patiently(
     answer_s: float = 0.0,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> _Answer:
-    """Make an idempotent call, again and again while no gateway answers or the gateway asks to wait.
+    """Make an idempotent call. Retry while no gateway answers or the gateway asks to wait.
 
     Args:
         method: The call.
         request: Its request.
         timeout_s: Seconds until the last attempt; by default `PATIENCE_S`.
-        answer_s: Seconds that each attempt may take; by default what is left of `timeout_s`.
-        metadata: What the call shows beside a token.
+        answer_s: Deadline of each attempt in seconds; by default the rest of `timeout_s`.
+        metadata: Metadata of the call besides the token.
 
     Raises:
-        SluiceError: what the gateway raised, or the last failure to reach one.
+        SluiceError: the error of the gateway, or the last failure to reach a gateway.
     """
     loop, backoff = asyncio.get_running_loop(), Backoff(first_s=_LEAST_PAUSE_S, longest_s=2.0)
     timeout_s = PATIENCE_S if timeout_s is None else timeout_s
@@ -370,7 +370,7 @@ async def _patiently(
 
 
 def _with_remedy(error: SluiceError, timeout_s: float) -> SluiceError:
-    """Return the error; where the call did not reach a gateway, with what to look for."""
+    """Return the error. If the call did not reach a gateway, add what to check."""
     if error.reason != grpc.StatusCode.UNAVAILABLE.name:
         return error
     return SluiceError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses that double from each failure to the next, up to a bound, and vary so that a fleet does not come at once.
+    """Pauses that double from each failure to the next, up to a bound, with jitter, so that the clients of a fleet do not retry at once.
 
     Attributes:
         first_s: Seconds after the first failure.

@@ -27,7 +27,7 @@ class RecordFile:
     Attributes:
         records: Its whole frames, in order.
         ends: Offset at which the frame of each record ends, in bytes.
-        damaged: Offsets of the bytes that are no frame although a whole frame follows them: something changed the file.
+        damaged: Offsets of bytes that are not a frame although a whole frame follows: something changed the file.
         size_bytes: Size of the file. Bytes after the last whole frame were torn by a crash.
     """
 

@@ -1,12 +1,12 @@
 """A folder with a certificate authority and the certificates that it issues: begin one, issue, renew, replace the authority.
 
     ca.pem           the authorities that processes trust, one or two
-    ca.key           private key of the one that issues
-    ca.next.key      private key of the next one, while one replaces the other
+    ca.key           private key of the authority that issues
+    ca.next.key      private key of the next authority, while it replaces the present one
     trainer.pem      certificate of one process, and trainer.key
     principals.toml  who may call what, known by certificate
 
-The holder of ca.key can pose as any process. A process needs ca.pem, and its own certificate and key. Authorities are told apart by their keys, so
+Who has ca.key can pose as any process. A process needs ca.pem, and its own certificate and key. Authorities are told apart by their keys, so
 the folder holds no other state. Private keys have mode 0600. Files are replaced in one step, so that running processes may read them at
 any moment (`sluice.rpc.from_files`).
 """
@@ -54,10 +54,10 @@ ONCE_DAYS = 400.0
 """Life of certificates that cannot be renewed: longer than one start of a run lasts."""
 
 RENEW_AT = 2 / 3
-"""Part of a certificate's life after which it is renewed: a daily job may fail twice before one of a week expires."""
+"""Fraction of a certificate's life after which it is renewed. A daily job may fail twice before a certificate of one week expires."""
 
 _SLACK = timedelta(minutes=5)
-"""Certificates are valid from this long ago, for machines whose clock is behind."""
+"""Certificates are valid from this long before their issue, for machines whose clock is behind."""
 
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9._-]{0,254}")
 
@@ -69,9 +69,9 @@ class Leaf:
     Attributes:
         name: Its common name, and the name of its files.
         hosts: Host names and addresses that it is valid for.
-        uri: URI that principals know it by; empty without one.
-        begins: When its life begins.
-        expires: When it ends.
+        uri: URI by which principals know it; empty without one.
+        begins: When its validity begins.
+        expires: When its validity ends.
         issuer: Name of the authority that issued it.
     """
 
@@ -88,11 +88,11 @@ class Leaf:
 
 
 def begin(directory: Path, hosts: Sequence[str], *, domain: str, days: float, now: datetime) -> list[Leaf]:
-    """Make a folder with an authority, a certificate for each kind of process, and the principals that they are.
+    """Make a folder with an authority, a certificate for each kind of process, and a principals file that lists these.
 
     Args:
         directory: The folder; it is made if it does not exist.
-        hosts: Host names and addresses beside the usual ones (`usual_hosts`) that all certificates are valid for.
+        hosts: Host names and addresses, besides `usual_hosts`, that all certificates are valid for.
         domain: First part of the URIs: ``spiffe://DOMAIN/trainer``.
         days: Life of the certificates.
         now: The present time.
@@ -124,7 +124,7 @@ def begin(directory: Path, hosts: Sequence[str], *, domain: str, days: float, no
 
 
 def issue_once(directory: Path, hosts: Sequence[str], now: datetime) -> None:
-    """Make a folder as `begin` does, in place of one that is there, for one start of a run. Nobody can issue more: the authority's key is not kept.
+    """Make a folder as `begin` does, for one start of a run, and replace an existing one. Its authority's key is not kept.
 
     Raises:
         ConfigError: if the folder cannot be written to.
@@ -135,7 +135,7 @@ def issue_once(directory: Path, hosts: Sequence[str], now: datetime) -> None:
 
 
 def usual_hosts(name: str) -> list[str]:
-    """Return what a process is called on its own machine, and by compose, where the host has the name of the service."""
+    """Return the names of a process on its own machine, and its host name under compose, which is the name of the service."""
     return ["localhost", "127.0.0.1", "::1", name, socket.gethostname()]
 
 
@@ -158,10 +158,10 @@ def issue(
         uri: URI by which principals know it.
         days: Its life.
         now: The present time.
-        overwrite: Whether to replace one of that name.
+        overwrite: Whether to replace a certificate of that name.
 
     Raises:
-        ConfigError: if it exists and `overwrite` is False, a host is no name or address, or the folder has no authority.
+        ConfigError: if it exists and `overwrite` is False, a host is neither a name nor an address, or the folder has no authority.
     """
     if not re.fullmatch(NAME, name) or name in {"ca", "ca.next"}:
         raise ConfigError(
@@ -176,15 +176,15 @@ def issue(
 
 
 def renew(directory: Path, now: datetime, *, every: bool = False) -> list[Leaf]:
-    """Issue certificates again, with new keys and the same names and length of life, by the authority that issues now.
+    """Issue certificates again, with new keys and the same names and length of life, by the authority that issues at present.
 
     Args:
         directory: The folder.
         now: The present time.
-        every: Whether to renew those too that are not due.
+        every: Whether to renew certificates that are not due, too.
 
     Returns:
-        The renewed ones.
+        The renewed certificates.
 
     Raises:
         ConfigError: if a file cannot be used.
@@ -204,7 +204,7 @@ def leaves(directory: Path) -> list[Leaf]:
 
 
 def read_leaf(path: Path) -> Leaf:
-    """Read a certificate file, of which the first certificate counts.
+    """Read the first certificate of a file.
 
     Raises:
         ConfigError: if it cannot be read or holds no certificate.
@@ -227,19 +227,19 @@ def read_leaf(path: Path) -> Leaf:
 
 
 def authorities(directory: Path) -> list[tuple[str, datetime]]:
-    """Return name and end of life of the authorities that processes trust."""
+    """Return name and expiry of each authority that processes trust."""
     found = _read_certificates(directory / AUTHORITIES)
     return [(_common_name(each.subject), each.not_valid_after_utc) for each in found]
 
 
 def add_authority(directory: Path, now: datetime) -> str:
-    """Make the next authority, so that processes trust both. The one before still issues.
+    """Make the next authority, so that processes trust both. The present authority still issues.
 
     Returns:
-        Name of the new one.
+        Name of the new authority.
 
     Raises:
-        ConfigError: if the folder has a next one already.
+        ConfigError: if the folder has a next authority already.
     """
     with locked_folder(directory):
         present = _authorities(directory)
@@ -260,7 +260,7 @@ def add_authority(directory: Path, now: datetime) -> str:
 
 
 def use_authority(directory: Path, now: datetime) -> list[Leaf]:
-    """Let the next authority issue, and renew all certificates by it. Every process must trust it by now.
+    """Let the next authority issue, and have it renew all certificates. Every process must trust it by now.
 
     Returns:
         The renewed certificates.
@@ -277,13 +277,13 @@ def use_authority(directory: Path, now: datetime) -> list[Leaf]:
 
 
 def drop_authority(directory: Path) -> list[str]:
-    """Trust the authority alone that issues. Every process must show a certificate of it by now.
+    """Trust only the authority that issues. By now every process must show a certificate that this authority issued.
 
     Returns:
-        Names of those that were removed.
+        Names of the authorities that were removed.
 
     Raises:
-        ConfigError: if one is not in use yet, or a certificate of the folder is from another one.
+        ConfigError: if the next authority is not in use yet, or another authority issued a certificate of the folder.
     """
     with locked_folder(directory):
         if (directory / NEXT_KEY).exists():
@@ -329,7 +329,7 @@ def _issue(
         .sign(signing, hashes.SHA256())
     )
     certificate_path, key_path = _paths(directory, name)
-    # Both at the same moment: what reads only one of them anew cannot use it.
+    # Replace both at once: a process that reads a new key with the old certificate, or the reverse, cannot use them.
     _write({key_path: (_key_pem(key), 0o600), certificate_path: (_pem([certificate]), 0o644)})
 
 

@@ -44,7 +44,7 @@ class ChatEndpoint:
         model: Name of the model there.
         key_variable: Environment variable that has the API key; without it no key is sent.
         timeout_s: Seconds for an answer, all attempts together.
-        at_a_time: Requests under way; further ones wait.
+        at_a_time: Requests in progress at a time; further ones wait.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ChatEndpoint:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: object
     ) -> dict[str, Any]:
-        """Return the first choice of the answer: `message`, `finish_reason`, and the `usage` of the whole.
+        """Return the first choice of the answer: `message`, `finish_reason`, and the `usage` of the whole request.
 
         Args:
             messages: The conversation.

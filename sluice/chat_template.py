@@ -56,14 +56,14 @@ def read_template(file: Path) -> str:
 
 
 def template_text(file: Path | None) -> str | None:
-    """Return the text of a template file, None without one; raise ConfigError as `read_template`."""
+    """Return the text of a template file, or None without a file. Raise ConfigError as `read_template` does."""
     return None if file is None else read_template(file)
 
 
 def set_chat_template(
     tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Replace the chat template of a tokenizer if there is another one, and return the tokenizer.
+    """Replace the chat template of a tokenizer, unless `template` is None, and return the tokenizer.
 
     Args:
         tokenizer: A tokenizer, which is changed.
@@ -96,7 +96,7 @@ def save_tokenizer(model: str, directory: Path, template: str | None) -> None:
 
 
 def _templates_of(model: str) -> Iterator[tuple[str, str]]:
-    """Yield each chat template in a model's directory, by the words with which a message names it."""
+    """Yield each chat template in a model's directory, with the words by which a message names it."""
     directory = Path(model)
     file = directory / TEMPLATE_FILE
     settings = directory / "tokenizer_config.json"

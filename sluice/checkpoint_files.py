@@ -34,7 +34,7 @@ def read_manifest(path: Path) -> CheckpointManifest | None:
 def complete_checkpoints(directory: Path) -> list[CheckpointManifest]:
     """Return the manifests of the complete checkpoints in a directory, newest version first.
 
-    A complete one has a manifest, and every file that it names in its size. The content of the files is not read.
+    A complete checkpoint has a manifest, and every file that the manifest names, with the right size. The files' content is not read.
     """
     found = [read_manifest(path) for path in directory.glob(f"step_*/{MANIFEST}")]
     whole = [each for each in found if each and not wrong_size(each.files, directory / each.checkpoint.name)]

@@ -4,8 +4,8 @@
         answer = await rollout.generate([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=16))
         print(answer.samples[0].text)
 
-Every method takes `timeout_s`; the others end by the channel's default deadline. For what is not here use the generated
-stubs of `sluice.v1` on `sluice.rpc.connect`.
+Methods without a `timeout_s` have the channel's default deadline. For other calls use the generated stubs of `sluice.v1` on
+`sluice.rpc.connect`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PIECE_VALUES = 1 << 15
 """Values of a repeated field in one piece of a large trajectory: at most 10 bytes each, or a span of versions of some dozens."""
 
 _PART_BYTES = 512 << 10
-"""Size of a message with trajectories: the loops that send and receive a batch serve others between two messages."""
+"""Size of a message with trajectories. Between two messages the event loops of both sides can serve other calls."""
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
@@ -80,8 +80,8 @@ async def _resumed(
     Args:
         watch: The method.
         request: What to watch.
-        seen: Moves the request on to what follows a message.
-        timeout_s: Seconds in all; None leaves them to the channel.
+        seen: Updates the request so that a further watch begins after the given message.
+        timeout_s: Seconds in all; None uses the channel's deadline.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
@@ -174,10 +174,10 @@ class RolloutClient(_Client):
         return await _typed(self._admin.GetStatus(rollout_pb2.GetStatusRequest()))
 
     async def drain(self, grace_s: float | None = None) -> rollout_pb2.DrainResponse:
-        """Let the replica take no new requests, finish those under way within the grace, and end.
+        """Let the replica take no new requests, finish the requests in progress within the grace, and end.
 
         Args:
-            grace_s: Seconds; 0 ends the requests at once with the tokens so far, None leaves them the replica's own.
+            grace_s: Seconds; 0 ends the requests at once with the tokens so far, None uses the replica's own grace.
         """
         request = rollout_pb2.DrainRequest()
         if grace_s is not None:
@@ -271,7 +271,7 @@ class TrainerClient(_Client):
         return await _typed(self._stub.SaveCheckpoint(request, timeout=timeout_s))
 
     async def keep_checkpoint(self, run: str, checkpoint: str, reason: str) -> None:
-        """Keep one checkpoint beside the newest ones, in place of the one that was kept so before."""
+        """Keep one checkpoint besides the newest ones. It replaces the checkpoint that an earlier call kept."""
         request = trainer_pb2.KeepCheckpointRequest(run=_run_name(run), checkpoint=checkpoint, reason=reason)
         await _typed(self._stub.KeepCheckpoint(request))
 
@@ -393,7 +393,7 @@ def generate_request(
 
 
 def _pieces(trajectory: tokens_pb2.Trajectory) -> Iterator[tokens_pb2.Trajectory]:
-    """Yield a trajectory in pieces that are equal to it when they are merged in order; the first has all that is single."""
+    """Yield a trajectory in pieces: merged in order they equal the trajectory. The first piece has all fields that are not repeated."""
     fields: dict[str, Any] = {field.name: value for field, value in trajectory.ListFields()}
     long = [field.name for field, _ in trajectory.ListFields() if field.is_repeated]
     yield tokens_pb2.Trajectory(**{name: value for name, value in fields.items() if name not in long})
@@ -408,7 +408,7 @@ def _pieces(trajectory: tokens_pb2.Trajectory) -> Iterator[tokens_pb2.Trajectory
 def _batch_parts(
     header: trainer_pb2.BatchHeader, trajectories: Iterable[tokens_pb2.Trajectory]
 ) -> Iterator[trainer_pb2.SubmitBatchRequest]:
-    """Yield the header, then the trajectories in messages of `_PART_BYTES`; a larger trajectory goes on in further ones."""
+    """Yield the header, then the trajectories in messages of `_PART_BYTES`. A trajectory that exceeds a message spans several."""
     yield trainer_pb2.SubmitBatchRequest(header=header)
     part = trainer_pb2.TrajectoryPart()
     size = 0

@@ -20,13 +20,13 @@ class Clock:
         await asyncio.sleep(seconds)
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[asyncio.Timeout]:
-        """Return a context whose body is cancelled after so many seconds, with TimeoutError; None: never."""
+        """Return a context whose body is cancelled after `seconds`, with TimeoutError; None: never."""
         return asyncio.timeout(seconds)
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
-        """Call back after so many seconds, unless the handle is cancelled before: no task is needed for it."""
+        """Call `callback` after `seconds`, unless the handle is cancelled before. This needs no task."""
         return asyncio.get_running_loop().call_later(seconds, callback)
 
 
 CLOCK = Clock()
-"""The clock of all parts that are given no other one."""
+"""The default clock."""

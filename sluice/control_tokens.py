@@ -2,11 +2,11 @@
 
 To tell them apart, a conversation is rendered again with *stand-ins* for the characters in its texts that a control token could begin
 with. Where both renderings are the same apart from these characters, the control tokens that the second one still has are the
-template's. This holds for whatever the template does to a text: trim it, cut it, write it as JSON, look for a word in it. If the
-template looks for such a character, other characters of the control tokens are tried.
+template's. This holds whatever the template does to a text: trim it, cut it, write it as JSON, look for a word in it. If the
+template looks for a character that was replaced, other characters of the control tokens are replaced instead.
 
-Stand-ins are low surrogates. No text that a tokenizer takes has one, each takes the place of one character, and to Python they are
-neither letters nor white space.
+Stand-ins are low surrogates: no text that a tokenizer accepts contains one, each replaces exactly one character, and Python counts
+them neither as letters nor as white space.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 """A character that no UTF-8 text has."""
 
 REASONING = frozenset({"<think>", "</think>"})
-"""Tokens that are text, however the tokenizer declares them: data has reasoning within the text of an assistant."""
+"""Tokens that are always text, even if the tokenizer declares them as special: data sets have reasoning in the assistant's text."""
 
 
 class ControlTokens:
@@ -74,7 +74,7 @@ class ControlTokens:
         return id_ in self._id_set
 
     def as_text(self, name: str) -> str:
-        """Return the name of a control token with its stand-in."""
+        """Return the name of a control token with a stand-in for its first character."""
         return self._stand_ins[name[0]] + name[1:]
 
     def may_be_in(self, text: str) -> bool:
@@ -82,10 +82,10 @@ class ControlTokens:
         return any(match.lastgroup for match in self._other_or_end[0].finditer(text)) or bool(self.pattern.search(text))
 
     def hiding(self) -> Iterator[Callable[[str], str]]:
-        """Yield functions that take the control tokens out of a text by stand-ins, the ones to prefer first.
+        """Yield functions that replace characters of the control tokens in a text by stand-ins, in order of preference.
 
-        The first two replace a character wherever it stands, so that the template cannot make a control token of what it joins. Other
-        added tokens keep it, since templates look for them.
+        The first two replace the character wherever it stands, so that no control token arises when the template joins texts. Only
+        within other added tokens the character stays, since templates look for these tokens.
         """
         for everywhere in (True, False):
             for at in ENDS:
@@ -119,11 +119,11 @@ class ControlTokens:
         return "".join(characters)
 
     def encode(self, marked: str, plainly: Callable[[str], list[int]]) -> list[int]:
-        """Return the ids of a text in which control tokens that begin with a stand-in are text.
+        """Return the ids of a text. Names of control tokens that begin with a stand-in are encoded as text.
 
         Args:
             marked: The text.
-            plainly: The tokenizer, which takes all control tokens for what they are.
+            plainly: Encodes a text with the tokenizer, which makes a control token of each name.
 
         Raises:
             ValueError: if the tokenizer has no way to encode a control token as text.
@@ -145,9 +145,9 @@ class ControlTokens:
 
 
 class _TextTokenizer:
-    """A copy of a tokenizer that knows control tokens by other, secret names: their own names are text to it.
+    """A copy of a tokenizer in which control tokens have other, secret names, so that it encodes their own names as text.
 
-    A whole text is encoded in one call, so that the ids of what stands beside a control token do not change.
+    A whole text is encoded in one call, so that the ids next to a control token do not change.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: Mapping[str, int]) -> None:
@@ -169,8 +169,8 @@ class _TextTokenizer:
         model = content["model"]
         unknown = model["unk_id"] if "unk_id" in model else self._vocabulary_id(model.get("unk_token"))
         self._stray = frozenset(control.values()) - {unknown}
-        """Control tokens that the vocabulary must not make of a text."""
-        # Where a control token is also a word of the vocabulary, its name becomes its characters.
+        """Control tokens that must not result from encoding a text."""
+        # If the name of a control token is also a word of the vocabulary, encode that name character by character.
         words = [text for text, id_ in control.items() if self._raw(text) == [id_]]
         self._spelled = {text: f"{secret}{index};text;" for index, text in enumerate(words)}
         self._backend.add_tokens([AddedToken(name, normalized=False) for name in self._spelled.values()])
@@ -183,7 +183,7 @@ class _TextTokenizer:
         """Return the ids of a text with stand-ins.
 
         Raises:
-            ValueError: if the vocabulary makes a control token of a text.
+            ValueError: if encoding a text gives a control token.
         """
         text = control.pattern.sub(lambda match: self._names[match[0]], marked)
         if self._spelled:
@@ -235,7 +235,7 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """Return a regular expression for the longest of some texts at a position: a tree, since a vocabulary may have thousands."""
+    """Return a regular expression that matches the longest of some texts at a position. It is a tree, since there may be thousands."""
     branches: dict[str, list[str]] = {}
     for text in texts:
         branches.setdefault(text[0], []).append(text)

@@ -1,4 +1,4 @@
-"""The sizes of a decoder with gated MLPs, such as Llama, Qwen3 and Qwen3-MoE, which its memory is estimated from."""
+"""The sizes of a decoder with gated MLPs, such as Llama, Qwen3 and Qwen3-MoE. They serve to estimate its memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 from sluice.models import ModelSizes, config_on_disk
 
 EXPERTS_ALIKE = frozenset({"mixtral", "olmoe", "qwen3_moe"})
-"""Architectures in which every layer has experts, and nothing beside them."""
+"""Architectures in which every layer has experts, and no MLP besides them."""
 
 OTHER_LAYERS = (
     "n_routed_experts",
@@ -19,7 +19,7 @@ OTHER_LAYERS = (
     "mlp_only_layers",
     "layer_group_size",
 )
-"""Settings of architectures whose layers are not as `Decoder` counts them."""
+"""Settings that show that the layers of an architecture differ from those that `Decoder` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Decoder:
     """The sizes of a decoder.
 
     Attributes:
-        inner: Columns of the MLP; of one expert if there are experts.
+        inner: Columns of the MLP, or of one expert if there are experts.
         tied: Whether the output layer shares the embedding's weight.
         whole_logits: Whether the model scales or caps its logits; then all logits of a micro-batch are in memory at once.
         experts: Experts of each layer; 0 without any.
-        chosen: Experts that compute a token.
+        chosen: Number of experts per token.
     """
 
     layers: int
@@ -50,7 +50,7 @@ class Decoder:
     def of(cls, config: Mapping[str, Any]) -> Self | None:
         """Return the sizes in a Hugging Face configuration; None if it does not describe a decoder of this kind.
 
-        Of models with experts these are the ones where every layer has the same number of them and nothing beside them.
+        Models with experts are accepted if every layer has the same number of experts and no MLP besides them.
         """
         experts = ModelSizes.of(config).experts or 0
         if experts and config.get("model_type") not in EXPERTS_ALIKE:
@@ -95,7 +95,7 @@ class Decoder:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and as many of an output layer of its own."""
+        """Parameters of the embedding. An output layer of its own has the same number."""
         return self.vocabulary * self.hidden
 
     @property
@@ -104,7 +104,7 @@ class Decoder:
         return self.layers * self.layer + self.embedding * (1 if self.tied else 2)
 
     def factors(self, rank: int) -> int:
-        """Return the number of parameters of the LoRA factors of a decoder layer, beside all its linear layers; experts get none."""
+        """Return the number of parameters of a decoder layer's LoRA factors. All linear layers have factors, experts have none."""
         widths = [(self.hidden, self.queries), (self.queries, self.hidden), *[(self.hidden, self.keys)] * 2]
         mlp = [] if self.experts else [(self.hidden, self.inner)] * 3
         return rank * sum(one + other for one, other in [*widths, *mlp])

@@ -1,4 +1,4 @@
-"""Digests of what the trainer gets: the orchestrator's journal and the trainer's record name the same trajectories by them."""
+"""Digests of trajectories and batches. The orchestrator's journal and the trainer's record both identify trajectories by them."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def trajectory_digest(trajectory: tokens_pb2.Trajectory) -> bytes:
 
 
 def batch_digest(digests: Iterable[bytes]) -> str:
-    """Return the xxh3-128, hexadecimal, of the digests of a batch's trajectories one after the other, in the order of the batch."""
+    """Return the xxh3-128, hexadecimal, of the concatenated digests of a batch's trajectories, in the order of the batch."""
     return xxhash.xxh3_128_hexdigest(b"".join(digests))

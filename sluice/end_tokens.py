@@ -30,7 +30,7 @@ class EndTokens:
     """The tokens that end a turn.
 
     Attributes:
-        sources: The places that name a token, by its id.
+        sources: For each token id, the places that name it.
     """
 
     sources: Mapping[int, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
@@ -42,10 +42,10 @@ class EndTokens:
 
     @property
     def appended(self) -> int | None:
-        """The token that training appends where a template writes no end; None if there is none.
+        """The token that training appends if the template wrote no end token; None if no place names a token.
 
-        The tokenizer's comes first, since texts without a template end with it; the template's comes last, because it has just
-        not written it.
+        The tokenizer's token is preferred, since texts without a template end with it. The template's token is the last choice,
+        because the template just did not write it.
         """
         for place in (TOKENIZER, GENERATION_CONFIG, CONFIG, TEMPLATE):
             named = [id_ for id_, places in self.sources.items() if place in places]
@@ -76,7 +76,7 @@ def find_end_tokens(
         (GENERATION_CONFIG, _listed(getattr(generation_config, "eos_token_id", None))),
     ]
     if tokenizer is not None:
-        # Some architectures have an end token by default, whatever the tokenizer's token of that number means.
+        # Some architectures have a default end token, even if the token of that id is an ordinary one in this tokenizer.
         named = [(place, [each for each in ids if _is_control(tokenizer, each)]) for place, ids in named]
         named.append((TOKENIZER, _listed(tokenizer.eos_token_id)))
         named.append((TEMPLATE, _listed(_template_end(tokenizer, arguments or {}))))
@@ -118,7 +118,7 @@ def find_padding(tokenizer: PreTrainedTokenizerBase, config: object) -> tuple[in
 
     Args:
         tokenizer: The model's tokenizer.
-        config: The configuration of the text model, with `pad_token_id`, which comes first.
+        config: The configuration of the text model. Its `pad_token_id` is preferred.
     """
     for place, named in ((CONFIG, getattr(config, "pad_token_id", None)), (TOKENIZER, tokenizer.pad_token_id)):
         if isinstance(named, int):

@@ -1,7 +1,7 @@
 """The engines that a replica can sample with.
 
-A line in `ENGINES` and the package that it names make an engine known everywhere: to the settings and their reference, allocations,
-`sluice eval`, the quickstart, the dry run and the placement of processes.
+To add an engine, add a line to `ENGINES` and the package that the line names. The settings and their reference, allocations,
+`sluice eval`, the quickstart, the dry run and the placement of processes then know it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What the rest of Sluice must know of an engine before it starts.
+    """What the rest of Sluice must know about an engine before the engine starts.
 
     Attributes:
         package: Its package, a `rollout_svc.engines.base.EnginePackage`.
         library: The Python module that must be installed.
-        several_devices: Whether one replica can use several devices, by `rollout.engine_args`; else it has one.
-        reads_device: Whether `rollout.device` chooses its device; else it takes CUDA where there is a device.
+        several_devices: Whether one replica can use several devices, by `rollout.engine_args`. Otherwise it has one.
+        reads_device: Whether `rollout.device` chooses its device. Otherwise it uses CUDA if there is a device.
         parsers: Its module with further parsers of tool calls and reasoning; see `rollout_svc.replies`.
-        repeatable: Values of `rollout.engine_args` with which it computes the same requests in the same way each time.
+        repeatable: Values of `rollout.engine_args` with which a repeated request gives the same result.
     """
 
     package: str

@@ -1,4 +1,4 @@
-"""Which file system a directory lies on, and what a run misses there: memory that processes share, and locks between machines.
+"""Which file system a directory lies on, and what a run needs that it lacks: memory that processes share, locks between machines.
 
 The journal is an SQLite database with a write-ahead log (https://sqlite.org/wal.html): its readers and its writer share memory
 through a mapped file, and so must run on one machine. A second orchestrator is kept out by a file lock (flock(2)). `mounted_at` and
@@ -38,7 +38,7 @@ _NETWORK = frozenset(
 """Names of file systems that other machines write to, too."""
 
 _SANDBOX_ROOTS = frozenset({"9p", "virtiofs"})
-"""File systems that sandboxes and light virtual machines have at their root, which belongs to them alone."""
+"""File systems at the root of sandboxes and light virtual machines. No other machine uses such a root."""
 
 _LOCAL_FUSE = frozenset(
     {
@@ -54,17 +54,17 @@ _LOCAL_FUSE = frozenset(
         "fuse.unionfs",
     }
 )
-"""File systems of programs that keep their files on this machine; others may be anywhere."""
+"""FUSE file systems that keep their files on this machine. Files of other FUSE file systems may be anywhere."""
 
 _OBJECT_STORES = frozenset(
     {"s3fs", "goofys", "mountpoint-s3", "mount-s3", "gcsfuse", "rclone", "blobfuse", "blobfuse2", "ossfs", "geesefs"}
 )
-"""Programs that show an object store as files: these cannot be written in place, mapped, or locked."""
+"""Programs that show an object store as files. Such files cannot be written in place, mapped, or locked."""
 
 _LOCAL_LOCKS = frozenset(
     {"nolock", "local_lock=all", "local_lock=flock", "local_lock=posix", "localflock", "noflock", "nobrl"}
 )
-"""Options of mounts (nfs(5), mount.cifs(8), mount.lustre(8)) with which other machines do not see a lock."""
+"""Mount options (nfs(5), mount.cifs(8), mount.lustre(8)) with which other machines do not see a lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Mounted:
         kind: The kernel's name of the file system, such as ``nfs4`` or ``fuse.sshfs``.
         at: Where it is mounted.
         source: What is mounted, such as ``server:/export``.
-        options: Those of the mount and of the file system.
+        options: Options of the mount and of the file system.
     """
 
     kind: str
@@ -89,8 +89,8 @@ class FileSystemProblem:
     """What is wrong with a file system for a run's directory.
 
     Attributes:
-        fatal: Whether no run can work there; otherwise it may.
-        found: What is so.
+        fatal: Whether no run can work there. Otherwise a run may work.
+        found: What was found.
         remedy: What to do.
     """
 
@@ -100,7 +100,7 @@ class FileSystemProblem:
 
 
 def check_file_system(directory: Path, mounts: Path | None = None) -> FileSystemProblem | None:
-    """Return what is wrong with the file system of a directory, which need not exist yet; None if nothing is known to be."""
+    """Return what is wrong with the file system of a directory, which need not exist yet; None if no problem is known."""
     try:
         mountinfo = (mounts or MOUNTS).read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -123,7 +123,7 @@ def mounted_at(path: PurePath, mountinfo: str) -> Mounted | None:
         if not separator or len(before) < 6 or len(after) < 3:
             continue
         at = PurePath(_unescaped(before[4]))
-        # Of two at one place, the later one hides the other.
+        # If two are mounted at one place, the later one hides the earlier one.
         if path.is_relative_to(at) and (found is None or len(at.parts) >= len(found.at.parts)):
             options = frozenset((*before[5].split(","), *after[2].split(",")))
             found = Mounted(after[0], at, _unescaped(after[1]), options)
@@ -131,7 +131,7 @@ def mounted_at(path: PurePath, mountinfo: str) -> Mounted | None:
 
 
 def problem_of(directory: PurePath, mounted: Mounted) -> FileSystemProblem | None:
-    """Return what is wrong with a file system for a run's directory; None if nothing is known to be. Pure."""
+    """Return what is wrong with a file system for a run's directory; None if no problem is known. Pure."""
     kind = mounted.kind
     is_fuse = kind == "fuse" or kind.startswith("fuse.")
     where = f"{directory} is on {kind}, mounted at {mounted.at}"
@@ -161,7 +161,7 @@ def problem_of(directory: PurePath, mounted: Mounted) -> FileSystemProblem | Non
 
 
 def no_locks(directory: PurePath, error: OSError) -> str:
-    """Return what to tell people where a file cannot be locked."""
+    """Return the message that a file in this directory cannot be locked."""
     return (
         f"the file system of {directory} has no file locks ({error.strerror}), which keep a second process out of the run: put the run's"
         " directory (output_dir) on a local disk, or mount the file system with locks"
@@ -169,5 +169,5 @@ def no_locks(directory: PurePath, error: OSError) -> str:
 
 
 def _unescaped(text: str) -> str:
-    r"""Return a path of mountinfo as it is: spaces and the like are written as ``\040``."""
+    r"""Decode a path of mountinfo, in which spaces and some other characters are escaped, such as ``\040``."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -1,4 +1,4 @@
-"""What processes of one host share: its identity, file locks, removal of what dead processes left, files that a peer names.
+"""Files that processes of one host share: the host's identity, file locks, removal of files of dead processes, files that a peer names.
 
 Directories such as ``/dev/shm`` are writable by everybody, so a name in them proves nothing: before anything is read or
 removed, the file itself is opened without following a symbolic link, and its type and owner are checked. All calls block.
@@ -25,19 +25,19 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Follow no symbolic link, wait for no pipe, and do not pass to a program that this process starts."""
 
 _open: set[int] = set()
-"""Descriptors that a forked child closes: in an engine's process they would keep locks held and removed files in memory."""
+"""Descriptors that a forked child closes. In an engine's process they would keep locks held and removed files in memory."""
 
 log = structlog.get_logger(__name__)
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""The kernel's name of this boot: equal in all containers of a machine, which have host names and machine ids of their own."""
+"""The kernel's name of this boot. It is the same in all containers of a machine, unlike host names and machine ids."""
 
 
 def host_id(boot_id: Path = BOOT_ID) -> str:
-    """Return a name that is equal for processes of one machine and differs from that of any other: 32 hexadecimal digits.
+    """Return a name of this machine, equal in all its processes and different on every other machine: 32 hexadecimal digits.
 
-    Where the kernel gives no boot id (sandboxes, other systems), it is made of the host name instead.
+    If the kernel gives no boot id (sandboxes, other systems), the name is derived from the host name instead.
     """
     try:
         seed = boot_id.read_text().strip()
@@ -52,7 +52,7 @@ class PeerFileError(Exception):
 
 
 def open_private(path: Path | str, flags: int, *, directory: int | None = None) -> int:
-    """Open a file, which is created for this user alone. A forked child does not keep it. Close it with `close`.
+    """Open a file; if it is created, only this user may use it. A forked child does not keep it. Close it with `close`.
 
     Args:
         path: The file.
@@ -143,7 +143,7 @@ def remove_tree(path: Path) -> bool:
     Two threads may remove the same directory. What cannot be removed is logged.
 
     Returns:
-        Whether the directory is gone. A path that is a symbolic link or a file stays.
+        Whether the directory is gone. A path that is a symbolic link or a file is not removed.
     """
 
     def note(
@@ -165,8 +165,8 @@ def open_peer_file(path: str, device: int, inode: int, size: int, *, below: Path
     Args:
         path: Its name, which the peer may have chosen freely.
         device: Number of the device that it lies on.
-        inode: Number of the file on that device. The two numbers tell a file from another one of the same name, such as in
-            another container.
+        inode: Number of the file on that device. The two numbers distinguish the file from another file of the same name, such as one
+            in another container.
         size: Bytes that it must have.
         below: Directory in which it must lie; None allows every directory.
 
@@ -209,14 +209,14 @@ def rotate(paths: Sequence[Path]) -> None:
     """
     if len(paths) == 1:
         paths[0].unlink(missing_ok=True)
-    # A rotation that was killed leaves a gap. Files beyond it stay, so that the next one does not delete the oldest too early.
+    # A rotation that was killed leaves a gap. Files behind the gap stay where they are, so that the oldest is not removed too early.
     gap = next((number for number, path in enumerate(paths) if number and not path.exists()), len(paths))
     for newer, older in reversed(list(pairwise(paths[: gap + 1]))):
         newer.rename(older)
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text file, given whole or in parts, that appears whole or not at all.
+    """Write a text, given whole or in parts, to a file that appears complete or not at all.
 
     An existing file of this name, or of the name of the temporary file, is replaced.
 

@@ -1,4 +1,4 @@
-"""Imports of what is large: PyTorch, transformers and vLLM."""
+"""Imports of large libraries: PyTorch, transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 def large_imports() -> Iterator[None]:
     """Keep the garbage collector off while the block imports.
 
-    What an import makes lives to the end of the process, and the collector looks at it again and again: a fifth of an import's time.
+    Objects that an import creates live to the end of the process, but the collector would examine them again and again. That takes a
+    fifth of the time of an import.
     """
     was_on = gc.isenabled()
     gc.disable()
