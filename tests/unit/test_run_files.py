@@ -97,7 +97,8 @@ def test_doctor_shows_them_with_their_bounds(run_dir: Path) -> None:
 
 def test_doctor_takes_the_directory_of_a_run_in_place_of_settings(run_dir: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(doctor, "check_machine", lambda: [machine.check_python()])
-    monkeypatch.setattr(doctor, "ENGINES", {})  # the import of one takes a quarter of a minute
+    # The import of an engine takes a quarter of a minute.
+    monkeypatch.setattr(doctor, "check_engine", lambda library, remedy: machine.check_python())
     (run_dir / "config.toml").write_text('run = "another"\n[orchestrator.disk]\nmin_free_mb = 3\n')
     doctor.run([str(run_dir)])
     said = capsys.readouterr().out
