@@ -1,1 +1,1 @@
-"""The gateway: agents that exist talk to it in the OpenAI and Anthropic dialects, and each request becomes a recorded generation."""
+"""The gateway: existing agents call it in the OpenAI and Anthropic dialects, and it records a generation for each request."""

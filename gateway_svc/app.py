@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from sluice.openai.server import HttpServer
 
 _COLLECTIONS = (10_000, 20, 50)
-"""Thresholds of the garbage collector: with Python's own it took a tenth of the gateway's CPU time, and found nothing."""
+"""Thresholds of the garbage collector. With Python's defaults it took a tenth of the gateway's CPU time, and found no garbage."""
 
 EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 
 FAILED_S = 5.0
-"""Seconds that requests under way get when a duty of the gateway itself has failed."""
+"""Seconds that requests in progress get to end when a background task of the gateway has failed."""
 
 AWAY_S = 5.0
-"""Seconds without an orchestrator after which a gateway that drains ends: nobody records what it samples. A whole run that is stopped
-ends so, and the orchestrator's end is the first."""
+"""Seconds without an orchestrator after which a draining gateway ends, because nobody can record what it samples. When a whole run is
+stopped, the orchestrator ends first, and gateways end in this way."""
 
 LOOK_S = 1.0
-"""Seconds between two looks at the orchestrator during a drain."""
+"""Seconds between two checks of the orchestrator during a drain."""
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +102,7 @@ async def serve(
     )
     server.readiness.add(partial(_waits_for, pool))
     gc.collect()
-    gc.freeze()  # what is loaded by now stays, and is not looked at again
+    gc.freeze()  # objects loaded so far stay for good: later collections skip them
     gc.set_threshold(*_COLLECTIONS)
     ended = asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
@@ -133,7 +133,7 @@ async def serve(
 async def _finish(
     common: CommonConfig, server: RpcServer, http: HttpServer, sessions: RecordedSessions, grace_s: float
 ) -> None:
-    """Take nothing new at both ports, and wait for what is under way, as long as there is an orchestrator to record it."""
+    """Refuse new requests at both ports. Wait for those in progress, as long as an orchestrator can record them."""
     sessions.end_waits()
     stopping = asyncio.gather(http.stop(grace_s), server.stop(grace_s))
     discard_outcome(stopping)
@@ -157,7 +157,7 @@ async def _end_without_orchestrator(common: CommonConfig, server: RpcServer) -> 
 
 
 def _waits_for(pool: ReplicaPool) -> Iterator[str]:
-    """Yield that no replica samples for the gateway, if that is so."""
+    """Yield a message if no replica gets work from this gateway."""
     replicas = pool.replicas
     if all(each.why_not() for each in replicas):
         known = f"none of the {len(replicas)} listed gets work" if replicas else "the orchestrator lists none"
@@ -165,7 +165,7 @@ def _waits_for(pool: ReplicaPool) -> Iterator[str]:
 
 
 def _scrape(pool: ReplicaPool) -> Iterator[Metric]:
-    """Yield what the gateway has under way as Prometheus metrics."""
+    """Yield the gateway's Prometheus metrics of replicas and requests."""
     replicas = pool.replicas
     fit = sum(not each.why_not() for each in replicas)
     counts = {"fit": float(fit), "unfit": float(len(replicas) - fit)}
@@ -178,7 +178,7 @@ def _scrape(pool: ReplicaPool) -> Iterator[Metric]:
 
 
 def _ignore(_replica: Replica) -> None:
-    """Do nothing: requests that wait for a replica look by themselves."""
+    """Do nothing: requests that wait for a replica check by themselves."""
 
 
 def _base_url(common: CommonConfig, config: GatewayConfig, port: int) -> str:
@@ -192,7 +192,7 @@ def _base_url(common: CommonConfig, config: GatewayConfig, port: int) -> str:
 
 
 async def _and_end(duty: Coroutine[Any, Any, None], ended: asyncio.Event, server: RpcServer) -> None:
-    """Run a background task. When it ends by a failure, the gateway stops: soon, since requests may not get any further."""
+    """Run a background task. If it fails, stop the gateway after at most `FAILED_S`, since requests in progress may be stuck."""
     try:
         await duty
     except Exception:

@@ -1,17 +1,17 @@
 """Keys of conversations: two histories that mean the same have the same key, however a client has rewritten them.
 
-A key is a chained hash. The root covers the template arguments and the tools (the order of keys in a schema does not count), each message
-adds its canonical form. A history that extends another one therefore has all of its keys, and one pass over a request gives the key of
-every prefix.
+A key is a chained hash. The root covers the template arguments and the tools (the order of keys in a schema does not count), and each
+message adds its canonical form. So the keys of a history include the keys of every history that it extends, and one pass over a request
+computes the keys of all prefixes.
 
 The canonical form of a message leaves out what clients change while they send a history back:
 
-* text in parts is joined, content that is missing, null or empty is the same;
+* text in parts is joined; missing, null and empty content are the same;
 * arguments of tool calls are parsed, so that spaces, the order of keys, escapes and 1 or 1.0 make no difference. Arguments that are
   not JSON count as text;
 * tool calls are compared by id, in any order;
-* white space around content of the assistant does not count: some clients remove it, since some servers refuse it;
-* the assistant's reasoning is left out. Most clients do not send it back, and the exact ids hold it anyway.
+* white space around the assistant's content does not count: some clients remove it, because some servers refuse it;
+* the assistant's reasoning is left out. Most clients do not send it back, and the recorded token ids contain it anyway.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ConversationKeys:
 
     Attributes:
         whole: Key of all messages, 16 bytes.
-        prefixes: Keys of the prefixes that end with a message of the assistant and that a message follows, longest first.
+        prefixes: Keys of the prefixes that end with a message of the assistant and are followed by another message, longest first.
     """
 
     whole: bytes
@@ -76,13 +76,13 @@ def conversation_keys(conversation: tokens_pb2.Conversation) -> ConversationKeys
 
 
 def extended_key(key: bytes, message: tokens_pb2.ChatMessage) -> bytes:
-    """Return the key of a conversation to which a message is added, such as a sampled reply.
+    """Return the key of a conversation after a message, such as a sampled reply, is added to it.
 
     Args:
-        key: Key of the conversation before it.
+        key: Key of the conversation without the message.
         message: The message.
     """
-    # Escaped as ASCII: a tool call may hold half of a surrogate pair, which UTF-8 cannot encode.
+    # Escape to ASCII: a tool call may hold half of a surrogate pair, which UTF-8 cannot encode.
     canonical = json.dumps(canonical_message(message), separators=(",", ":"))
     return xxhash.xxh3_128_digest(key + canonical.encode("ascii"))
 
@@ -103,10 +103,10 @@ def canonical_message(message: tokens_pb2.ChatMessage) -> list[Any]:
 def canonical_arguments(text: str) -> tuple[str, str]:
     """Return the arguments of a tool call in a form that is equal for equal arguments.
 
-    Numbers are doubles, which is all that clients in JavaScript keep of them.
+    Numbers are compared as doubles, because JavaScript clients round them to doubles.
 
     Returns:
-        ``("json", canonical JSON)``, or ``("text", text)`` where the text is not JSON, or has a number that is no double.
+        ``("json", canonical JSON)``; ``("text", text)`` if the text is not JSON, or has a number beyond the range of a double.
     """
     if not text.strip():
         return "json", "{}"

@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - gRPC names the methods
-"""EpisodeService for agents: leases and submissions go to the orchestrator as they are, generations are sampled and recorded here."""
+"""EpisodeService for agents: forwards leases and submissions to the orchestrator unchanged, and samples and records generations itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SESSION_KEY_METADATA = "session-key"
 """Metadata with the session key or the settling key of the episode that a call is about."""
 
 _WRAPPING_BYTES = 16
-"""Bytes of a result's field in a message of a stream."""
+"""Most bytes that the field of a result adds to a message of a stream."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -69,7 +69,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
         async with contextlib.aclosing(await self._sample(request, context, stream=False)) as parts:
             async for part in parts:
                 if isinstance(part, Result):
-                    result = _one_message(part, request)  # and by asking for more, the client has it
+                    result = _one_message(part, request)  # by asking for the next part we say that the client has it
         if result is not None:
             return result
         raise SluiceError.unavailable("INTERRUPTED", "the reply broke off; send the same request again")
@@ -106,7 +106,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
     async def _sample(
         self, request: episode_pb2.EpisodeServiceGenerateRequest, context: Context, *, stream: bool
     ) -> Parts:
-        """Begin to sample; return what comes of it within the caller's deadline."""
+        """Begin to sample. Return the parts of the reply, which end at the caller's deadline."""
         session = await self._sessions.find(SessionRef(request.episode_id, _key_of(context)))
         captured = _captured(request)
         captured.stream = stream
@@ -168,7 +168,7 @@ def _one_message(result: Result, request: episode_pb2.EpisodeServiceGenerateRequ
 
 
 def _captured(request: episode_pb2.EpisodeServiceGenerateRequest) -> ClientRequest:
-    """Return what a request asks for.
+    """Return a request to this port as a request to the sessions.
 
     Raises:
         SluiceError: INVALID_ARGUMENT without a prompt, or with too many samples.

@@ -1,7 +1,7 @@
-"""The HTTP port of a gateway: the routes of the dialects, and those that open, reward and end sessions.
+"""The HTTP port of a gateway: the routes of the dialects, and the routes that open, reward and end sessions.
 
-One way through: the path names a session, or the header, or the key -> the body is parsed by its dialect -> the sessions sample and
-record -> the dialect writes the response. A request that waits is held: as a stream it gets comments, which every client skips.
+Every request takes the same way: find the session by path, header or key -> parse the body in its dialect -> sample and record -> write
+the response in the dialect. While a request waits, its connection stays open. A stream gets comments meanwhile, which every client skips.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from sluice.v1 import episode_pb2, session_pb2
 SESSION_HEADER = "x-session-id"
 SESSION_PATH = "/sessions/"
 RETRY_HEADER = "x-stainless-retry-count"
-"""How often a client has sent a request before. The clients of OpenAI and Anthropic send it, and all that is built on them."""
+"""How often the client has sent this request before. The client libraries of OpenAI and Anthropic send it, and everything built on them."""
 
 IDEMPOTENCY_HEADER = "idempotency-key"
 """A name of a request: all requests of a session with the same name and body are one."""
@@ -73,18 +73,18 @@ MOST_RETRIES = 2**32 - 1
 MAX_SESSION_ID = 256
 
 COMMENT = b": waiting\n\n"
-"""A comment of a stream. It passes every client; an event of the type ping does not."""
+"""A comment in a stream. Every client skips it; not every client accepts an event of the type ping."""
 
 MAX_WAIT_S = 60.0
 
 OPEN_PATH = "/rl/sessions"
-"""Opens a session, and waits for one where none is on offer."""
+"""Opens a session. Waits if none is on offer."""
 
 PRINCIPAL_ROUTES = frozenset({OPEN_PATH, "/metrics"})
-"""Routes that belong to no session, so that no session key opens them."""
+"""Routes that belong to no session. They need a principal; a session key does not open them."""
 
 SMALL_BODY_BYTES = 16 << 10
-"""Most bytes of a body of our own routes; a server holds more than that of a body which nobody reads."""
+"""Maximum bytes of a body of our own routes. The server buffers more than that of a body that nobody reads."""
 
 NOTICES = Counter(
     "sluice_capture_notices_total",
@@ -93,7 +93,7 @@ NOTICES = Counter(
 )
 
 MAX_NOTICE_NAMES = 512
-"""Maximum number of names of fields with a count of their own; clients choose these names. Others are counted together."""
+"""Maximum number of field names that are counted separately. Clients choose these names; all others share one count."""
 
 log = structlog.get_logger()
 
@@ -115,7 +115,7 @@ class OpenBody(Strict):
 
 
 class RewardBody(Strict):
-    """Body of `POST /rl/sessions/{id}/reward`: for the session, or one generation, or the branch that ends with one."""
+    """Body of `POST /rl/sessions/{id}/reward`: rewards the session, one generation, or the branch that ends with a generation."""
 
     reward: float = Field(allow_inf_nan=False)
     generation_id: str | None = None
@@ -127,7 +127,7 @@ class RenewBody(Strict):
 
 
 class EndBody(Strict):
-    """Body of `POST /rl/sessions/{id}/end`. With `abandon`, the reason, the session is given up and not trained."""
+    """Body of `POST /rl/sessions/{id}/end`. `abandon` is a reason: if it is set, the session is given up and not trained."""
 
     reward: float | None = Field(None, allow_inf_nan=False)
     truncated: bool = False
@@ -137,7 +137,7 @@ class EndBody(Strict):
 
 
 class SessionDoor(Door):
-    """Tells who calls and which session is meant.
+    """Finds out who calls, and which session the request means.
 
     Args:
         sessions: The sessions.
@@ -154,14 +154,14 @@ class SessionDoor(Door):
         return super().token(headers) if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
     def admit(self, scope: Scope, route: str, roles: frozenset[Role]) -> Usage | None:
-        """Admit the caller: a session key opens the routes of its session, which check it; all else needs a principal."""
+        """Admit the caller. Session keys pass here: the routes of the session check them. Anything else needs a principal."""
         token = self.token(Headers(scope=scope))
         if token.startswith(SESSION_KEY) and route not in PRINCIPAL_ROUTES:
             return None
         return self.access.admit(f"Bearer {token}" if token else None, certificate_of(scope), roles)
 
     def answer(self, error: SluiceError, path: str) -> JSONResponse:
-        """Return the response to an error, in the form of the dialect that the path belongs to."""
+        """Return the response to an error, in the form of the path's dialect."""
         return error_answer(error, path)
 
     def ref(self, http: Request) -> SessionRef:
@@ -194,9 +194,9 @@ class SessionDoor(Door):
         """Refuse a key that settles no session.
 
         Raises:
-            SluiceError: NOT_FOUND, PERMISSION_DENIED, or why nobody could look.
+            SluiceError: NOT_FOUND, PERMISSION_DENIED, or the reason why the key could not be checked.
         """
-        if ref.key:  # `admit` knows the principal
+        if ref.key:  # without a key, `admit` has checked the principal
             await self._sessions.find_ended(ref)
 
 
@@ -218,7 +218,7 @@ def create_app(
         access: Who may call, shared with the gRPC port.
         host: Address that the server is bound to.
         clock: The time that requests are held for.
-        call_log: Takes what admins do to sessions.
+        call_log: Logs what admins do to sessions.
         readiness: What the service waits for; None: nothing.
     """
     door = SessionDoor(sessions, access)
@@ -241,10 +241,10 @@ def create_app(
 
 
 class SessionPaths:
-    """ASGI middleware: takes the session off a path such as `/sessions/NAME/v1/responses`, so that each route is there once.
+    """ASGI middleware: removes the session from a path such as `/sessions/NAME/v1/responses`, so that each route is defined only once.
 
     Attributes:
-        app: What it wraps, with the routes.
+        app: The app that it wraps, with the routes.
     """
 
     def __init__(self, app: Starlette) -> None:
@@ -281,7 +281,7 @@ class Capture:
 
     Args:
         sessions: Sample and record.
-        door: Tells which session is meant.
+        door: Finds out which session a request means.
         settings: The settings.
         clock: The time that requests are held for.
     """
@@ -297,7 +297,7 @@ class Capture:
         Raises:
             SluiceError: UNAUTHENTICATED, NOT_FOUND, FAILED_PRECONDITION (the session ended), INVALID_ARGUMENT.
         """
-        session = await self._door.session(http)  # first: no body is read for a key that opens nothing
+        session = await self._door.session(http)  # first, so that no body is read for an unknown key
         raw = await http.body()
         unsupported: Unsupported = "allow" if session.evaluation else self._settings.on_unsupported
         return Call(http, session, read_body(kind, raw), unsupported)
@@ -308,7 +308,7 @@ class Capture:
             return await self.whole(call, request, reply.whole)
         deadlines = self._settings.deadlines
         parts = paced(await self._sample(call, request), deadlines.keepalive_s, deadlines.request_s, self._clock)
-        # An error before the first part, or the first comment, still has its HTTP status.
+        # An error before the first part, or before the first comment, can still set the HTTP status.
         first = await while_connected(call.http, anext(parts))
         return first if isinstance(first, Response) else EventStream(_events(first, parts, reply))
 
@@ -343,7 +343,7 @@ class Capture:
 
 
 def _identity(dialect: str, headers: Headers, body: bytes) -> RequestIdentity:
-    """Return what makes a request the same as another one of its session."""
+    """Return what identifies a request within its session: two requests with the same identity are one."""
     name, sent_before = headers.get(IDEMPOTENCY_HEADER, ""), headers.get(RETRY_HEADER, "0")
     named = [name.encode()] if name else []
     digest = xxhash.xxh3_128_digest(b"\0".join([dialect.encode(), *named, body]))
@@ -354,11 +354,11 @@ def _identity(dialect: str, headers: Headers, body: bytes) -> RequestIdentity:
 
 
 class _Given(JSONResponse):
-    """A reply. When it was sent, its source is asked for more, and knows by that that the client has it.
+    """A reply. After sending it, it asks the source for the next part, which tells the source that the client has the reply.
 
     Args:
         content: The reply.
-        parts: The source.
+        parts: The source that gave the reply.
     """
 
     def __init__(self, content: dict[str, Any], parts: AsyncGenerator[Begun | Delta | Result, None]) -> None:
@@ -383,7 +383,7 @@ class _Given(JSONResponse):
 
 
 async def _result(parts: AsyncGenerator[Begun | Delta | Result, None]) -> Result:
-    """Return the result. The source stays there."""
+    """Return the result. Leave the source open."""
     async for part in parts:
         if isinstance(part, Result):
             return part
@@ -415,7 +415,7 @@ async def _events(first: Begun | Delta | Result | None, rest: Parts, reply: Repl
 
 
 def _ending(result: Result, reply: Reply, *, opened: bool) -> Iterator[bytes]:
-    """Yield the events that end a stream. What was recorded before comes as a result alone, so that the stream opens with it."""
+    """Yield the events that end a stream. A reply that was recorded earlier comes as a result only: then open the stream first."""
     if not opened:
         request_id = result.generations[0].generation_id.rpartition("/")[0]
         yield from reply.opening(Begun(request_id, len(result.prompt_token_ids)))
@@ -539,7 +539,7 @@ def _sessions(sessions: RecordedSessions, door: SessionDoor, call_log: CallLog |
         return JSONResponse({"id": name, "trajectory_ids": list(submitted.trajectory_ids)})
 
     async def _named(http: Request, name: str) -> SessionRef:
-        """Return the session that a path names. First of all: no body is read for a key that opens nothing."""
+        """Return the session that a path names. Call it first, so that no body is read for an unknown key."""
         http.scope.setdefault("state", {})["session"] = name
         ref = door.ref(http)
         await door.check_key(ref)
@@ -554,7 +554,7 @@ def _sessions(sessions: RecordedSessions, door: SessionDoor, call_log: CallLog |
 
 
 def _name(http: Request) -> str:
-    """Return what the path of a request names."""
+    """Return the name in the path of a request."""
     return str(http.path_params["name"])
 
 
@@ -562,7 +562,7 @@ def _description(sessions: RecordedSessions, door: SessionDoor, readiness: Readi
     created = int(time.time())
 
     async def card(name: str | None) -> dict[str, Any]:
-        """Return the entry of a model, in the forms of both OpenAI and Anthropic."""
+        """Return the entry of a model, with the fields of both OpenAI and Anthropic."""
         served = await sessions.model()
         shown = served.name if name is None else name
         openai = {"id": shown, "object": "model", "created": created, "owned_by": "sluice"}
@@ -598,7 +598,7 @@ def _description(sessions: RecordedSessions, door: SessionDoor, readiness: Readi
 def error_answer(error: SluiceError, path: str) -> JSONResponse:
     """Return the response to an error, in the form of the dialect that the path belongs to.
 
-    409 never occurs, since clients repeat it, nor does 429 where waiting does not help. A session that ended is 410.
+    Never return 409, since clients retry it, nor 429 where waiting does not help. A session that ended gives 410.
     """
     status = error_status(error)
     if status == 409 or (status == 429 and error.retry_after_s is None):
@@ -609,7 +609,7 @@ def error_answer(error: SluiceError, path: str) -> JSONResponse:
 
 
 async def _refused(http: Request, error: Exception) -> Response:
-    """Answer a request with the error that ended it: ours, or Starlette's own in the form of the dialect."""
+    """Answer a request with the error that ended it, ours or Starlette's, in the form of the dialect."""
     if isinstance(error, SluiceError):
         return error_answer(error, http.scope["path"])
     if not isinstance(error, HTTPException):

@@ -1,8 +1,8 @@
-"""The orchestrator as a gateway sees it: calls, how long each is repeated, and the sessions that it knows.
+"""The orchestrator as a gateway sees it: calls to it, how long each is retried, and the sessions found there.
 
-Every request makes the same three calls. On one stream each of them costs less CPU time than as a call of its own. What is larger than a
-message travels in parts, in both directions; other calls get through between them. An orchestrator of v0.1.0 has no such stream: it gets each
-call as one of its own.
+Every request makes the same three calls. On one shared stream each of them costs less CPU time than as a separate call. A call or answer
+that is larger than a message travels in parts, and other calls get through between the parts. An orchestrator of v0.1.0 has no such
+stream: it gets separate calls.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ Stream: TypeAlias = "grpc.aio.StreamStreamCall[session_pb2.ExchangeRequest, sess
 
 
 _BYTES_PER_S = 4 << 20
-"""A large call gets a second more for each so many bytes of it."""
+"""A large call gets one more second per this number of bytes."""
 
 ON_BEHALF_OF = "on-behalf-of"
-"""Metadata with the name of the principal whose call a gateway makes."""
+"""Metadata with the name of the principal for whom a gateway makes a call."""
 
 OLD_S = 30.0
-"""Seconds after which an orchestrator without the stream is asked for it again: it may have been upgraded."""
+"""Seconds after which to try the stream again at an orchestrator that had none: it may have been upgraded."""
 
 _OLD = "OLD_ORCHESTRATOR"
-"""Reason of what fails because the orchestrator has no such stream."""
+"""Reason of errors because the orchestrator has no such stream."""
 
 SETTLED_BY = "settled-by"
 """Metadata with what lets a caller settle an episode: the name of a Credential, without its prefix."""
 
 ORCHESTRATOR_S = 60.0
-"""Seconds for which a call that is no request for samples waits for an orchestrator or a replica that is away."""
+"""Seconds for which any call other than a request for samples waits for an unreachable orchestrator or replica."""
 
 CALL_S = 10.0
-"""Deadline of one call of the orchestrator in seconds."""
+"""Deadline of one call to the orchestrator in seconds."""
 
 _LEAST_S = 0.1
-"""Least seconds for one try."""
+"""Minimum deadline of one attempt in seconds."""
 
 _AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 """Codes of a call that did not reach the orchestrator, or got no answer."""
 
 _TOO_MANY_CALLS = frozenset({"TOO_MANY_RPCS", "QUOTA_RATE", "QUOTA_IN_FLIGHT"})
-"""Reasons of a server that has not looked at a call. Others, such as NOTHING_ON_OFFER, are answers to it, and for the agent."""
+"""Reasons with which a server refuses a call unread. Other reasons, such as NOTHING_ON_OFFER, answer the call, and go to the agent."""
 
 Credential: TypeAlias = "common_pb2.Credential.ValueType"
 """What lets a caller settle an episode."""
@@ -74,7 +74,7 @@ log = structlog.get_logger(__name__)
 
 
 def has_too_many_calls(error: SluiceError) -> bool:
-    """Return whether the orchestrator takes no call at the moment."""
+    """Return whether the orchestrator accepts no calls at the moment."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason in _TOO_MANY_CALLS
 
 
@@ -84,10 +84,10 @@ def has_no_room(error: SluiceError) -> bool:
 
 
 class Calls:
-    """Calls of the orchestrator for principals. Each is made again while the orchestrator is away or full.
+    """Makes calls to the orchestrator for principals. Retries each while the orchestrator is unreachable or full.
 
     Args:
-        clock: Their time.
+        clock: Time of deadlines and pauses.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -103,15 +103,15 @@ class Calls:
         answer_s: float = CALL_S,
         full_s: float | None = None,
     ) -> _Answer:
-        """Call the orchestrator for a principal, again and again while it is away or full, for `ORCHESTRATOR_S`.
+        """Call the orchestrator for a principal. Retry for `ORCHESTRATOR_S` while it is unreachable or full.
 
         Args:
-            method: What to call; it is idempotent.
-            request: With what.
+            method: An idempotent method.
+            request: Its request.
             principal: Whose call it is.
-            by: What lets the caller settle an episode, if that is what the call does.
+            by: The credential with which the caller settles an episode, if the call settles one.
             answer_s: Seconds for one answer.
-            full_s: Seconds to repeat it for while the orchestrator is full, where these are fewer.
+            full_s: Seconds to retry for while the orchestrator is full, if these are fewer.
 
         Raises:
             SluiceError: what the orchestrator raised, or the last failure to reach it.
@@ -134,14 +134,14 @@ class Calls:
         *,
         full: Callable[[SluiceError], bool] = has_too_many_calls,
     ) -> _Answer:
-        """Make a call again and again for so many seconds while the orchestrator is away, or full.
+        """Make a call. Retry it for `patience_s` while the orchestrator is unreachable or full.
 
         Args:
-            attempt: Makes it once, with its deadline in seconds.
-            patience_s: Seconds to try for.
+            attempt: Makes the call once, with the given deadline in seconds.
+            patience_s: Seconds to retry for.
             answer_s: Seconds for one answer.
-            full_s: Seconds to try for while the orchestrator is full, where these are fewer.
-            full: Says whether an error means that it is full, and that the call may wait for it.
+            full_s: Seconds to retry for while the orchestrator is full, if these are fewer.
+            full: Returns whether an error means that the orchestrator is full and the call may wait for room.
 
         Raises:
             SluiceError: of the last attempt.
@@ -163,8 +163,8 @@ class Calls:
 class Exchange:
     """BeginGeneration, RecordGeneration and GetGeneration on one stream, which is begun when it is needed.
 
-    Calls without an answer fail as UNAVAILABLE when the stream ends, and may be made again at once. Those that find an orchestrator
-    without the stream are made again here, as calls of their own.
+    When the stream ends, calls without an answer fail as UNAVAILABLE, and may be retried at once. If the orchestrator has no such stream,
+    calls are retried here as separate calls.
 
     Args:
         sessions: The orchestrator.
@@ -230,7 +230,7 @@ class Exchange:
     async def _alone(
         self, request: session_pb2.ExchangeRequest, principal: str, timeout_s: float
     ) -> session_pb2.ExchangeResponse:
-        """Make a call by itself."""
+        """Make a separate call, without the stream."""
         if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
             raise SluiceError.failed_precondition(
                 _OLD,
@@ -286,7 +286,7 @@ class Exchange:
     async def _answered(
         self, call: int, answer: asyncio.Future[session_pb2.ExchangeResponse], timeout_s: float
     ) -> session_pb2.ExchangeResponse:
-        """Return the answer to a call. One that comes in parts may take as long again, as long as parts arrive.
+        """Return the answer to a call. If it comes in parts, start the timeout again as long as parts arrive.
 
         Raises:
             TimeoutError: if none came in time.
@@ -301,7 +301,7 @@ class Exchange:
                     raise
 
     def _joined(self, answered: session_pb2.ExchangeResponse) -> session_pb2.ExchangeResponse | None:
-        """Return an answer that has come as a whole; None if parts of it are missing."""
+        """Return an answer if it is complete; None if parts of it are missing."""
         if answered.WhichOneof("answer") != "part":
             return answered
         try:
@@ -311,7 +311,7 @@ class Exchange:
             return session_pb2.ExchangeResponse(call=answered.call, error=error.to_status().SerializeToString())
 
     async def _run(self) -> None:
-        """Send calls and take answers until the stream ends; then fail the calls that have none."""
+        """Send calls and receive answers until the stream ends. Then fail the calls without an answer."""
         stream: Stream = self._sessions.Exchange()
         sending = asyncio.create_task(self._send(stream), name="exchange: send")
         why = SluiceError.unavailable("STREAM_ENDED", "the orchestrator ended the stream of calls; make the call again")
@@ -335,12 +335,12 @@ class Exchange:
                     each.set_exception(why)
 
     def _is_awaited(self, call: int) -> bool:
-        """Return whether somebody waits for the answer to a call that has none."""
+        """Return whether a call has no answer yet and somebody waits for it."""
         answer = self._answers.get(call)
         return answer is not None and not answer.done()
 
     async def _send(self, stream: Stream) -> None:
-        """Send calls as they come, large ones by turns. An error is the stream's, which its reader sees, too."""
+        """Send calls as they come, and the parts of large ones by turns. Ignore errors of the stream: its reader gets them, too."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 while self._unsent:
@@ -364,7 +364,7 @@ def _messages(request: session_pb2.ExchangeRequest) -> Iterator[session_pb2.Exch
 
 
 def _of_stream(error: grpc.aio.AioRpcError) -> SluiceError:
-    """Return why a stream ended. A connection that breaks may show as any code of gRPC's own: then the calls may be made again."""
+    """Return why a stream ended. A broken connection may show as any code that gRPC itself sets: then the calls may be retried."""
     found = SluiceError.from_rpc(error)
     if found.code is grpc.StatusCode.UNIMPLEMENTED:
         return SluiceError(grpc.StatusCode.UNIMPLEMENTED, _OLD, found.message)
@@ -374,7 +374,7 @@ def _of_stream(error: grpc.aio.AioRpcError) -> SluiceError:
 
 
 def metadata_for(principal: str, by: Credential = common_pb2.CREDENTIAL_UNSPECIFIED) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a call for a principal, and what lets the caller settle an episode."""
+    """Return the metadata of a call for a principal, with the credential by which the caller settles an episode, if any."""
     settled_by = ((SETTLED_BY, common_pb2.Credential.Name(by).removeprefix("CREDENTIAL_")),) if by else ()
     return ((ON_BEHALF_OF, principal), *settled_by)
 
@@ -387,7 +387,7 @@ class SessionRef(NamedTuple):
 
     Attributes:
         episode_id: The episode, from the path or the header `X-Session-ID`. Without a key it must belong to the `caller`.
-        key: One of its keys: the session key to sample it, the settling key to reward, end or renew it.
+        key: One of its keys: the session key to sample, the settling key to reward, end or renew the session.
     """
 
     episode_id: str
@@ -398,27 +398,27 @@ UNKNOWN_EPISODE = "UNKNOWN_EPISODE"
 """Reason of the error for a session that the caller cannot see."""
 
 MOST_SESSIONS = 65_536
-"""Sessions that are remembered; beyond them the least recently used one is looked up again."""
+"""Maximum number of sessions to remember. Beyond it, the least recently used one is forgotten and must be looked up again."""
 
 STRANGER_S = 10.0
-"""Seconds for which a session key that opened nothing is refused without asking again. One that another gateway has made meanwhile
-works after that."""
+"""Seconds for which an unknown session key is refused without asking the orchestrator again. If another gateway makes this key
+meanwhile, it works only after that."""
 
 MOST_STRANGERS = 16_384
-"""Such keys that are remembered; beyond them the oldest is forgotten."""
+"""Maximum number of unknown keys to remember. Beyond it, the oldest is forgotten."""
 
 
 class Strangers:
-    """Session keys that open nothing. Pure: the caller passes the time, in seconds."""
+    """Session keys that the orchestrator does not know. Pure: the caller passes the time, in seconds."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
     def check(self, key: str, now: float) -> None:
-        """Refuse a key that opened nothing a moment ago.
+        """Refuse a key that was unknown a moment ago.
 
         Raises:
-            SluiceError: NOT_FOUND with the message that it got then.
+            SluiceError: NOT_FOUND with the message of that time.
         """
         until, message = self._known.get(_digest(key), (-math.inf, ""))
         if now < until:
@@ -434,7 +434,7 @@ class Strangers:
             self._known.popitem(last=False)
 
     def forget(self, key: str) -> None:
-        """Forget a key that opens a session from now on."""
+        """Forget a key, because it opens a session from now on."""
         self._known.pop(_digest(key), None)
 
 
@@ -444,11 +444,11 @@ def _digest(key: str) -> bytes:
 
 @dataclass
 class _Asking:
-    """A question for a session.
+    """A lookup of a session at the orchestrator that is in progress.
 
     Attributes:
-        task: Asks.
-        waiting: How many wait for the answer. When the last one has left, nobody asks any more.
+        task: Asks the orchestrator.
+        waiting: Number of callers that wait for the answer. When the last one leaves, the lookup is cancelled.
     """
 
     task: asyncio.Task[session_pb2.FindSessionResponse]
@@ -456,15 +456,15 @@ class _Asking:
 
 
 class FoundSessions:
-    """Finds sessions at the orchestrator, and remembers them for as long as it says.
+    """Finds sessions at the orchestrator, and remembers them for as long as the orchestrator says.
 
     Args:
         sessions: The orchestrator.
         calls: Makes the calls.
-        clock: Their time.
+        clock: Time of the lookups.
 
     Attributes:
-        strangers: Session keys that open nothing.
+        strangers: Session keys that the orchestrator does not know.
     """
 
     def __init__(self, sessions: session_pb2_grpc.SessionServiceAsyncStub, calls: Calls, clock: Clock = CLOCK) -> None:
@@ -476,14 +476,14 @@ class FoundSessions:
         )
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Cancel the lookups in progress."""
         tasks = [each.task for each in self._asking.values()]
         for task in tasks:
             task.cancel()
         await settle(*tasks)
 
     async def find(self, ref: SessionRef, *, ended: bool) -> session_pb2.FindSessionResponse:
-        """Return a session that the caller, or the key, may sample; with `ended` one that they may settle, also after its end.
+        """Return a session that the caller, or the key, may sample. With `ended`: one that they may settle, even after its end.
 
         Raises:
             SluiceError: NOT_FOUND; FAILED_PRECONDITION with SESSION_ENDED if it ended; PERMISSION_DENIED for the wrong key.
@@ -507,12 +507,12 @@ class FoundSessions:
         return found
 
     def forget(self, episode_id: str) -> None:
-        """Forget what is known of a session that ended."""
+        """Forget a session, because it ended."""
         for place in [place for place, (_, each) in self._found.items() if each.episode_id == episode_id]:
             del self._found[place]
 
     async def _ask(self, ref: SessionRef, who: str, *, ended: bool) -> session_pb2.FindSessionResponse:
-        """Ask the orchestrator for a session: once for all who ask for it meanwhile, and not again soon for a key that opens none."""
+        """Ask the orchestrator for a session. Share the answer among callers that ask for it meanwhile, and remember an unknown key."""
         place = (ref.key, "", ended) if ref.key else (ref.episode_id, who, ended)
         if ref.key:
             self.strangers.check(ref.key, self._clock())
@@ -547,7 +547,7 @@ class ServedModel(NamedTuple):
 
     Attributes:
         name: Its name.
-        max_model_len: Most tokens of prompt and continuation together.
+        max_model_len: Maximum number of tokens of prompt and continuation together.
     """
 
     name: str
@@ -562,5 +562,5 @@ class Opened(NamedTuple):
 
 
 def own_credential() -> Credential:
-    """Return what a caller without a session key has shown: nothing, in a run without principals."""
+    """Return the credential of a caller without a session key: none in a run without principals."""
     return common_pb2.CREDENTIAL_NONE if caller() is ANYONE else common_pb2.CREDENTIAL_PRINCIPAL

@@ -1,10 +1,11 @@
-"""Sessions whose every reply is in the journal before its end is sent.
+"""Sessions. Each reply is in the journal before its last part is sent.
 
-A request is claimed at the orchestrator, which says what it continues, sampled at a replica, and recorded at the orchestrator. While the
-orchestrator or all replicas are away, requests wait for them until their deadline. Nothing is kept here that another gateway lacks.
+A request is claimed at the orchestrator, which says which generation it continues. Then it is sampled at a replica, and recorded at the
+orchestrator. While the orchestrator or all replicas are unreachable, requests wait until their deadline. A gateway keeps no state that
+another gateway would need.
 
-A captured endpoint serves clients that nobody can change. Sampling that would make the log-probabilities those of another distribution than
-the policy's follows `capture.on_unsupported`.
+A captured endpoint serves clients that cannot be changed. Some sampling settings would give log-probabilities of another distribution than
+the policy's; `capture.on_unsupported` says what to do with requests that set them.
 """
 
 from __future__ import annotations
@@ -54,25 +55,25 @@ from sluice.v1 import episode_pb2, episode_pb2_grpc, rollout_pb2, session_pb2, s
 from sluice.versions import BASE
 
 UNKNOWN_LEASE = "UNKNOWN_LEASE"
-"""Reason of the orchestrator for a lease that has ended."""
+"""Reason with which the orchestrator refuses a lease that has ended."""
 
 CLAIM_S = 30.0
-"""Seconds that a claim lasts: after so long another gateway samples a request whose gateway died."""
+"""Seconds that a claim lasts. If a gateway dies, another one can sample its requests after this time."""
 
 RELEASE_S = 1.0
 """Deadline of the call that ends a claim early."""
 
 EVALUATION = "EVALUATION"
-"""Why nothing of an evaluation may be trained."""
+"""Reason why generations of an evaluation are not trained."""
 
 TEXT_COALESCE_S = 0.05
-"""Seconds of text in one event of a stream."""
+"""Seconds of text that one event of a stream collects."""
 
 RECORDED_OTHERWISE = "RECORDED_OTHERWISE"
-"""Reason of the orchestrator for a second recording under one name: another gateway was faster."""
+"""Reason with which the orchestrator refuses a second recording under one name: another gateway was faster."""
 
 Unsupported: TypeAlias = Literal["override", "reject", "not_trained", "allow"]
-"""What happens to sampling that may not be trained. `allow` is for sessions of an evaluation: nothing of them is trained."""
+"""What to do with sampling settings that may not be trained. `allow` is for evaluations, which are not trained."""
 
 NEUTRAL: Mapping[str, Any] = {
     "top_p": 1.0,
@@ -84,17 +85,17 @@ NEUTRAL: Mapping[str, Any] = {
     "min_tokens": 0,
     "ignore_eos": False,
 }
-"""Sampling with which the log-probabilities of the engine are those of the policy, for each field that a trained request may not set."""
+"""For each field that a trained request may not set: the value with which the engine's log-probabilities are the policy's."""
 
 log = structlog.get_logger(__name__)
 
 
 class RequestIdentity(NamedTuple):
-    """What makes two requests of a session the same.
+    """Identity of a request: two requests of a session with the same digest are the same.
 
     Attributes:
         digest: Digest of dialect, body, and the name that the client gives the request, if it does; xxh3-128, 16 bytes.
-        is_retry: Whether the client says that it repeats an earlier request. It does not say so of one with a name, which is itself.
+        is_retry: Whether the request may repeat an earlier one: the client marks it as a retry, or gives it a name.
         retry: Which retry it is, from 1; 0 for a request with a name.
     """
 
@@ -105,12 +106,12 @@ class RequestIdentity(NamedTuple):
 
 @dataclass
 class _Run:
-    """A request that is sampled here, or whose reply is.
+    """A request that this gateway is sampling, or that repeats one.
 
     Attributes:
-        begin: What the orchestrator is asked for it.
-        sampling: Its parts, and who reads them.
-        known: Whether the orchestrator was asked for it, and has not been told that it ended without a reply.
+        begin: The call that claims it at the orchestrator.
+        sampling: The parts of its reply, and who reads them.
+        known: Whether the orchestrator knows it: it was claimed there, and no end without a reply was reported.
         said: What this gateway reported last to the orchestrator: whether the request has no reader here.
         saying: Lock for the calls that report this, which must arrive in order.
     """
@@ -132,8 +133,8 @@ class RecordedSessions:
         engine: Samples.
         config: The settings.
         run: Name of the run.
-        base_url: Returns where clients reach the HTTP port, without a path.
-        name: This gateway, unique among those that run.
+        base_url: Returns the URL of the HTTP port for clients, without a path.
+        name: Name of this gateway, unique among running gateways.
         clock: The time of all waits.
     """
 
@@ -163,7 +164,7 @@ class RecordedSessions:
         self._closed = False
 
     async def close(self) -> None:
-        """End all sampling; its claims are given back."""
+        """End all sampling, and give its claims back."""
         self._closed = True
         sampling = [each.sampling.task for runs in self._running.values() for each in runs.values()]
         tasks = [*sampling, *self._telling]
@@ -184,7 +185,7 @@ class RecordedSessions:
     # Sessions.
 
     async def find(self, ref: SessionRef) -> session_pb2.FindSessionResponse:
-        """Return an open session.
+        """Return a session that is open.
 
         Raises:
             SluiceError: NOT_FOUND; FAILED_PRECONDITION with SESSION_ENDED if it ended.
@@ -210,7 +211,7 @@ class RecordedSessions:
         return Opened(task, opened)
 
     async def _lease_until_the_end(self, request: episode_pb2.LeaseTasksRequest) -> episode_pb2.LeaseTasksResponse:
-        """Lease an episode, as `lease_tasks`, but wait for none once this gateway ends."""
+        """Lease an episode, as `lease_tasks` does, but stop waiting when this gateway ends."""
         leasing = asyncio.create_task(self.lease_tasks(request), name="lease")
         self._leasing.add(leasing)
         if self._ends:
@@ -227,7 +228,7 @@ class RecordedSessions:
             leasing.cancel()
 
     def end_waits(self) -> None:
-        """End the requests over HTTP that wait for an episode on offer. The gRPC server ends its own."""
+        """End the HTTP requests that wait for an episode on offer. The gRPC server ends its own waiting requests."""
         self._ends = True  # open connections still bring requests for a moment
         for each in self._leasing:
             each.cancel()
@@ -253,7 +254,7 @@ class RecordedSessions:
         return await self._calls.call(self._episodes.RenewLease, request, who)
 
     async def open_episode(self, request: episode_pb2.OpenEpisodeRequest) -> episode_pb2.OpenEpisodeResponse:
-        """Open an episode for the caller; the answer names this gateway's URLs."""
+        """Open an episode for the caller. The answer has this gateway's URLs."""
         opened = await self._calls.call(self._episodes.OpenEpisode, request, caller().name)
         if not opened.settling_key:  # an orchestrator of v0.1.0 has one key for both
             opened.settling_key = opened.session_key
@@ -263,7 +264,7 @@ class RecordedSessions:
         return opened
 
     async def reward(self, ref: SessionRef, request: episode_pb2.RecordRewardRequest) -> None:
-        """Record a reward, also after the end of the session if its submission says so."""
+        """Record a reward. After the end of the session this works only if its submission said that a reward follows."""
         who, by = await self._settler(ref)
         await self._calls.call(self._episodes.RecordReward, request, who, by)
 
@@ -283,7 +284,7 @@ class RecordedSessions:
         self._found.forget(request.episode_id)
 
     async def renew(self, ref: SessionRef) -> float:
-        """Prolong the lease of a session, also of one whose reward follows, and return its seconds."""
+        """Prolong the lease of a session, even if it has ended and waits for its reward. Return the seconds of the lease."""
         found = await self.find_ended(ref)
         try:
             if found.lease_id:
@@ -327,7 +328,7 @@ class RecordedSessions:
     async def count_tokens(
         self, session: session_pb2.FindSessionResponse, conversation: tokens_pb2.Conversation
     ) -> int:
-        """Return how many tokens a conversation has as a prompt."""
+        """Return the number of tokens of a conversation that is rendered as a prompt."""
         request = rollout_pb2.TokenizeRequest(
             conversation=conversation, add_generation_prompt=True, tenant=session.episode_id
         )
@@ -343,28 +344,28 @@ class RecordedSessions:
     ) -> AsyncGenerator[Begun | Delta | Result, None]:
         """Sample and record, or give the reply to the request that this one repeats.
 
-        Waits while no replica may serve the request. Yields `Begun` when a replica has accepted the prompt, text as it comes if it is known
-        to be part of the message, and the result at last, when it is in the journal. The client has the result when the next part is asked
-        for; if the generator is closed before, the client left without it.
+        Waits while no replica may serve the request. Yields `Begun` when a replica has accepted the prompt, text as soon as it is known to be
+        part of the message, and the result when it is in the journal. By asking for the next part after the result, the caller says that the
+        client has it. By closing the generator before, it says that the client left without it.
 
         Args:
-            session: Whose request it is.
+            session: The session of the request.
             request: What to sample.
-            identity: What makes it the same as another one.
+            identity: Identifies repetitions of the request.
             request_id: Its name; chosen here if it is empty.
 
         Raises:
             SluiceError: as EpisodeService.Generate.
         """
-        # Agents choose names that are unique within their episode; replicas and the run need more.
+        # Agents choose names that are unique within their episode; replicas and the run need names that are unique in the run.
         name = bounded_id(f"{session.episode_id}/{request_id or uuid.uuid4().hex}")
         alike = self._running.get((session.episode_id, identity.digest), {})
         run = alike.get(name)
         if run is not None and run.sampling.ending:
-            await asyncio.wait({run.sampling.task})  # it gives its claim back
+            await asyncio.wait({run.sampling.task})  # it gives its claim back first
             run = None
         if run is None:
-            # What it may repeat, an orchestrator that was restarted learns first.
+            # An orchestrator that was restarted must first learn of the requests that this one may repeat.
             repeatable = [each for each in alike.values() if each.known and (identity.is_retry or each.sampling.unread)]
             await asyncio.gather(*(self._say(each, session.principal, again=True) for each in repeatable))
             run = self._run_of(session, request, identity, name)
@@ -424,7 +425,7 @@ class RecordedSessions:
         until, begin = self._clock() + self._config.deadlines.request_s, run.begin
         begin_time = Timestamp()
         begin_time.GetCurrentTime()
-        claimed, shown = True, False  # perhaps not claimed, until the orchestrator has answered
+        claimed, shown = True, False  # assume a claim until the orchestrator has answered
         try:
             begun = await self._begin(session.principal, run, until)
             if isinstance(begun, SharedSampling) or begun.HasField("recorded"):
@@ -475,7 +476,7 @@ class RecordedSessions:
         finally:
             if claimed:
                 run.known = False
-                async with run.saying:  # nothing that is said of it may arrive after this
+                async with run.saying:  # no report on it may arrive after its release
                     await self._release(session, begin.request_id)
         if shown and kept is not generation:
             raise SluiceError.aborted(
@@ -486,10 +487,10 @@ class RecordedSessions:
         yield _result(kept)
 
     async def _begin(self, who: str, run: _Run, until: float) -> session_pb2.BeginGenerationResponse | SharedSampling:
-        """Claim a request, or get the reply that was recorded for it or for what it repeats; wait while that is sampled elsewhere.
+        """Claim a request. If a reply is recorded for it, or for a request that it repeats, get that. Wait while another gateway samples it.
 
         Returns:
-            The orchestrator's answer, or the sampling here that the request repeats.
+            The orchestrator's answer, or the sampling in this gateway that the request repeats.
         """
         request = run.begin
 
@@ -510,18 +511,18 @@ class RecordedSessions:
             request.joins = begun.running
 
     def _say_soon(self, run: _Run, who: str) -> None:
-        """Tell the orchestrator whether a client waits for a reply, if it believes otherwise."""
+        """Start a task that tells the orchestrator whether a client waits for a reply, if that differs from the last report."""
         if run.known and run.said != run.sampling.unread and not self._closed:
             self._telling.add(telling := asyncio.create_task(self._say(run, who), name="say who reads"))
             telling.add_done_callback(self._telling.discard)
 
     async def _say(self, run: _Run, who: str, *, again: bool = False) -> None:
-        """Tell the orchestrator that this gateway has a request, and whether a client waits for the reply.
+        """Tell the orchestrator that this gateway is sampling a request, and whether a client waits for the reply.
 
         Args:
             run: The request.
-            who: Whose session it is.
-            again: Also if it is known.
+            who: Principal of the session.
+            again: Report even if nothing has changed since the last report.
         """
         held = session_pb2.BeginGenerationRequest()
         held.CopyFrom(run.begin)
@@ -537,8 +538,8 @@ class RecordedSessions:
         try:
             await self._calls.patiently(attempt, CLAIM_S, full=has_no_room)
         except SluiceError as error:
-            # What was sampled may still be recorded: the claim only keeps others from doing the same work. A session that has
-            # ended asks for nothing any more.
+            # The result can still be recorded: the claim only keeps other gateways from doing the same work. If the session has ended,
+            # nothing needs to be reported.
             log.debug("the orchestrator was not told who reads", request=held.request_id, error=str(error))
             return
         self._say_soon(run, who)
@@ -579,7 +580,7 @@ class RecordedSessions:
         return generation
 
     async def _release(self, session: session_pb2.FindSessionResponse, request_id: str) -> None:
-        """Let another gateway sample the request at once; if that fails, the claim ends by itself."""
+        """Let another gateway sample the request at once. If the call fails, the claim expires by itself."""
         request = session_pb2.ReleaseGenerationRequest(
             episode_id=session.episode_id, request_id=request_id, gateway=self._name
         )
@@ -588,7 +589,7 @@ class RecordedSessions:
 
     @contextlib.contextmanager
     def _claimed(self, who: str, run: _Run) -> Iterator[None]:
-        """Keep a claim while the block runs."""
+        """Renew a claim while the block runs."""
         renewing: asyncio.Task[None] | None = None
 
         async def renew() -> None:
@@ -600,7 +601,7 @@ class RecordedSessions:
             nonlocal renewing
             renewing = asyncio.create_task(renew(), name=f"claim {run.begin.request_id}")
 
-        timer = self._clock.call_later(CLAIM_S / 3, begin)  # most requests need no task for it
+        timer = self._clock.call_later(CLAIM_S / 3, begin)  # most requests end before they need a task for it
         try:
             yield
         finally:
@@ -611,7 +612,7 @@ class RecordedSessions:
     def _completed(
         self, session: session_pb2.FindSessionResponse, request: ClientRequest
     ) -> rollout_pb2.GenerateRequest:
-        """Return the request to a replica: the session's sampling and template arguments where the client set none."""
+        """Return the request to a replica. Where the client set no sampling or template arguments, use the session's."""
         wanted = rollout_pb2.GenerateRequest()
         wanted.CopyFrom(request.generate)
         wanted.sampling.CopyFrom(session.sampling)
@@ -627,9 +628,9 @@ class RecordedSessions:
 
 
 def settle_sampling(request: ClientRequest, unsupported: Unsupported) -> None:
-    """Remove the sampling that may not be trained, refuse it, or mark the request as not trained; see `capture.on_unsupported`.
+    """Remove sampling settings that may not be trained, refuse them, or mark the request as not trained; see `capture.on_unsupported`.
 
-    A priority below 0, with which it would go before other sessions and the run's own episodes, becomes 0.
+    Raise a priority below 0 to 0: with it, the request would overtake other sessions and the run's own episodes.
 
     Raises:
         SluiceError: INVALID_ARGUMENT if the settings say `reject`.
@@ -666,7 +667,7 @@ def settle_sampling(request: ClientRequest, unsupported: Unsupported) -> None:
 
 
 def _result(recorded: session_pb2.RecordedGeneration) -> Result:
-    """Return what the client gets of a recorded request."""
+    """Return the result that the client gets for a recorded request."""
     result = Result(parent=recorded.parent, prompt_token_ids=recorded.response.prompt_token_ids)
     for index, sample in enumerate(recorded.response.samples):
         name = f"{recorded.request_id}/{index}"
@@ -681,10 +682,10 @@ def _duration(seconds: float) -> Duration:
 
 
 def _add_arguments(conversation: tokens_pb2.Conversation, session: session_pb2.FindSessionResponse) -> None:
-    """Add the template arguments of a session's environment to a conversation, which may set others itself.
+    """Add the template arguments of a session's environment to a conversation. Those that the conversation sets itself stay.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT if those of the conversation are not a JSON object.
+        SluiceError: INVALID_ARGUMENT if the conversation's template arguments are not a JSON object.
     """
     if not session.template_arguments_json:
         return

@@ -1,4 +1,4 @@
-"""One sampling for a request and its repetitions, which outlives its clients for a while.
+"""One sampling for a request and its retries. It continues for a while after its clients have left.
 
 A client with a short timeout disconnects and retries. Without this, each retry would sample from the start, and none would finish.
 """
@@ -29,7 +29,7 @@ BACKLOG = 64
 
 @contextlib.asynccontextmanager
 async def deadline(seconds: float, clock: Clock) -> AsyncIterator[None]:
-    """End the block after so many seconds, with the error that clients get."""
+    """End the block after `seconds`, with the error that clients get."""
     try:
         async with clock.timeout(seconds):
             yield
@@ -38,7 +38,7 @@ async def deadline(seconds: float, clock: Clock) -> AsyncIterator[None]:
 
 
 def too_late(seconds: float) -> SluiceError:
-    """Return the error of a request that took so many seconds."""
+    """Return the error of a request that took longer than `seconds`."""
     return SluiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "REQUEST_DEADLINE",
@@ -51,25 +51,25 @@ class Joined:
     """The rest of the reply comes from another sampling of the same request.
 
     Attributes:
-        other: The other one.
+        other: The other sampling.
     """
 
     other: SharedSampling
 
 
 class SharedSampling:
-    """The parts of one reply so far, which any number of requests read from the beginning.
+    """The parts of one reply so far. Any number of requests read them, each from the beginning.
 
     Args:
-        source: Samples. It is read to its end, unless nobody has read it for a time.
-        deadline_s: Seconds that it may take.
-        linger_s: Returns the seconds for which it continues from now on without a reader.
+        source: Samples. It is read to its end, unless there is no reader for a time.
+        deadline_s: Seconds that the sampling may take.
+        linger_s: Returns for how many seconds from now to continue without a reader.
         clock: The time of both.
         changed: Called when `unread` may have changed.
 
     Attributes:
         task: Reads the source.
-        ending: Whether it ends for want of readers, and must not be read any more.
+        ending: Whether it is being cancelled because it has no readers. Then do not read it any more.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class SharedSampling:
 
     @property
     def readers(self) -> int:
-        """Return how many read along."""
+        """Return the number of readers."""
         return self._readers
 
     @property
     def unread(self) -> bool:
-        """Return whether nobody reads along, and nobody has read it to its end."""
+        """Return whether there is no reader, and none has read it to its end."""
         return not self._readers and not self._taken
 
     async def read(self) -> AsyncGenerator[Part | Joined, None]:
-        """Yield all parts. Raise what ended the sampling. Who asks for more after the result has read it; who closes this has not."""
+        """Yield all parts. Raise the error that ended the sampling. A reader that asks for more after the result has read it to its end."""
         self._readers += 1
         self._stay()
         self._unread_changed()
@@ -142,7 +142,7 @@ class SharedSampling:
         self.task.cancel()
 
     def _stay(self) -> None:
-        """Do not end for want of readers."""
+        """Cancel the end that was due because there was no reader."""
         if self._leaving is not None:
             self._leaving.cancel()
 
@@ -154,12 +154,12 @@ class SharedSampling:
 async def paced(
     source: AsyncGenerator[Part, None], keepalive_s: float, deadline_s: float, clock: Clock = CLOCK
 ) -> Parts:
-    """Yield what a source yields, and None whenever nothing has come for a time. Closing it closes the source.
+    """Yield the parts of a source, and None whenever no part has come for `keepalive_s`. Closing this generator closes the source.
 
     Args:
         source: Runs in a task of its own.
-        keepalive_s: That time, in seconds.
-        deadline_s: Seconds after which it fails.
+        keepalive_s: Seconds without a part after which to yield None.
+        deadline_s: Seconds after which this fails.
         clock: The time of both.
 
     Raises:
@@ -174,8 +174,8 @@ async def paced(
                 async for part in source:
                     await queue.put(part)
                     if isinstance(part, Result):
-                        await given.wait()  # the source knows by the question for more that the client has it
-        except Exception as error:  # noqa: BLE001 - whatever it is, the reader raises it
+                        await given.wait()  # asking for more tells the source that the client has the result
+        except Exception as error:  # noqa: BLE001 - passed on: the reader raises it
             await queue.put(error)
 
     pumping = asyncio.create_task(pump())
