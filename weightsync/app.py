@@ -80,7 +80,7 @@ class Serving:
 
 @asynccontextmanager
 async def serving(common: CommonConfig, config: WeightSyncConfig, *, clock: Clock = CLOCK) -> AsyncIterator[Serving]:
-    """Serve until the block ends; raise ConfigError if the settings do not work, as of relays that feed each other."""
+    """Serve until the block ends. Raise ConfigError if the settings do not work, for example if relays feed each other."""
     async with AsyncExitStack() as stack:
         relay: Relay | None = None
         reader: MirrorReader | None = None
@@ -128,7 +128,7 @@ async def serving(common: CommonConfig, config: WeightSyncConfig, *, clock: Cloc
 
 @asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) -> AsyncIterator[None]:
-    """Run work that has no end of its own beside the block. Its failure sets `failed` and is raised at the end."""
+    """Run endless work in the background of the block. If it fails, `failed` is set and the error is raised at the end."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda _: failed.set())
     try:
@@ -153,8 +153,8 @@ async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
 def _keep_freed_memory() -> None:
     """Let the C library keep freed memory in the process, because chunks come and go thousands of times a second.
 
-    glibc's own bounds follow the chunks' size, so that it would give each buffer back to the kernel and fault it in again.
-    Without effect where the library is another one.
+    By default glibc adapts its thresholds to the chunks' size, so that it would return each buffer to the kernel and fault it
+    in again. No effect with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -163,7 +163,7 @@ def _keep_freed_memory() -> None:
 
 
 async def _open_own_run(runs: Runs, run: str) -> None:
-    """Clean up and read the directory before the first call, and find out now if it cannot be used."""
+    """Clean up and read the directory before the first call, so that an unusable directory is found now."""
     try:
         kept = await runs.open(run_resource(run))
     except SluiceError as error:

@@ -17,7 +17,7 @@ def is_store_url(text: str) -> bool:
     """Return whether an address is the URL of an object store.
 
     Raises:
-        ValueError: if it is one that cannot be used. The message does not repeat it, because it may hold a password.
+        ValueError: if it is such a URL but cannot be used. The message does not repeat it, because it may hold a password.
     """
     if "://" not in text:
         return False

@@ -43,7 +43,7 @@ _AGREE_S = 600.0
 """Longest wait for the other ranks if `encode` is given no deadline."""
 
 _MOST_SKIPPED = 16
-"""Versions between two tries at most: a learning rate that decays makes deltas small again, and shared memory gets room."""
+"""Most versions to skip between two tries. Deltas get small again as the learning rate decays, and shared memory may be freed."""
 
 log = structlog.get_logger(__name__)
 
@@ -66,8 +66,8 @@ class Update:
 class WeightPublisher:
     """Publishes versions of one run's weights.
 
-    It keeps one copy of what was pushed last and sends the difference from it, exact to the bit, if that has at most half
-    the bytes:
+    It keeps one copy of the last pushed version. It sends the difference from that copy, exact to the bit, if the difference
+    has at most half the bytes of a dense version:
 
         update = publisher.encode(version, tensors)      # in the thread that owns the weights; they must not change
         report = await publisher.publish(update, ...)    # in the background; the weights may change
@@ -76,18 +76,18 @@ class WeightPublisher:
     reads it. `publish` therefore holds it until the version is committed or given up, `encode` waits for that within its
     deadline, and an update that was overtaken by a later `encode` is refused rather than sent.
 
-    Only after a commit that was answered is the copy known to be what the service has. After any failure, at the first
-    version of an epoch and after a restart, a dense version is sent.
+    The copy is known to equal the service's version only after the service answered the commit. After any failure, at the
+    first version of an epoch and after a restart, a dense version is sent.
 
     With a `group`, each rank has a publisher over its own channel and calls the same methods in the same order with the
-    tensors that it holds: DTensors of FSDP2 or tensor parallelism, or plain ones. What several ranks hold is sent by one of
-    them. If one rank fails, all ranks fail.
+    tensors that it holds: DTensors of FSDP2 or tensor parallelism, or plain ones. If several ranks hold the same slice, one
+    of them sends it. If one rank fails, all ranks fail.
 
     Args:
         channel: To the weight service, with the admin role.
         run: The run's name.
         chunk_bytes: Bytes per chunk, at most 1 MiB.
-        encoding: "auto" compares with the version before; "dense" always sends dense versions.
+        encoding: "auto" compares with the previous version; "dense" always sends dense versions.
         local: Whether to name files in shared memory to the service, which takes them if it runs on the same host.
         group: Ranks that publish one model together: a gloo group that nothing else uses; None: this process is alone.
     """
@@ -121,7 +121,7 @@ class WeightPublisher:
         """Version that the kept copy holds, if its commit was answered."""
         self._serial = self._noted = 0
         self._given_up = False
-        """Whether to end the push that is under way, or that was announced and begins next."""
+        """Whether to end the push in progress, or the announced push that begins next."""
 
     def encode(
         self,
@@ -131,16 +131,16 @@ class WeightPublisher:
         dtype: torch.dtype | None = None,
         deadline_s: float = _AGREE_S,
     ) -> Update:
-        """Compare live tensors with what was pushed last, and keep them in its place. Blocking; not for the event loop.
+        """Compare live tensors with the last pushed version, then overwrite the kept copy with them. Blocking; not for the event loop.
 
         Args:
-            version: The version that they are.
+            version: The version of these tensors.
             tensors: Live tensors by Hugging Face name, on any device; unchanged until this returns. Tied ones travel once.
             dtype: Precision to publish floating-point tensors in, cast one by one; None: as they are.
-            deadline_s: Seconds to wait for the push before, and at the first call for the other ranks.
+            deadline_s: Seconds to wait for the previous push to end, and, at the first call, for the other ranks.
 
         Raises:
-            SluiceError: DEADLINE_EXCEEDED if the push before takes longer; of several ranks, what any failed with.
+            SluiceError: DEADLINE_EXCEEDED if the previous push takes longer; with several ranks, the failure of any rank.
             ValueError: if a tensor cannot travel.
         """
         deadline = time.monotonic() + deadline_s
@@ -158,7 +158,7 @@ class WeightPublisher:
             if self._copy is None or layout != self._layout:
                 base, self._copy = None, self._new_copy(layout, deadline)  # the copy holds nothing yet
             diff = self._copy.renew(held, compare=base is not None, most_bytes=self._dense_bytes // 2)
-        except SluiceError:  # every rank has it
+        except SluiceError:  # every rank raises it
             raise
         except Exception as error:
             if self._exchange is not None:
@@ -171,15 +171,15 @@ class WeightPublisher:
     def publish(
         self, update: Update, *, deadline_s: float, labels: Mapping[str, str] | None = None
     ) -> Coroutine[Any, Any, PushReport]:
-        """Push and commit what `encode` kept: visible as a whole when this returns.
+        """Push and commit the version that `encode` kept. Engines see all of it when this returns.
 
-        Idempotent while the copy holds the version. What failed and may pass is repeated until the deadline, from where it broke.
+        Idempotent while the copy holds the version. After a transient failure, retry from where it broke off, until the deadline.
         If the service no longer holds a delta's base, the dense version is sent at once.
         `labels` are free facts for the manifest.
 
         Raises:
             SluiceError: as the contract says of PushWeights and CommitVersion; FAILED_PRECONDITION OVERTAKEN if a later
-                `encode` took the copy, RANK_LOST if a rank is gone; of several ranks, what any failed with.
+                `encode` took the copy, RANK_LOST if a rank is gone; with several ranks, the failure of any rank.
         """
         if not self._in_use.locked():  # a push that still reads the copy keeps its end
             self._given_up = False  # now and not when the coroutine begins: it may be given up before
@@ -240,7 +240,7 @@ class WeightPublisher:
         return await self.publish(encoded, deadline_s=deadline - time.monotonic(), labels=labels)
 
     async def close(self) -> None:
-        """Give the kept copy back; `publish` must have ended. The next version after it is a dense one."""
+        """Release the kept copy; `publish` must have ended. The next version is then a dense one."""
         copy, self._copy, self._layout, self._committed = self._copy, None, None, None
         if copy is not None:
             await asyncio.to_thread(copy.close)
@@ -253,15 +253,16 @@ class WeightPublisher:
         return base if self._comparisons.due() else None
 
     def _new_copy(self, layout: list[pb.TensorSlice], deadline: float) -> KeptCopy:
-        """Make the kept copy: at the first call, and again if the model became another one.
+        """Make the kept copy: at the first call, and again if the layout of the slices changed.
 
         Raises:
-            SluiceError: what any rank failed with.
-            ValueError: if the slices of all ranks do not make up a model; on every rank.
+            SluiceError: the failure of any rank.
+            ValueError: if the slices of all ranks do not make up a model (every rank raises it then), or if several ranks
+                publish and the layout changed.
         """
         if self._copy is not None and self._exchange is not None:
             raise ValueError("the layout of the model's slices changed: make a new publisher on every rank")
-        self._copy = None  # gives its memory back before the next one takes as much
+        self._copy = None  # free its memory before the next copy takes as much
         mine, held = layout, [pb.Shard(name="held", tensors=layout)]
         try:
             if self._exchange is not None:
@@ -285,12 +286,12 @@ class WeightPublisher:
         failure = SluiceError(grpc.StatusCode.INTERNAL, "ENCODE_FAILED", f"{type(error).__name__}: {error}")
         try:
             exchange.all_gather(step, failure, deadline)
-        except SluiceError as answer:  # the failure itself, if the other ranks have it
+        except SluiceError as answer:  # the failure itself, if it reached the other ranks
             if answer.reason == "RANK_LOST":
                 log.warning("this rank failed, and its failure did not reach the other ranks", error=str(answer))
 
     async def _agree(self, update: Update, copy: KeptCopy, deadline: float) -> Agreement:
-        """Settle the form with all ranks; raise what any rank failed with."""
+        """Agree with all ranks on the form of the version; raise the failure of any rank."""
         proposal = pb.Manifest(
             version=update.version.to_proto(),
             kind=pb.VERSION_KIND_DELTA if update.diff.compared else pb.VERSION_KIND_ANCHOR,
@@ -311,11 +312,11 @@ class Agreement:
     """What all ranks know of a version before its bytes travel.
 
     Attributes:
-        delta: Whether it travels as the difference from the version before.
-        compared: Whether every rank compared its shard with the version before.
+        delta: Whether it travels as the difference from the previous version.
+        compared: Whether every rank compared its shard with the previous version.
         dense_bytes: Size of a dense copy, over all ranks.
         diff_s: Seconds of the slowest rank's comparison.
-        changed_fraction: Values that differ, of all; 1 if nothing was compared.
+        changed_fraction: Fraction of all values that differ; 1 if nothing was compared.
     """
 
     delta: bool
@@ -397,10 +398,10 @@ class AdapterPublisher:
     ) -> PushReport:
         """Publish an adapter. It is visible as a whole when this returns, or not at all if it raises before the commit.
 
-        What failed and may pass is repeated until the deadline.
+        Transient failures are retried until the deadline.
 
         Args:
-            version: Which policy it makes of its base.
+            version: The version of the policy that base and adapter make together.
             tensors: Tensors as `peft.get_peft_model_state_dict` names them; unchanged until this returns.
             config: PEFT's configuration, as `LoraConfig.to_dict` or ``adapter_config.json`` gives it.
             deadline_s: Seconds for everything.
@@ -408,7 +409,7 @@ class AdapterPublisher:
 
         Raises:
             SluiceError: as the contract says of PushWeights and CommitVersion.
-            ValueError: if a tensor cannot travel, or there are more than a manifest can name.
+            ValueError: if a tensor cannot travel, or there are more tensors than a manifest can name.
         """
         # One by one, because tied tensors have names of their own in an adapter's file.
         held = [each for name, tensor in tensors.items() for each in local_slices({name: tensor})]
@@ -426,7 +427,7 @@ class AdapterPublisher:
         return replace(report, dense_bytes=copy.dense_bytes)
 
     async def push_directory(self, version: Version, directory: Path, *, deadline_s: float) -> PushReport:
-        """Publish what `PeftModel.save_pretrained` wrote; else as `push`."""
+        """Publish the adapter that `PeftModel.save_pretrained` wrote into a directory. Otherwise like `push`."""
         tensors = await asyncio.to_thread(load_file, directory / "adapter_model.safetensors")
         config = json.loads((directory / "adapter_config.json").read_text())
         return await self.push(version, tensors, config, deadline_s=deadline_s)
@@ -448,8 +449,8 @@ class PolicyPublisher:
         weights: Publishes weights, and encodes them.
         adapters: Publishes adapters of the model that the run starts from, which every replica loads from disk; None on
             ranks that only help to collect one.
-        announce: Has the other ranks publish a version of the weights beside this one, within so many seconds; None: this process
-            is alone, or another rank leads.
+        announce: Makes the other ranks publish a version of the weights together with this rank, within the given seconds; None:
+            this process is alone, or another rank leads.
     """
 
     def __init__(
@@ -464,11 +465,11 @@ class PolicyPublisher:
     async def publish(self, update: Update | AdapterUpdate, *, deadline_s: float) -> PushReport:
         """Push a version; it is committed when this returns.
 
-        With several ranks a push of weights runs on if its caller is cancelled, because the other ranks do not stop; it is then
-        given up at its next attempt.
+        With several ranks a push of weights continues if its caller is cancelled, because the other ranks do not stop. It ends
+        before its next attempt.
 
         Raises:
-            SluiceError: what the push failed with at last.
+            SluiceError: the failure of the push.
         """
         if isinstance(update, AdapterUpdate):
             if self._adapters is None:
@@ -529,5 +530,5 @@ def _overtaken(version: Version) -> SluiceError:
 
 
 def _plain(value: object) -> object:
-    """Return sets and enumerations, which PEFT keeps in its configuration, as JSON knows them."""
+    """Convert sets and enumerations, which PEFT keeps in its configuration, to JSON types."""
     return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))

@@ -2,12 +2,12 @@
 
 The life of a version here: prefetch while the engine generates -> verify -> stage in shared memory -> pause -> apply ->
 resume -> report. `WeightReceiver._take` reads in that order. One task does all of it, so that commands and announcements
-never meet half-way. Until a version is applied, the one before serves.
+never interrupt each other. Until a version is applied, the previous one serves.
 
 The engine alone knows what it serves: it may refuse a version, take an adapter away, or come back from a restart on the base
 model. So the receiver asks it, before it decides and after every change (`Engine.held`). The engine also recovers from a
-failed apply by itself; the receiver only tries the version again, after a pause. If the engine refuses the first version that it
-gets because that does not fit its model, no later one will fit, and the receiver gives up.
+failed apply by itself; the receiver only tries the version again, after a pause. If the engine's first version does not fit its
+model, the engine refuses it. No later version will fit either, so the receiver gives up.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from weightsync.staged import (
 
 __all__ = ["PolicyMode", "PullLimits", "ReceiverOptions", "ReceiverStatus", "WeightReceiver"]
 
-# All that a rollout service needs: it imports nothing else of this package but `weightsync.staged`.
+# All names that a rollout service needs. Otherwise it imports only `weightsync.staged` from this package.
 T = TypeVar("T")
 
 _THREADS = 4
-"""Threads for work on files: a copy of the base, a delta that is applied, and the chunks that come in meanwhile."""
+"""Threads for work on files: copying the base, applying a delta, and writing the chunks that arrive meanwhile."""
 
 _IDLE_S = 30.0
-"""Longest sleep without news; what should happen in that time sets the wake-up event."""
+"""Longest sleep. Anything that needs work earlier sets the wake-up event."""
 
 _RETRY_FIRST_S = 0.5
 _RETRY_LONGEST_S = 30.0
@@ -73,7 +73,7 @@ _RETRY_LONGEST_S = 30.0
 _MANIFEST_DEADLINE_S = 30.0
 
 _FAILURES = (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError)
-"""Errors after which the version before serves, and the next attempt may succeed."""
+"""Errors after which the previous version serves, and the next attempt may succeed."""
 
 log = structlog.get_logger(__name__)
 
@@ -136,7 +136,7 @@ class WeightPolicy:
 
         Args:
             mode: The new mode; FOLLOW ends the owner's policy.
-            version: For HOLD and TARGET; None with HOLD means the one that serves.
+            version: For HOLD and TARGET; None with HOLD means the version that serves.
             owner: Who asks; needed for HOLD and TARGET.
             ttl_s: Seconds after which FOLLOW returns; needed for HOLD and TARGET.
             serving: The version that serves.
@@ -236,7 +236,7 @@ class ReceiverStatus:
 
 @dataclass(frozen=True, slots=True)
 class _UpdateRequest:
-    """A command to take a version; its caller may leave at any time, which ends `done`."""
+    """A command to take a version. If its caller leaves, which may be at any time, `done` is cancelled."""
 
     version: Version | None
     done: asyncio.Future[ApplyReport]
@@ -306,7 +306,7 @@ class WeightReceiver:
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
         self._updates, self._error = 0, ""
         self._refused: VersionRefusedError | None = None
-        """Why the last version that was tried does not fit the engine; None if it does, or failed otherwise."""
+        """Why the last tried version does not fit the engine. None if it fits, or failed for another reason."""
         self._last_update: UpdateTimings | None = None
 
     async def run_forever(self) -> None:
@@ -330,7 +330,7 @@ class WeightReceiver:
             raise refused
 
     async def close(self) -> None:
-        """Remove what is staged; call it when the engine reads it no more."""
+        """Remove the staged files. Call it when the engine no longer reads them."""
         await self._sources.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._files.close)
@@ -380,7 +380,7 @@ class WeightReceiver:
             request.done.cancel()
 
     async def run_exclusive(self, action: Callable[[], Awaitable[T]]) -> T:
-        """Run what changes the engine's weights by other means, such as a reload of the base, while no version is applied."""
+        """Run an action that changes the engine's weights in another way, such as a reload of the base. No version is applied meanwhile."""
         try:
             async with self._changing:
                 try:
@@ -395,7 +395,7 @@ class WeightReceiver:
         """Compare the engine's live weights with the files that they came from, while no version is applied.
 
         Args:
-            compare: Does it; None stands for the base model.
+            compare: Makes the comparison, and gets the staged version, or None for the base model.
 
         Returns:
             The version of the weights, and what `compare` returned.
@@ -485,7 +485,7 @@ class WeightReceiver:
 
         Args:
             version: The version; None means the newest committed one.
-            or_newer: Whether a newer one will do, if another receiver of this host has staged it.
+            or_newer: Whether to accept a newer version that another receiver of this host has staged.
 
         Raises:
             PullError, StagingError, ApplyError, OSError, SluiceError, grpc.aio.AioRpcError: if it could not be taken.
@@ -514,13 +514,13 @@ class WeightReceiver:
         """Pull a version into shared memory and verify it, unless it is there. The engine generates meanwhile.
 
         Returns:
-            The version, and the cost of pulling it; None if its file was there.
+            The version, and the cost of pulling it, which is None if its file was there.
         """
         version = Version.from_proto(manifest.version)
-        for known in (self._staged, self._current):  # an earlier attempt; or back from an adapter to its base
+        for known in (self._staged, self._current):  # from an earlier attempt, or the base of an adapter
             if known is not None and (known.staged.version, known.staged.digest) == (version, manifest.digest):
                 return known.staged, None
-        if self._staged is not None:  # make room: it could not be applied and was overtaken
+        if self._staged is not None:  # make room: it could not be applied, and a newer version replaces it
             self._files.release(self._staged.copy)
             self._staged = None
         path, current = self._area.file(version, manifest.digest), self._current
@@ -545,7 +545,7 @@ class WeightReceiver:
                 self._keep_what_is_held()
 
     async def _take_adapter(self, manifest: pb.Manifest, started: float) -> ApplyReport:
-        """Let an adapter serve beside the weights that it belongs to. Take those first, if the engine holds others."""
+        """Let an adapter serve beside its base weights. If the engine holds other weights, take the base first."""
         version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
         if not self._engine.serves_adapters:
             raise VersionRefusedError(
@@ -597,9 +597,9 @@ class WeightReceiver:
             return self._keep_what_is_held()
 
     def _keep_what_is_held(self) -> HeldVersions:
-        """Ask the engine what it holds, and keep the file of its weights and no other. Call it with the lock held.
+        """Ask the engine what it holds, and keep only the file of its weights. Call it with the lock held.
 
-        An apply that failed may have left the version before, or the base; one that took too long may have ended since.
+        After a failed apply the engine may hold the previous version or the base. An apply that timed out may have finished since.
         """
         held = self._engine.held()
         if held is None:
@@ -666,7 +666,7 @@ class WeightReceiver:
             return
 
     async def _manifest(self, version: Version | None) -> pb.Manifest:
-        """Return the announced manifest if it is of that version, else ask the service."""
+        """Return the announced manifest if it describes that version, else ask the service."""
         announced = self._watch.newest
         if announced is not None and version == self._watch.newest_version:
             return announced

@@ -1,7 +1,7 @@
 """A weight service that takes its versions from another one: same contract towards engines, no pushes.
 
-In each run it watches the service behind it, pulls each announced form once by the engines' pull loop, commits it to its own
-store as a push would be, and forwards its replicas' reports.
+In each run it watches the upstream service, pulls each announced form once with the engines' pull loop, commits it to its own
+store as if it had been pushed, and forwards its replicas' reports.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload, translated
 
 _LONGEST_ADDRESS = 120
-"""What a replica's name has room for."""
+"""Longest address that fits into a replica's name."""
 
 _QUESTION_S = 5.0
-"""Seconds that the service behind has to say whether it has a run."""
+"""Seconds that the upstream service has to say whether it has a run."""
 
 Pull: TypeAlias = Callable[[pb.Manifest, pb.Shard, ChunkSink], Awaitable[None]]
 """`pull_shard` from some service."""
 
 MOST_REPLICAS_BEHIND = 1 << 17
-"""Reports that may wait, more than any `max_replicas` that one machine could serve; beyond it the oldest is dropped: its replica reports again within a third of its lease."""
+"""Most reports that may wait, more than any `max_replicas` that one machine could serve. Beyond that the oldest report is
+dropped, because its replica reports again within a third of its lease."""
 
 _MOST_RESTARTS = 3
-"""Times that a shard is pulled from its beginning because what came was not what its manifest announces."""
+"""How often a shard is pulled again from its beginning because its bytes differ from its manifest."""
 
 log = structlog.get_logger(__name__)
 
@@ -135,7 +136,7 @@ class Relay:
         self._followers[run.name].forwarder.put(request)
 
     def lease_s(self, run: Run) -> float:
-        """Return the seconds that the service behind grants; infinite before its first answer."""
+        """Return the lease in seconds that the upstream service grants; infinite before its first answer."""
         follower = self._followers.get(run.name)
         return math.inf if follower is None else follower.forwarder.lease_s
 
@@ -180,7 +181,7 @@ class Follower:
             tasks.create_task(self._follow(self._watch))
 
     async def _follow(self, watch: VersionWatch) -> None:
-        """Fetch what is announced; after a failure, try again when the pause is over or a newer version is announced."""
+        """Fetch each announced version. After a failure, try again when the pause is over or a newer version is announced."""
         backoff = Backoff()
         while True:
             self._announcement.clear()
@@ -222,7 +223,7 @@ class Follower:
         versions = self._run.ledger.committed
         held = newest_model(versions)
         if held is not None and not is_reachable(versions, held):
-            held = None  # a delta on this disk is damaged: nothing can build on it any more
+            held = None  # a delta on this disk is damaged, so no other delta can build on it
         base = Version.from_proto(announced.base)
         if announced.kind == pb.VERSION_KIND_ADAPTER:
             if base == BASE or base in versions:
@@ -240,7 +241,7 @@ class Follower:
         try:
             return [response.manifest async for response in call]
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older release, which knows dense forms alone
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older release, which knows only dense forms
                 return [announced]
             raise
 
@@ -321,7 +322,7 @@ class Forwarder:
                 await self._clock.sleep(backoff.fail())
 
     async def _send_all(self) -> bool:
-        """Send what waits, oldest first; return False if the upstream service could not be reached."""
+        """Send the waiting reports, oldest first; return False if the upstream service could not be reached."""
         while self._waiting:
             replica = next(iter(self._waiting))
             reported_at, request = self._waiting.pop(replica)
@@ -341,19 +342,19 @@ class Forwarder:
 
 
 class FetchError(Exception):
-    """The version could not be had."""
+    """The version could not be fetched."""
 
 
 async def fetch_version(runs: Runs, run: Run, manifest: pb.Manifest, pull: Pull) -> None:
-    """Pull every shard of a form as it is stored and commit it; bytes that came in before are not pulled again.
+    """Pull every shard of a form as it is stored, then commit the form. Bytes that are here already are not pulled again.
 
     Raises:
-        FetchError: if the other service does not give it, cannot be reached in so many attempts, or gives something else
-            than the manifest says.
+        FetchError: if the other service refuses the form, cannot be reached in several attempts, or sends bytes that differ
+            from the manifest.
         SluiceError: as the contract says of CommitVersion, and for a full disk.
     """
     try:
-        await runs.in_thread(check_manifest, manifest)  # before the names of its shards become those of files
+        await runs.in_thread(check_manifest, manifest)  # before the names of its shards are used as file names
     except ManifestError as error:
         raise FetchError(f"the manifest of {Version.from_proto(manifest.version)}: {error}") from error
     for shard in manifest.shards:

@@ -15,7 +15,7 @@ class ApplyError(Exception):
 
 
 class VersionRefusedError(ApplyError):
-    """The version does not fit the engine: its names, shapes or settings are others than the model's. No repetition helps."""
+    """The version does not fit the engine: its names, shapes or settings differ from the model's. Retrying does not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StagedAdapter:
     """A whole, verified LoRA adapter in a directory as PEFT writes it, ready to be loaded.
 
     Attributes:
-        version: Which policy it makes of its base.
+        version: The version of the policy that base and adapter make together.
         base: Version of the weights that it belongs to.
         path: Directory in shared memory with ``adapter_model.safetensors`` and ``adapter_config.json``. Not changed, and
             not removed while the engine holds the adapter.
@@ -64,7 +64,7 @@ class StagedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ApplyReport:
-    """The version that serves now, the seconds in which no token was sampled for it, and those of the copy alone."""
+    """The version that serves now, the seconds in which no token was sampled, and the seconds of the copy alone."""
 
     version: Version
     pause_s: float
@@ -77,8 +77,8 @@ class HeldVersions:
 
     Attributes:
         serving: Version that requests without an adapter's name are sampled from.
-        weights: Version of the weights; another one than `serving` where an adapter serves.
-        adapters: Versions of all adapters that it holds, whose directories have to stay.
+        weights: Version of the weights. It differs from `serving` if an adapter serves.
+        adapters: Versions of all adapters that the engine holds; their directories must stay.
     """
 
     serving: Version
@@ -95,7 +95,7 @@ class Engine(Protocol):
         ...
 
     def held(self) -> HeldVersions | None:
-        """Return what it holds; None while it is being started again and cannot say."""
+        """Return what the engine holds; None while it restarts and cannot say."""
         ...
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:

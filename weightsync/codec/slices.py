@@ -42,21 +42,21 @@ from weightsync.format.manifest import box
 from weightsync.format.safetensors import DTYPES, all_finite
 
 _ZSTD_SAVES = 1 / 4
-"""Part of the dense bytes that zstd must save to be worth its time on both ends. Trained bf16 weights save a fifth: they
-stay dense; zeros, masks, tables and values of few bits are compressed."""
+"""Fraction of the dense bytes that zstd must save to be worth its time on both ends. On trained bf16 weights it saves a fifth,
+so they stay dense; zeros, masks, tables and values of few bits are compressed."""
 _DELTA_SUFFICES = 3 / 8
 """Share of the dense bytes up to which a delta is taken without trying zstd on the dense bytes."""
 _SAMPLES = 4
 _SAMPLE_ELEMENTS = 1 << 14
 _SAMPLED_FROM = 16
-"""A slice that is this many times longer than all samples is tried on them before all of it is encoded."""
+"""A slice that is at least this many times longer than all its samples together is tried on the samples first."""
 _SPARSE = 1 / 16
 """Share of the dense size below which a delta gets longer blocks."""
 
 BLOCK_LOG2 = 20
-"""Elements of a block, as a power of two: the arrays of one whose elements all change are a few MiB each."""
+"""Log2 of the elements of a block. If all elements of a block change, its arrays are a few MiB each."""
 BLOCK_LOG2_SPARSE = 22
-"""The same where few change: the block's tables are then still a small part of its streams."""
+"""The same if few elements change: longer blocks keep the tables a small part of the streams."""
 _BLOCK_LOG2_LIMITS = range(8, 25)
 
 _MAGIC = b"SLD1"
@@ -103,7 +103,7 @@ def encode(new: NDArray[np.uint8], base: NDArray[np.uint8] | None, dtype: str) -
 
     Args:
         new: Dense little-endian bytes, one dimension, contiguous.
-        base: Bytes of the same slice in the version before; None for a slice that stands alone.
+        base: Bytes of the same slice in the previous version; None for a slice without a base.
         dtype: Data type as safetensors names it.
 
     Raises:
@@ -126,7 +126,7 @@ def apply(encoding: Encoding, data: bytes | memoryview, target: NDArray[np.uint8
     Args:
         encoding: How `data` are encoded.
         data: The encoded bytes.
-        target: Bytes of the base before, of the new version after; one dimension, contiguous, writable.
+        target: On entry the base's bytes, on return the new version's; one dimension, contiguous, writable.
         dtype: Data type as safetensors names it.
 
     Raises:
@@ -170,7 +170,7 @@ def apply_slice(whole: NDArray[np.uint8], tensor: pb.TensorSlice, data: memoryvi
 
 
 def slice_region(whole: NDArray[np.uint8], tensor: pb.TensorSlice) -> NDArray[np.uint8]:
-    """Return a view of a slice in the bytes of its whole tensor, with the bytes of an element as last dimension."""
+    """Return a view of a slice in the bytes of its whole tensor. The last dimension is the bytes of an element."""
     octets = whole.reshape(*tensor.global_shape, DTYPES[tensor.dtype].size)
     return octets[tuple(slice(offset, offset + size) for offset, size in zip(*box(tensor), strict=True))]
 
@@ -224,7 +224,7 @@ def _encode_dense(new: NDArray[np.uint8], changed: int) -> Encoded:
 
 
 def _sampled_delta(new: Patterns, base: Patterns) -> float:
-    """Return the size of a delta of the sampled places as a share of their dense size.
+    """Return the size of a delta of the samples as a fraction of their dense size.
 
     0 for short slices, for which a delta is always tried.
     """
@@ -236,7 +236,7 @@ def _sampled_delta(new: Patterns, base: Patterns) -> float:
 
 
 def _sampled_frame(octets: NDArray[np.uint8]) -> float:
-    """Return the size of the sampled places in zstd as a share of their dense size.
+    """Return the size of the samples after zstd as a fraction of their dense size.
 
     0 for short slices, for which zstd is always tried.
     """
@@ -291,7 +291,7 @@ def apply_delta(data: memoryview, target: Patterns) -> None:
     """Apply a stream in place to the bit patterns of its base, which are writable.
 
     Raises:
-        CodecError: if the data are no stream for this target. Blocks before the damaged one are applied by then.
+        CodecError: if the data are not a stream for this target. The blocks before the damaged one are already applied.
     """
     block = _read_header(data, target)
     reader = _Reader(data, _HEADER.size)

@@ -35,22 +35,22 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 _WORD_BYTES = 8
 _PIECE_BYTES = 1 << 20
-"""Compared at once: both sides and the mask stay in the second-level cache."""
+"""Bytes that are compared at once: both sides and the mask stay in the second-level cache."""
 _SINGLY_FROM = 1 / 4
-"""Share of differing words from which on it is quicker to compare all elements."""
+"""From this fraction of differing words on, comparing all elements is faster."""
 
 ESCAPE = 255
 BITMAP = 255
 """Mode: one bit per element; every smaller mode is a number of low bits."""
 _LOW_BITS = (8, 4, 2)
 _BITMAP_FROM = 1 / 4
-"""Share of changed elements from which on a bitmap is as small as gaps, and quicker."""
+"""From this fraction of changed elements on, a bitmap is as small as gaps, and faster."""
 _MEAN_GAP = 16
-"""Gaps are cut to no less than this on average: the bits cut off are even enough to lose nothing by packing them."""
+"""Smallest mean gap after its low bits are split off. The split bits are nearly uniform then, so packing them costs nothing."""
 
 STEP_BITS = (0, 2, 4, 8)
 _ESCAPES_AT_MOST = 1 / 4
-"""Share of codes in the planes up to which a width is taken."""
+"""Largest fraction of codes in the planes for which a width is used."""
 
 _LEVEL = 1
 """The streams have no repetitions worth a search: this level's entropy coder comes within 2% of their entropy."""
@@ -61,7 +61,7 @@ _local = threading.local()
 
 
 class CodecError(ValueError):
-    """The data are no stream of the stated encoding, or do not belong to this target."""
+    """The data are not a stream of the stated encoding, or do not belong to this target."""
 
 
 def patterns(octets: NDArray[np.uint8], width: int) -> Patterns:
@@ -97,7 +97,7 @@ def take_steps(base: Patterns, codes: Patterns) -> Patterns:
 
 
 def _monotone(signed: NDArray[np.signedinteger[Any]]) -> NDArray[np.signedinteger[Any]]:
-    """Turn over the bits below the sign where the sign is set; its own inverse."""
+    """Flip the bits below the sign in values whose sign bit is set. Applied twice, it returns the input."""
     bits = 8 * signed.itemsize
     flipped = signed >> (bits - 1)
     flipped &= signed.dtype.type((1 << (bits - 1)) - 1)
@@ -197,7 +197,7 @@ def check_lengths(mode: int, changed: int, elements: int, gaps: int, lows: int) 
 def read_positions(
     gaps: NDArray[np.uint8], lows: NDArray[np.uint8], changed: int, elements: int, mode: int
 ) -> NDArray[np.int64]:
-    """Undo `write_positions`; the lengths are checked. Raise CodecError if the streams say something else.
+    """Undo `write_positions`; the lengths are checked already. Raise CodecError if the streams do not hold such positions.
 
     Returns:
         `changed` positions, ascending, each below `elements`.
@@ -273,10 +273,10 @@ def compress(data: bytes | memoryview) -> bytes:
 
 
 def decompress(frame: memoryview, size: int) -> bytes:
-    """Undo `compress`: one frame, nothing behind it, that must contain `size` bytes; nothing larger is allocated.
+    """Undo `compress`. Expect exactly one frame of `size` bytes of content, and allocate no more than that.
 
     Raises:
-        CodecError: if it is anything else.
+        CodecError: if the data are anything else.
     """
     try:
         if zstandard.frame_content_size(frame) != size:

@@ -1,6 +1,6 @@
-"""The chunks in which files travel over sockets: how one is checked, written and read with as few copies as possible.
+"""The chunks in which files travel over sockets: how a chunk is checked, written and read with as few copies as possible.
 
-Protobuf copies a message's bytes each time that they are looked at. `push_request` and `read_pull_response` therefore write
+Protobuf copies a message's bytes at each access. `push_request` and `read_pull_response` therefore write
 and read the wire format themselves (https://protobuf.dev/programming-guides/encoding/). A message whose fields come in
 another order than protobuf libraries write them is left to protobuf.
 """
@@ -39,7 +39,7 @@ class ChunkSizeError(ValueError):
 def fill_chunk(chunk: pb.Chunk, offset: int, data: bytes, crc32c: int | None = None) -> None:
     """Set a chunk and its checksum, computed where it is not given.
 
-    A chunk that is part of a message is set there: handing it over would copy it.
+    Pass the chunk inside its message: assigning a finished chunk to the message would copy it.
     """
     chunk.offset = offset
     chunk.data = data
@@ -49,10 +49,10 @@ def fill_chunk(chunk: pb.Chunk, offset: int, data: bytes, crc32c: int | None = N
 def check_chunk(chunk: pb.Chunk) -> bytes:
     """Check a chunk and return its bytes.
 
-    Protobuf copies them each time that they are looked at, so only this function does.
+    Protobuf copies the bytes at each access, so only this function reads them.
 
     Raises:
-        ChunkSizeError, ChunkError: if there are none or too many, or their checksum differs.
+        ChunkSizeError, ChunkError: if there are no bytes or too many, or their checksum differs.
     """
     data = chunk.data
     _check(chunk.offset, data, chunk.crc32c)
@@ -90,7 +90,7 @@ def read_pull_response(message: bytes) -> tuple[int, memoryview]:
 
 
 def _parse(message: memoryview) -> tuple[int, memoryview, int] | None:
-    """Return offset, data and crc32c; None if the fields come in another order, or others than these."""
+    """Return offset, data and crc32c; None if the fields come in another order, or there are other fields."""
     if message[0] != _CHUNK:
         return None
     length, position = _varint(message, 1)

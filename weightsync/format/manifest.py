@@ -2,7 +2,7 @@
 
 The digest of a version is the xxh3-128 of one line per tensor, ``name dtype shape digest`` and a line feed, sorted by bytes;
 the shape is written ``[2,3]``, ``[]`` for a scalar; the digest is that of the whole tensor's dense bytes. A tensor that is
-cut has one line per slice, ``name dtype shape offsets sizes digest``. It does not depend on which shard holds what.
+cut has one line per slice, ``name dtype shape offsets sizes digest``. Which shard holds which slice does not matter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VERSION_DIRECTORY = re.compile(r"v(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 _PREFIX = "runs/"
 
 _DIGEST_BYTES = 2 + 32
-"""What a digest adds to a slice whose description has none yet."""
+"""Bytes that a digest adds to the description of a slice without one."""
 
 _MOST_SLICES = 4096
 """Slices that one tensor may be cut into: beyond the ranks of any trainer, and a bound on the work of checking them."""
@@ -71,7 +71,7 @@ class Box(NamedTuple):
 
 
 def manifest_digest(manifest: pb.Manifest) -> str:
-    """Return the digest of a version by its manifest, whose slices all have theirs; hexadecimal."""
+    """Compute the digest of a version from its manifest, in which every slice must have a digest. Return it hexadecimal."""
     lines = sorted(_digest_line(tensor) for shard in manifest.shards for tensor in shard.tensors)
     return xxhash.xxh3_128(b"".join(lines)).hexdigest()
 
@@ -95,7 +95,7 @@ def entry_name(tensor: pb.TensorSlice) -> str:
 
 
 def box(tensor: pb.TensorSlice) -> Box:
-    """Return where a slice lies, with what is left out filled in."""
+    """Return where a slice lies. Fill in the offsets and sizes that a whole tensor leaves out."""
     rank = len(tensor.global_shape)
     offsets = tuple(tensor.offsets) or (0,) * rank
     sizes = tuple(tensor.sizes) or tuple(tensor.global_shape)
@@ -179,7 +179,7 @@ def _check_cover(name: str, slices: Sequence[pb.TensorSlice]) -> None:
     boxes = sorted(box(part) for part in slices)
     active: list[Box] = []
     for each in boxes:
-        # Sorted by the first dimension: what ended before this box begins cannot meet a later one either.
+        # Sorted by the first dimension: a box that ended before this one begins cannot overlap a later one either.
         active = [other for other in active if not each.offsets or other.offsets[0] + other.sizes[0] > each.offsets[0]]
         if any(each.overlaps(other) for other in active):
             raise ManifestError(f"slices of {name} overlap at {list(each.offsets)}")
@@ -202,7 +202,7 @@ def check_sendable(shards: Iterable[pb.Shard]) -> None:
 
 
 def without_tensors(manifest: pb.Manifest) -> pb.Manifest:
-    """Return a copy for listings, whose shards do not say what they hold."""
+    """Return a copy for listings, whose shards do not list their tensors."""
     short = pb.Manifest()
     short.CopyFrom(manifest)
     for shard in short.shards:
@@ -254,6 +254,6 @@ def version_directory(version: Version) -> str:
 
 
 def parse_version_directory(name: str) -> Version | None:
-    """Return the version that a directory's name stands for; None if it is no version's."""
+    """Return the version that a directory is named after; None if its name is not a version's."""
     match = _VERSION_DIRECTORY.fullmatch(name)
     return Version(int(match[1]), int(match[2])) if match else None

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 HEADER_LENGTH_BYTES = 8
-"""A file begins with its header's length, little-endian."""
+"""Bytes of the header's length, a little-endian number with which a file begins."""
 
 _MAX_HEADER_BYTES = 64 << 20
 """Longest header that is read; half a million tensors fit. The library's own bound is 100 MB."""
@@ -27,7 +27,7 @@ _METADATA = "__metadata__"
 _TENSOR_NAME = re.compile(r"[!-~]{1,512}")
 
 _BLOCK_BYTES = 256 << 10
-"""Elements are tested in blocks of this size, so that the masked copy stays in the second-level cache."""
+"""Elements are tested in blocks of this many bytes, so that the masked copy stays in the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class LayoutError(ValueError):
 
 
 def check_tensor(name: str) -> str:
-    """Give the tensor's name back.
+    """Check a tensor's name and return it.
 
     Raises:
-        BadNameError: if it has blanks, which separate fields in a version's digest, or unprintable characters, or means
-            something else in a safetensors file.
+        BadNameError: if it contains blanks, which separate fields in a version's digest, or unprintable characters, or has
+            another meaning in a safetensors file.
     """
     if name == _METADATA:
         raise BadNameError(f"{name} is no tensor name: safetensors keeps it for itself")
@@ -125,12 +125,12 @@ def place(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[Entry]:
 def render_header(
     entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, length: int | None = None
 ) -> bytes:
-    """Write the header, its length in front.
+    """Write the header, preceded by its length.
 
-    It takes `length` bytes, filled with blanks; None: up to the next multiple of 8, which keeps the data aligned.
+    Pad it with blanks to `length` bytes; None: to the next multiple of 8, which keeps the data aligned.
 
     Raises:
-        LayoutError: if it does not fit into ``length``.
+        LayoutError: if the header does not fit into `length` bytes.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     for entry in entries:
@@ -171,7 +171,7 @@ def parse_header(text: bytes | memoryview) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where the tensors of a file of `size` bytes lie: by name, positions counted from `data_begin`, behind the header."""
+    """Where the tensors of a file of `size` bytes lie, by name. Positions count from `data_begin`, the end of the header."""
 
     data_begin: int
     entries: Mapping[str, Entry]
@@ -200,7 +200,7 @@ def parse_layout(head: bytes | memoryview, size: int) -> FileLayout:
 
 
 def read_layout(descriptor: int) -> FileLayout:
-    """Read the header of an open safetensors file; raise LayoutError if it is none, or cut off."""
+    """Read the header of an open safetensors file; raise LayoutError if the file is not one, or is truncated."""
     size = os.fstat(descriptor).st_size
     end = header_end(os.pread(descriptor, HEADER_LENGTH_BYTES, 0), size)
     return parse_layout(os.pread(descriptor, end, 0), size)
@@ -235,7 +235,7 @@ class ScannedTensor:
 
 
 class Scan:
-    """Consumes a file of `size` bytes in order, whatever the cuts between them."""
+    """Consumes a file of `size` bytes in order. The pieces may be cut anywhere."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -266,7 +266,7 @@ class Scan:
             raise LayoutError(f"the file ends after {self.size} bytes, inside its header or a tensor")
 
     def _feed_header(self, data: memoryview) -> memoryview:
-        """Collect header bytes; give back those behind the header."""
+        """Collect header bytes; return the bytes after the header."""
         before = len(self._head)
         self._head += data
         if len(self._head) < HEADER_LENGTH_BYTES:
@@ -301,7 +301,7 @@ class Scan:
 
 
 class _OpenTensor:
-    """A tensor in passing."""
+    """A tensor of which some bytes have passed."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry

@@ -1,6 +1,6 @@
-"""Pushes one version: each rank's shard, by a file of the host or in chunks, then one commit. One way for every payload.
+"""Pushes one version: each rank's shard, as a file on the host or in chunks, then one commit. The same for every payload.
 
-Ranks that push together exchange messages; a failure of one is a failure of all.
+Ranks that push together exchange messages; if one rank fails, all ranks fail.
 """
 
 from __future__ import annotations
@@ -39,52 +39,52 @@ _PASSING = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-"""Failures that pass: the push is repeated until its deadline. A repeat is harmless, because every step is idempotent."""
+"""Transient failures: the push is retried until its deadline. A retry is harmless, because every step is idempotent."""
 
 _PASSING_REASONS = {"SHARDS_MISSING", "SHARD_OFFSET"}
-"""Refusals that pass: the service was restarted between push and commit, or this process stood still."""
+"""Transient refusals: the service was restarted between push and commit, or this process was paused."""
 
 _ONCE = {grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED}
-"""How a broken connection may show, but a defect too: such a push is repeated, unless it failed in one of these ways just before."""
+"""Codes of a broken connection that may also mean a defect: the push is retried, unless its previous attempt failed so, too."""
 
 _ONCE_REASONS = {"SUPERSEDED"}
-"""The same for refusals: a stream of this push that broke may have come late, but two publishers must not push each other out for long."""
+"""The same for refusals: a broken stream of this push may have arrived late, but two publishers must not displace each other forever."""
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
-"""The first repeat comes at once; the pauses before the next ones double from the first to the longest. All ranks pause alike."""
+"""The first retry comes at once; the pauses before the next retries double from the first to the longest. All ranks pause alike."""
 
 _MOST_ANSWER_BYTES = 256 << 20
-"""Longest answer that is taken: descriptions of about two million slices."""
+"""Longest accepted answer: descriptions of about two million slices."""
 
 _LATE = "PUSH_DEADLINE"
 """Reason of the error that ends a push at its deadline."""
 
 _BASE_REASONS = {"BASE_UNKNOWN", "BASE_DAMAGED"}
-"""Refusals of a delta that a push of the dense version answers."""
+"""Refusals of a delta after which the dense version is pushed."""
 
 _RESERVE_S = 5.0
-"""Longest part of the deadline that ranks keep back to report a failure to each other; a tenth of short ones."""
+"""Seconds of the deadline that ranks reserve to report a failure to each other; at most a tenth of the deadline."""
 
 Answer: TypeAlias = bytes | SluiceError
-"""What one rank says: a message, or why it cannot continue."""
+"""A rank's answer: a message, or why it cannot continue."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What publishing a version cost; of several ranks, sums of bytes and the slowest one's seconds.
+    """The cost of publishing a version. With several ranks: the sums of their bytes, and the seconds of the slowest.
 
     Attributes:
-        bytes_sent: Bytes of the shards that were handed over, those of repeats included; 0 if the service had the version.
+        bytes_sent: Bytes of the shards that were handed over, retries included; 0 if the service had the version.
         push_s: Seconds until the service held every byte on disk.
         commit_s: Seconds that the commit took.
         duplicate: Whether the version was committed before.
         kind: The contract's name of the form that travelled.
         dense_bytes: Bytes of a dense copy.
         diff_s: Seconds of comparing and encoding.
-        changed_fraction: Values that differ from the version before, of those compared; 1 if none were.
+        changed_fraction: Fraction of the compared values that differ from the previous version; 1 if none were compared.
     """
 
     bytes_sent: int
@@ -146,9 +146,9 @@ class Payload:
     """What is pushed: a dense version, a delta, or an adapter.
 
     Attributes:
-        manifest: All of its manifest but the shards: kind, base, labels, adapter_config, push_timings.
-        make: Makes this rank's shard: what to send and its description, digests included. Called in a thread. The memory
-            that it names must not change until the push has ended. None: this rank has no shard.
+        manifest: Its manifest without the shards: kind, base, labels, adapter_config, push_timings.
+        make: Makes this rank's shard: the bytes to send, and their description with digests. Called in a thread. The memory
+            that the shard refers to must not change until the push has ended. None: this rank has no shard.
         local: A file in shared memory that holds the shard's bytes; None: there is none yet.
     """
 
@@ -162,8 +162,8 @@ class VersionPush:
 
     Args:
         to: The version at its service.
-        payloads: What to try: a later one if the service does not hold the base of the one before. All ranks give payloads
-            of the same kinds.
+        payloads: Payloads to try in order: the next one if the service lacks the base of the previous one. All ranks pass
+            payloads of the same kinds.
         exchange: The ranks that publish it together; None: this process is alone.
         chunk_bytes: Bytes per chunk.
         directory: Shared memory in which the service may find files; None: send chunks.
@@ -197,10 +197,10 @@ class VersionPush:
 
         If the base of a delta is missing, push dense.
 
-        This alone repeats a push. A failure of one rank is one of all, so that all of them repeat, pause and end alike.
+        Only this method retries a push. If one rank fails, all ranks fail, so that all of them retry, pause and end alike.
 
         Raises:
-            SluiceError: what any rank failed with; the same on all of them. At the deadline, what the attempts before failed with.
+            SluiceError: the failure of any rank, the same on all ranks. At the deadline, the failure of the attempts before.
         """
         resume, failures = False, 0
         failure: SluiceError | None = None
@@ -216,7 +216,7 @@ class VersionPush:
                     del self._payloads[0]
                     resume = False
                 elif _may_pass(error, before):
-                    if failure is None or error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which says least
+                    if failure is None or error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:  # it says least
                         failure = error
                     if failures:
                         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (failures - 1))
@@ -252,7 +252,7 @@ class VersionPush:
         part = pb.Manifest()
         try:
             shard = await self._send_shard(payload, resume=resume)
-        except Exception as error:  # noqa: BLE001  whatever it is: the other ranks wait for this one's message
+        except Exception as error:  # noqa: BLE001  after any error the other ranks wait for this one's message
             return _typed(error)
         if shard is not None:
             part.shards.append(shard)
@@ -273,7 +273,7 @@ class VersionPush:
         try:
             if await self._to.committed():
                 return shard
-            refused = resume and self.handed_over is False  # then chunks are continued
+            refused = resume and self.handed_over is False  # chunks were sent then, and are continued
             if self._directory is not None and not refused:
                 self.handed_over = await transfer.hand_over(self._directory, payload.local)
                 if self.handed_over:
@@ -312,22 +312,22 @@ class VersionPush:
 
 
 class _ShardTransfer:
-    """Sends one shard: by a file of this host, or in chunks. `bytes_sent` counts the bytes that the service took."""
+    """Sends one shard: as a file on this host, or in chunks. `bytes_sent` counts the bytes that the service took."""
 
     def __init__(self, to: Destination, source: FileSource, shard: pb.Shard, chunk_bytes: int) -> None:
         self._to, self._source, self._shard, self._chunk_bytes = to, source, shard, chunk_bytes
         # Messages are serialised here: the stub would build a protobuf object, which copies its bytes twice more.
         self._push = to.channel.stream_unary(
             "/sluice.v1.WeightSyncService/PushWeights",
-            request_serializer=bytes,  # they are; this copies nothing
+            request_serializer=bytes,  # messages are bytes already; this copies nothing
             response_deserializer=pb.PushWeightsResponse.FromString,
         )
         self.bytes_sent = 0
 
     async def hand_over(self, directory: Path, local: pb.LocalFile | None) -> bool:
-        """Name the service a file of this host that holds the shard; return whether it took it.
+        """Tell the service the name of a file on this host that holds the shard. Return whether the service took the file.
 
-        The file is `local`, or one that is written into the directory of shared memory for this.
+        The file is `local`, or a new one in the directory of shared memory.
         """
         if local is not None:
             return await self._hand_over_file(local)
@@ -336,10 +336,10 @@ class _ShardTransfer:
             local = written.local(self._source.name)
             return local is not None and await self._hand_over_file(local)
         finally:
-            await asyncio.to_thread(written.close)  # giving back shared memory takes as long as filling it
+            await asyncio.to_thread(written.close)  # freeing shared memory takes as long as filling it
 
     async def send_chunks(self, *, resume: bool) -> None:
-        """Send the shard, or with `resume` what the service lacks of it after an earlier attempt."""
+        """Send the shard; with `resume`, only the bytes that the service still lacks after an earlier attempt."""
         offset = await self._ask_offset() if resume else 0
         if offset < self._source.size:
             await self._call(self._requests(offset))
@@ -357,7 +357,7 @@ class _ShardTransfer:
         return True
 
     async def _ask_offset(self) -> int:
-        """Return where to continue: the service refuses a header that continues elsewhere, and names the right byte."""
+        """Return where to continue. The service refuses a header with any other byte than the next one, and names that byte."""
         try:
             await self._call(_once(self._header(self._source.size)))
         except grpc.aio.AioRpcError as error:
@@ -379,13 +379,13 @@ class _ShardTransfer:
     async def _requests(self, offset: int) -> AsyncIterator[bytes]:
         yield self._header(offset)
         for begin, end in self._source.spans(offset, self._chunk_bytes):
-            # Here and not in a thread: the way there and back takes longer than a chunk's sum and copy (0.15 ms).
+            # Not in a thread: switching to it and back takes longer than a chunk's checksum and copy (0.15 ms).
             yield push_request(begin, self._source.views(begin, end))
             self.bytes_sent += end - begin
 
 
 def _may_pass(error: SluiceError, before: SluiceError | None) -> bool:
-    """Return whether another attempt may succeed after a failure, and perhaps one just before it."""
+    """Return whether another attempt may succeed after `error`. `before` is the failure of the previous attempt, if it failed."""
     if _passes_once(error):
         return before is None or not _passes_once(before)
     return error.reason != _LATE and (error.code in _PASSING or error.reason in _PASSING_REASONS)

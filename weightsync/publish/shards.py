@@ -1,6 +1,6 @@
-"""What a process sends of a model: its slices of the tensors, as a safetensors file that is never written.
+"""A process's share of a model: its slices of the tensors, in the layout of a safetensors file that is never written to disk.
 
-`KeptCopy` holds what was pushed last. It is compared with the live weights slice by slice and renewed in place; a version is
+`KeptCopy` holds the last pushed version. It is compared with the live weights slice by slice and renewed in place; a version is
 sent from it whole or as the difference. It may lie in shared memory, where the weight service of the same host finds it.
 """
 
@@ -37,7 +37,7 @@ from weightsync.format.manifest import box, check_manifest, entry_name
 from weightsync.format.safetensors import DTYPES, Entry, check_tensor, place, render_header
 
 HOST_DIRECTORY = Path("/dev/shm")  # noqa: S108  shared memory by its Linux name; files in it are made for their owner alone
-"""Where processes of one host hand files over without a copy on a disk."""
+"""Directory through which processes of one host exchange files without a copy on disk."""
 
 _PREFIX = "sluice-push-"
 
@@ -45,10 +45,10 @@ _SPARE_COPIES = 3
 """Copies that must fit into shared memory beside the kept one: an engine on the host stages two, and one is spare."""
 
 _METADATA = {"format": "pt"}
-"""What transformers expects in the header of a file of weights."""
+"""Metadata that transformers expects in the header of a file of weights."""
 
 _STREAMS = {Encoding.DENSE_ZSTD, Encoding.DELTA}
-"""Encodings whose bytes are held until they are pushed; dense ones lie in the kept copy anyway."""
+"""Encodings whose bytes are kept in memory until they are pushed. Dense bytes are in the kept copy anyway."""
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -76,10 +76,10 @@ log = structlog.get_logger(__name__)
 def local_slices(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> list[tuple[pb.TensorSlice, torch.Tensor]]:
-    """Find what this process holds of each tensor, with the live memory that it lies in; nothing is copied.
+    """Return the slice of each tensor that this process holds, with its live memory; nothing is copied.
 
-    If names share their memory (tied weights), only the first one appears. A rank's empty slice of a tensor is left out. The
-    slices are described without encoding and digest; one that is cut has an entry of its own.
+    If names share their memory (tied weights), only the first name appears. A rank's empty slice of a tensor is left out. The
+    descriptions have no encoding and no digest yet. A slice that is not the whole tensor gets its own entry name.
 
     Args:
         tensors: Plain tensors or DTensors by the names of the checkpoint, on any device.
@@ -156,7 +156,7 @@ def _check_cover(tensors: Sequence[pb.TensorSlice]) -> None:
 
 
 class FileSource:
-    """Bytes of a file that lie in several places, readable at any offset, so that an interrupted push can be continued.
+    """A file whose bytes lie in several places of memory. It is readable at any offset, so that an interrupted push can continue.
 
     The memory is read whenever bytes are asked for: it must not change before the push is over.
     """
@@ -211,7 +211,7 @@ class EncodedSlice:
     Attributes:
         data: The encoded stream; empty for DENSE and UNCHANGED.
         digest: xxh3-128 of its dense bytes, hexadecimal.
-        changed: Values that differ from those before.
+        changed: Number of values that differ from the previous version.
     """
 
     encoding: Encoding
@@ -222,14 +222,14 @@ class EncodedSlice:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What renewing the copy found.
+    """The outcome of renewing the copy.
 
     Attributes:
-        slices: One per slice, in the order of the copy's file.
+        slices: The encoded slices, in the order of the copy's file.
         encoded_bytes: Size of the encoded slices.
-        compared: Whether every slice was compared, so that a delta can be made of it.
-        changed_fraction: Values that differ, of those compared; 1 if none were.
-        seconds: Time that it took.
+        compared: Whether every slice was compared, so that a delta can be made.
+        changed_fraction: Fraction of the compared values that differ; 1 if none were compared.
+        seconds: Duration of the renewal.
     """
 
     slices: tuple[EncodedSlice, ...]
@@ -242,12 +242,12 @@ class Diff:
 class KeptCopy:
     """One copy of a shard, laid out as the safetensors file in which it travels dense.
 
-    The memory, shared if a directory is given, is taken once and written in place ever after. Not thread-safe: the owner
-    sees to it that the copy is not renewed while a file that reads it is being sent.
+    The memory, shared if a directory is given, is allocated once and then written in place. Not thread-safe: the owner
+    must not renew the copy while a file that reads it is being sent.
     """
 
     def __init__(self, shard: str, slices: Sequence[pb.TensorSlice], directory: Path | None = None) -> None:
-        # Wide elements first: then each slice begins at a multiple of its element, which readers that map the file need.
+        # Wide elements first, so that each slice begins at a multiple of its element's size. Readers that map the file need that.
         self.slices = sorted(slices, key=lambda each: (-DTYPES[each.dtype].size, entry_name(each)))
         self.shard = shard
         self._entries = place([(entry_name(each), each.dtype, box(each).sizes) for each in self.slices])
@@ -259,24 +259,24 @@ class KeptCopy:
 
     @property
     def local(self) -> pb.LocalFile | None:
-        """Return the file in shared memory that the copy is, None if it lies in ordinary memory."""
+        """Return the copy's file in shared memory; None if the copy lies in ordinary memory."""
         return self._file.local(self.shard)
 
     def close(self) -> None:
-        """Remove the file in shared memory, if there is one; the memory goes with the object."""
+        """Remove the file in shared memory, if there is one. The memory is freed with this object."""
         self._file.close()
 
     def renew(self, held: Sequence[tuple[pb.TensorSlice, torch.Tensor]], *, compare: bool, most_bytes: int) -> Diff:
         """Make the copy equal to the live tensors, which must not change in the meantime.
 
         This thread brings one slice after another into host memory and the published precision; a pool of as many threads
-        as PyTorch has compares, hashes and copies. Beyond the copy, this takes memory for one slice per thread and one
-        more, and for encoded streams of at most `most_bytes` and a slice per thread.
+        as PyTorch has compares, hashes and copies. Beyond the copy, this needs memory for one slice per thread plus one
+        slice, and for encoded streams of at most `most_bytes` plus one slice per thread.
 
         Args:
-            held: What `local_slices` found; all of `slices` are among it.
-            compare: Whether to encode the difference; otherwise the copy is overwritten unread.
-            most_bytes: Size of the encoded slices beyond which comparing is given up.
+            held: The slices that `local_slices` returned; they include all slices of the copy.
+            compare: Whether to encode the difference; otherwise the copy is overwritten without being read.
+            most_bytes: Stop comparing once the encoded slices are larger than this.
         """
         started = time.perf_counter()
         live = {entry_name(each): tensor for each, tensor in held}
@@ -305,7 +305,7 @@ class KeptCopy:
                     collect()
             while running:
                 collect()
-        if not comparing:  # the streams are of no use
+        if not comparing:  # the streams are useless now
             found = {index: replace(each, data=b"") for index, each in found.items()}
         return Diff(
             slices=tuple(found[index] for index in range(len(self.slices))),
@@ -316,7 +316,7 @@ class KeptCopy:
         )
 
     def dense(self, diff: Diff) -> tuple[FileSource, pb.Shard]:
-        """Return the copy as a dense shard: what to send, and its description."""
+        """Return the copy as a dense shard: the bytes to send, and their description."""
         shard = pb.Shard(name=self.shard, tensors=self.slices)
         for tensor, encoded in zip(shard.tensors, diff.slices, strict=True):
             tensor.encoding = pb.TENSOR_ENCODING_DENSE
@@ -326,7 +326,7 @@ class KeptCopy:
         return source, shard
 
     def delta(self, diff: Diff) -> tuple[FileSource, pb.Shard]:
-        """Return the difference as a shard: what to send, and its description. Dense entries are read from the copy."""
+        """Return the difference as a shard: the bytes to send, and their description. Dense entries are read from the copy."""
         shard = pb.Shard(name=self.shard, tensors=self.slices)
         rows: list[tuple[str, str, tuple[int, ...]]] = []
         parts: list[memoryview] = []
@@ -365,7 +365,7 @@ class KeptCopy:
 
 
 def _published_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
-    """Return dense bytes in host memory: the tensor's own if they lie there in the published precision, else a copy."""
+    """Return dense bytes in host memory: the tensor's own bytes if they are there in the published precision, else a copy."""
     return tensor_bytes(tensor.detach().to("cpu", _TORCH_DTYPES[dtype]))
 
 
@@ -374,7 +374,7 @@ class KeptFile:
 
     With a directory of shared memory it is a file there, removed by `close`, with the object, or at the end of the process.
     The process holds a lock on it; `sweep` removes files without one, which killed processes left behind. If the
-    directory has no room for it and `spare_copies` more of its size, it is ordinary memory.
+    directory has no room for the file and `spare_copies` more files of its size, it is ordinary memory.
     """
 
     def __init__(self, size: int, directory: Path | None = None, *, spare_copies: int = 0) -> None:
@@ -387,7 +387,7 @@ class KeptFile:
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
 
     def local(self, shard: str) -> pb.LocalFile | None:
-        """Return the file as the contract names it, with the shard that it holds; None for ordinary memory."""
+        """Return the message that names the file and the shard in it; None for ordinary memory."""
         if self.path is None:
             return None
         status = os.fstat(self._descriptor)
@@ -395,7 +395,7 @@ class KeptFile:
 
 
 def sweep(directory: Path) -> None:
-    """Remove files of this user's processes that are gone."""
+    """Remove files that dead processes of this user left behind."""
     for path in directory.glob(f"{_PREFIX}*"):
         remove_unlocked(path)
 
@@ -411,7 +411,7 @@ def _new_file(size: int, directory: Path, room: int) -> tuple[int, Path | None]:
             )
             return -1, None
         descriptor = open_private(directory.resolve(), os.O_TMPFILE | os.O_RDWR)
-        os.posix_fallocate(descriptor, 0, size)  # now, rather than by a SIGBUS at a later write
+        os.posix_fallocate(descriptor, 0, size)  # fail now rather than by a SIGBUS at a later write
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
         # The file gets its name when it is locked. Only linkat(2) follows the link in /proc; Python calls it where a

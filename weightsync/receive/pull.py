@@ -2,7 +2,7 @@
 
 A version is made from a copy of its base and deltas, from its dense form, or from a dense form and deltas, while the engine
 generates. If one way fails, the next is tried: files of this host, sockets, the dense form. A broken stream continues at the
-last good byte. Threads check and write what came, while the next chunk arrives.
+last good byte. Threads check and write each chunk while the next one arrives.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _FINAL = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.DATA_LOSS,
 }
-"""Answers that another attempt would get again."""
+"""Codes of errors that retrying does not fix."""
 
 _LOCAL_BYTES = 64 << 20
-"""Bytes that one thread reads from a file of this host; a pull that is no longer wanted ends after so many."""
+"""Bytes of a local file that a thread reads in one go. A cancelled pull ends after at most this many bytes."""
 
 _BLOCK_BYTES = 1 << 20
 """Bytes read at a time; they stay in the processor's cache while they are hashed and written."""
@@ -65,7 +65,7 @@ log = structlog.get_logger(__name__)
 class PullError(Exception):
     """A version or shard could not be pulled.
 
-    If nobody answered (`unreachable`), it is useless to ask the same service for other bytes.
+    If nobody answered (`unreachable`), asking the same service for other bytes is useless.
     """
 
     def __init__(self, message: str, *, unreachable: bool = False) -> None:
@@ -79,11 +79,11 @@ class PullLimits:
 
     Attributes:
         deadline_s: Seconds that one stream may last.
-        idle_s: Seconds that it may pass without a chunk.
-        attempts: Streams in a row that may fail without a single chunk.
-        first_pause_s: Pause before the second of them; doubled from each to the next, up to five seconds. With ten attempts
-            a service may be away for half a minute, such as for a restart, and nothing is pulled twice.
-        streams: Shards that are pulled at a time.
+        idle_s: Seconds that a stream may stay without a chunk.
+        attempts: Number of streams in a row that may fail without a single chunk.
+        first_pause_s: Pause before the second attempt; it doubles from attempt to attempt, up to five seconds. Ten attempts
+            bridge half a minute without the service, such as a restart, and nothing is pulled twice.
+        streams: Number of shards that are pulled at a time.
         copy_wait_s: Seconds to wait while another process of the host stages the same version.
         room_wait_s: Seconds to wait until receivers of the host have let go of older versions, so that memory holds only the base and
             one staged copy. After that, use the memory that is free.
@@ -100,7 +100,7 @@ class PullLimits:
 
 @dataclass(slots=True)
 class PullCost:
-    """The bytes of one version that came over sockets and from files of this host, and the `time.perf_counter` of the last."""
+    """The bytes of one version that came over sockets and from files of this host, and when the last came (`time.perf_counter`)."""
 
     pulled_bytes: int = 0
     local_bytes: int = 0
@@ -108,19 +108,19 @@ class PullCost:
 
 
 class PathError(Exception):
-    """The steps do not lead to the version that is wanted."""
+    """The steps do not lead to the wanted version."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathStep:
-    """One dense form, delta or adapter to take, and its shards as files of the service's host by name; that may be another host."""
+    """One dense form, delta or adapter to take, and the files of its shards on the service's host, by name. That may be another host."""
 
     manifest: pb.Manifest
     files: Mapping[str, pb.LocalFile] = field(default_factory=dict)
 
     @property
     def is_delta(self) -> bool:
-        """Return whether it is based on the version before."""
+        """Return whether the step is a delta on the previous version."""
         return self.manifest.kind == pb.VERSION_KIND_DELTA
 
 
@@ -236,7 +236,7 @@ class VersionBuilder:
         """Take the steps of a checked path: a dense form, or a copy of `base`, and then the deltas.
 
         Raises:
-            PullError, StagingError, OSError: if that fails; the file is of no use then.
+            PullError, StagingError, OSError: if that fails; the file is useless then.
         """
         if base is not None:
             limit = base.path.stat().st_size
@@ -252,7 +252,7 @@ class VersionBuilder:
 
     @contextlib.asynccontextmanager
     async def _copying(self, source: Path, descriptor: int) -> AsyncIterator[asyncio.Future[None]]:
-        """Copy a file while the block runs, and end the copy where the block is left early."""
+        """Copy a file while the block runs. If the block ends early, stop the copy."""
         stop = threading.Event()
         copied = asyncio.get_running_loop().run_in_executor(self._threads, copy_file, source, descriptor, stop)
         try:
@@ -271,15 +271,15 @@ class VersionBuilder:
         limit: int,
         copied: asyncio.Future[None] | None = None,
     ) -> None:
-        """Apply a chain of deltas. The next one comes in while one is applied, so at most two are in memory.
+        """Apply a chain of deltas. The next delta is pulled while one is applied, so at most two are in memory.
 
         Args:
             deltas: At least one.
             base: Describes the file's content.
             descriptor: The file.
-            cost: Grows by what is pulled.
+            cost: The pulled bytes are added to it.
             limit: Most bytes that a delta may have.
-            copied: Done when the file has that content; None if it has it now.
+            copied: Done when the file has the content of the base; None if it has that content already.
         """
         pulling = asyncio.create_task(self._pull_delta(deltas[0], limit, cost))
         patched: PatchedFile | None = None
@@ -297,7 +297,7 @@ class VersionBuilder:
         finally:
             pulling.cancel()
             await asyncio.gather(pulling, return_exceptions=True)
-            if patched is not None:  # to unmap a large file takes long
+            if patched is not None:  # unmapping a large file takes long
                 await in_thread(self._threads, patched.close)
 
     async def _pull_delta(self, step: PathStep, limit: int, cost: PullCost) -> list[DeltaShard]:
@@ -313,7 +313,7 @@ class VersionBuilder:
         return list(sinks.values())
 
     async def _pull(self, step: PathStep, sinks: Mapping[str, ChunkSink], cost: PullCost) -> None:
-        """Fill the sinks of all shards of a step, several at a time. `cost` grows by what came, also on failure.
+        """Fill the sinks of all shards of a step, several at a time. Add the bytes that came to `cost`, also on failure.
 
         Raises:
             PullError, StagingError, OSError: as `pull_shard` and `read_local`.
@@ -347,7 +347,7 @@ class VersionBuilder:
 
 
 def _unless_unreachable(error: Exception) -> Exception:
-    """Return the error if another way may succeed. Raise it if nobody answered, which another way would not change."""
+    """Return the error if another way may succeed. Raise it if nobody answered, because no other way would help."""
     if isinstance(error, PullError) and error.unreachable:
         raise error
     return error
@@ -368,14 +368,14 @@ class ChunkSink(Protocol):
 
     @property
     def position(self) -> int:
-        """The next byte that is missing; all before it are checked and kept."""
+        """The next missing byte; all bytes before it are checked and kept."""
         ...
 
     def feed(self, offset: int, data: memoryview) -> None:
         """Keep the bytes at `offset`, which must be the next ones. Blocking; called in a thread, one call at a time.
 
         Raises:
-            StagingError: if they are not what was announced.
+            StagingError: if they differ from the announced bytes.
             OSError: if there is no room.
         """
         ...
@@ -387,8 +387,8 @@ async def pull_shard(
     """Fill a sink with a shard of a version over sockets. Bytes that it has are not pulled again.
 
     Raises:
-        PullError: if the service does not give the bytes, or cannot be reached in `limits.attempts`.
-        StagingError: if what it gives is not what was announced.
+        PullError: if the service does not give the bytes, or cannot be reached in `limits.attempts` attempts.
+        StagingError: if the bytes differ from the announced version.
         OSError: if shared memory is full.
     """
     base = manifest.base if manifest.kind == pb.VERSION_KIND_DELTA else None
@@ -437,7 +437,7 @@ async def _feed_all(stream: Any, sink: ChunkSink, threads: Executor, idle_s: flo
     finally:
         stream.cancel()
         if feeding is not None:
-            await settle(feeding)  # its failure shows again in the next attempt, or what broke the stream is raised
+            await settle(feeding)  # the next attempt meets its failure again, or the stream raises its own
 
 
 def _feed(sink: ChunkSink, message: bytes) -> None:
@@ -445,7 +445,7 @@ def _feed(sink: ChunkSink, message: bytes) -> None:
 
 
 def is_on_this_host(file: pb.LocalFile) -> bool:
-    """Return whether the path leads to that very file. On another host, or in another container, it does not."""
+    """Return whether the path leads to exactly that file. On another host, or in another container, it does not."""
     try:
         status = Path(file.path).lstat()
     except (OSError, ValueError):
@@ -460,7 +460,7 @@ def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None
 
     Raises:
         PullError: if it cannot be read, is another file, or has another size.
-        StagingError: if it holds something else than was announced.
+        StagingError: if its bytes differ from the announced version.
         OSError: if there is no room for its bytes.
     """
     try:
@@ -483,5 +483,5 @@ def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None
 
 
 async def in_thread(threads: Executor, work: Callable[[], T]) -> T:
-    """Run in a thread. A cancelled caller still waits for the thread, which may use a file that is about to be removed."""
+    """Run in a thread. A cancelled caller still waits for the thread, which may use a file that the caller removes next."""
     return await run_to_end(asyncio.get_running_loop().run_in_executor(threads, work))

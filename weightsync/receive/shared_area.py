@@ -5,7 +5,8 @@ their process, however that ends, and hold between containers that share the mem
 
 * the process that makes a file holds an exclusive lock on ``NAME.build``;
 * each process that uses a file holds a shared lock on it, taken before the file gets its name;
-* a process that removes a file holds an exclusive lock on it, which nobody gets while it is used: so the last user removes it.
+* a process that removes a file holds an exclusive lock on it. Nobody gets that lock while the file is used, so the last user
+  removes the file.
 
 `SharedArea` does this, and blocks. `StagedFiles` waits for it: for other processes, and for room. LoRA adapters are small, so
 each replica has its own (`StagedAdapters`).
@@ -67,7 +68,7 @@ _LOOK_S = 0.01
 """Seconds between two checks whether another process is ready; a check takes some microseconds."""
 
 _MOST_OTHERS = 1
-"""Staged files that may exist beside the one that is being made: its base."""
+"""Staged files that may exist beside the file that is being made: its base."""
 
 log = structlog.get_logger(__name__)
 
@@ -137,7 +138,7 @@ class SharedArea:
     Args:
         parent: The directory in shared memory.
         run: The run's name.
-        pause: Waits so many seconds between two attempts to lock a file; blocks the thread.
+        pause: Blocks the thread for the given seconds between two attempts to lock a file.
     """
 
     def __init__(self, parent: Path, run: str, pause: Callable[[float], object] = time.sleep) -> None:
@@ -196,7 +197,7 @@ class SharedArea:
         return Claim(path, descriptor, lock)
 
     def others(self, path: Path) -> list[tuple[Path, bool]]:
-        """Return the other files that are staged or being made, and whether each is whole. Those of dead processes are removed."""
+        """Return the other files that are staged or being made, and whether each is whole. Remove the files of dead processes."""
         _sweep(self.path)
         found = {each.with_suffix(_FILE) for suffix in (_FILE, _PART) for each in self.path.glob(f"*{suffix}")}
         return [(each, each.exists()) for each in sorted(found - {path})]
@@ -251,7 +252,7 @@ class SharedArea:
 
 
 def _stem(version: Version, digest: str) -> str:
-    """Return the name of a staged version. Two versions of one number, such as of two trainers, differ in their digests."""
+    """Return the name of a staged version. Two versions with the same number, for example of two trainers, differ in their digests."""
     if not _DIGEST.fullmatch(digest):
         raise StagingError(f"{digest[:80]!r} is not the digest of a version: pull from a service that gives one")
     return f"v{version}-{digest}"
@@ -263,7 +264,7 @@ def version_of(path: Path) -> Version:
 
 
 def remove_stale(parent: Path) -> list[Path]:
-    """Remove what dead processes of this user left, of any run.
+    """Remove the files that dead processes of this user left, for any run.
 
     Returns:
         The staged versions that were removed.
@@ -317,7 +318,8 @@ def _beside(path: Path, suffix: str) -> Path:
 class BehindError(Exception):
     """There is no room yet, because this receiver uses an older version than others of its host.
 
-    `version` is staged on this host or being staged. Take it first and try again; one newer than the wanted replaces it.
+    `version` is staged on this host or being staged. Take it first and try again. If it is newer than the wanted version, use
+    it instead.
     """
 
     def __init__(self, version: Version) -> None:
@@ -334,33 +336,33 @@ class StagedFiles:
         """In use, or released and possibly not removed yet."""
         self._leaving: list[Future[None]] = []
         self._stuck: set[Path] = set()
-        """Files that were waited for in vain, so that a receiver that is held at a version costs its host one wait."""
+        """Files whose removal was waited for in vain. They are not waited for again, so a receiver held at a version costs one wait."""
 
     async def obtain(
         self, path: Path, held: Path | None, needed: int, fill: Callable[[int], Awaitable[T]], *, or_newer: bool = False
     ) -> tuple[SharedCopy, T | None]:
         """Use a file that exists or that another process makes; otherwise make it. It is used until `release`.
 
-        Receivers of a host take the same versions: one that is ahead waits, one that is behind takes what is staged. So a
-        host holds a base and one staged copy, however fast versions come.
+        Receivers of a host take the same versions: a receiver that is ahead waits, and one that is behind takes the staged
+        version. So a host holds a base and one staged copy, however fast versions come.
 
         Args:
             path: The file.
             held: The file of the version that serves; None if no version is staged here.
-            needed: Bytes that it will have.
+            needed: Size in bytes that the file will have.
             fill: Fills the empty file, which is open to read and write. The file gets its name if this succeeds.
-            or_newer: Whether a newer version will do. If not, two receivers that each make a version which the other has
-                passed wait for each other until `room_wait_s` is over.
+            or_newer: Whether to accept a newer version. If not, two receivers may wait for each other until `room_wait_s` is
+                over: when each makes a version that the other one has already passed.
 
         Returns:
-            The file, and what `fill` returned; None if the file was not made here.
+            The file, and the result of `fill`, which is None if the file was not made here.
 
         Raises:
             BehindError: if another version has to be taken first.
             StagingError: if another process does not finish, or there is no room.
             Exception: what `fill` raises.
         """
-        await settle(*map(asyncio.wrap_future, self._leaving))  # else it could find the file that it is about to remove
+        await settle(*map(asyncio.wrap_future, self._leaving))  # else it could find a file that we are about to remove
         found = await self._find_or_claim(path, held, or_newer=or_newer)
         if isinstance(found, SharedCopy):
             self._used.append(found)
@@ -372,7 +374,7 @@ class StagedFiles:
             copy = await self._owned(found.publish, SharedCopy.release)
             self._used.append(copy)
         except OSError as error:
-            if error.errno == errno.ENOSPC:  # somebody else took the memory meanwhile
+            if error.errno == errno.ENOSPC:  # another process took the memory meanwhile
                 raise self._area.no_room(needed) from error
             raise
         finally:
@@ -382,7 +384,7 @@ class StagedFiles:
     def release(self, copy: SharedCopy) -> None:
         """Stop using a file in a thread; its last user removes it.
 
-        To free the memory of a large file takes a second, in which the event loop would deliver no tokens.
+        Freeing the memory of a large file takes a second, during which the event loop would deliver no tokens.
         """
         self._leaving = [each for each in self._leaving if not each.done()]
         self._leaving.append(self._threads.submit(self._release, copy))
@@ -418,7 +420,7 @@ class StagedFiles:
             await self._clock.sleep(_LOOK_S)
 
     async def _owned(self, work: Callable[[], T], give_back: Callable[[Any], None]) -> T:
-        """Take a lock in a thread. Give it back if the caller is cancelled meanwhile: nobody else could release it."""
+        """Take a lock in a thread. Release it if the caller is cancelled meanwhile, because nobody else could."""
         taken: list[T] = []
 
         def take() -> T:
@@ -435,7 +437,7 @@ class StagedFiles:
             raise
 
     async def _wait_for_room(self, path: Path, held: Path | None, *, or_newer: bool) -> None:
-        """Wait until a base and one staged copy are all that exists, at most `room_wait_s`: one held receiver must not stop the others."""
+        """Wait until only a base and one staged copy exist. Give up after `room_wait_s`, so that one held receiver does not stop the others."""
         deadline = self._clock() + self._limits.room_wait_s
         while len(others := await self._others(path, held, or_newer=or_newer)) > _MOST_OTHERS:
             if self._clock() > deadline:
@@ -460,7 +462,7 @@ class StagedFiles:
             if between:
                 raise BehindError(
                     max(between)[1]
-                )  # complete files first: makers of the others may wait for this receiver
+                )  # complete files first: processes that make the others may wait for this receiver
             newer = [version for whole, version in staged if version > version_of(path) and whole]
             if or_newer and newer and max(newer) > serving:
                 raise BehindError(max(newer))
@@ -495,7 +497,7 @@ class StagedAdapters:
             held: Returns what the engine holds; None while it cannot say, and then all directories stay.
 
         Returns:
-            The adapter, and the cost of pulling it; None if it was staged already.
+            The adapter, and the cost of pulling it, which is None if it was staged already.
 
         Raises:
             PullError, StagingError, OSError: if it could not be staged.
@@ -542,7 +544,7 @@ class StagedAdapters:
         return part, os.open(part / "adapter_model.safetensors", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _finish(self, part: Path, staged: StagedAdapter, adapter_config: str) -> None:
-        """Give the directory its name, and keep the adapter: a directory that nobody knows would block the next attempt."""
+        """Give the directory its name, and record the adapter: an unrecorded directory would block the next attempt."""
         (part / "adapter_config.json").write_text(adapter_config)
         part.rename(staged.path)
         self._staged[staged.version] = staged
@@ -578,7 +580,7 @@ def _locked_file(directory: Path) -> int:
 
 
 def _is_dead(path: Path) -> bool:
-    """Return whether no process holds the lock. A directory without the file is being made, or is not one of ours."""
+    """Return whether no process holds the lock. A directory without a lock file is being made, or is not an adapter directory."""
     with owned_directory(path) as directory:
         if directory is None:
             return False

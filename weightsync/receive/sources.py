@@ -39,7 +39,7 @@ _SHARE_OF_LEASE = 1 / 3
 """A lease is renewed after a third of it, so that one lost report does not end it."""
 
 _LONGEST_BAN_S = 300.0
-"""Longest time in seconds for which a relay that failed is left alone."""
+"""Longest time in seconds for which a failed relay is not used."""
 
 _SILENCE_S = 25.0
 """Silence in seconds after which a watch counts as dead; the contract promises a heartbeat every 10 s."""
@@ -48,7 +48,7 @@ _STREAM_S = 3600.0
 """Deadline of one watch in seconds; it is opened again after that."""
 
 _NO_RUN_S = 0.5
-"""Seconds between two questions about a run that nothing was pushed to: the first version is taken this much later at most."""
+"""Seconds between two questions about a run without a version. It bounds the delay of the run's first version."""
 
 _REMEDY = "start it, or see peers.weightsync (of a relay: weightsync.upstream) and the tokens and certificates"
 
@@ -61,7 +61,7 @@ ROOT = ""
 """The address of the root among candidates: the service that the engine's settings name."""
 
 MOST_BEHIND = 1
-"""Versions that a relay may lack: the one that it is pulling."""
+"""Most versions that a relay may lack: the version that it is pulling."""
 
 _NEAR_S = 0.005
 """Answers within this time come from the same building; their differences are noise."""
@@ -72,7 +72,7 @@ class Candidate:
     """A source that answered: its address (`ROOT` for the root), its host, and how good it is.
 
     Attributes:
-        watchers: WatchVersions streams that it has, the engine's own included.
+        watchers: Number of its WatchVersions streams, the engine's own included.
         latency_s: Seconds that its last answer took.
     """
 
@@ -95,13 +95,14 @@ def behind(version: Version | None, newest: Version | None) -> float:
 def choose(candidates: Sequence[Candidate], current: str | None, *, host: str, replica: str, draw: float) -> str:
     """Return the address of the source to use from now on; `ROOT` where nothing else will do.
 
-    A source on the engine's own host comes first, then any other relay, then the root. Among equals, the one with fewer watchers
-    is chosen, then the one that answers quicker, then one by a hash that differs between engines, so that a fleet that starts at
-    once does not choose one relay. A choice stays until another source is better by a margin.
+    A source on the engine's own host comes first, then any other relay, then the root. Among equals, choose the source with fewer
+    watchers, then the one that answers faster. If they are still equal, choose by a hash that differs between engines, so that
+    the engines of a fleet that start together do not all choose the same relay. A choice stays until another source is better
+    by a margin.
 
     Args:
         candidates: The sources that answer.
-        current: The one in use; None before the first choice.
+        current: The source in use; None before the first choice.
         host: Identity of the engine's host.
         replica: The engine's name.
         draw: A random number in [0, 1): only some of many engines leave a crowded source at a time.
@@ -109,7 +110,7 @@ def choose(candidates: Sequence[Candidate], current: str | None, *, host: str, r
     newest = max((each.newest for each in candidates if each.newest is not None), default=None)
     usable = [each for each in candidates if each.address == ROOT or behind(each.newest, newest) <= MOST_BEHIND]
     staying = next((each for each in usable if each.address == current), None)
-    # An engine that changes its source was told of the newest version; the next source must have it.
+    # An engine that changes its source knows the newest version already, so the next source must have it.
     open_to_us = [each for each in usable if current is None or behind(each.newest, newest) == 0 or each is staying]
     if not open_to_us:
         return ROOT
@@ -121,7 +122,7 @@ def choose(candidates: Sequence[Candidate], current: str | None, *, host: str, r
     if others:
         other = _lightest(others, replica)
         if staying.watchers >= 2 * (other.watchers + 1):
-            surplus = (staying.watchers - other.watchers) / 2  # if this many leave, both have the same number
+            surplus = (staying.watchers - other.watchers) / 2  # if this many leave, both sources have the same number
             if draw < surplus / staying.watchers:
                 return other.address
     return staying.address
@@ -132,7 +133,7 @@ def _distance(candidate: Candidate, host: str) -> tuple[bool, bool]:
 
 
 def _lightest(candidates: Sequence[Candidate], replica: str) -> Candidate:
-    """Return one of those with few watchers. Counts within a factor of two are equal, since others choose at the same time."""
+    """Return a candidate with few watchers. Counts within a factor of two are equal, since other engines choose at the same time."""
     least = min(each.watchers for each in candidates)
     light = [each for each in candidates if each.watchers <= 2 * least + 1]
     return min(
@@ -152,13 +153,13 @@ class SourceLimits:
     """How long an engine waits for sources.
 
     Attributes:
-        look_s: Seconds between two questions which sources there are.
+        look_s: Seconds between two requests for the list of sources.
         answer_s: Deadline of a source's answer, in seconds.
-        fallback_s: Seconds that the source in use may fail before it is left.
-        retry_s: Seconds between questions to one that fails.
-        ban_s: Seconds for which a source that was left is not taken again, at first; doubled each time.
+        fallback_s: Seconds that the source in use may fail before the engine leaves it.
+        retry_s: Seconds between questions to a source that fails.
+        ban_s: Seconds for which a source that the engine left is not used again, the first time; doubled each time.
         stall_s: Seconds that a relay may lack a version without any progress.
-        probes: Relays that are asked at a time, those of this host and those with the fewest watchers.
+        probes: Number of relays that are asked at a time: relays of this host, and those with the fewest watchers.
     """
 
     look_s: float = 10.0
@@ -194,7 +195,7 @@ class Sources:
         replica: The engine's name.
         connect: Opens a channel to a relay; None keeps the engine at the root.
         host: Identity of this host; None asks the kernel.
-        clock: Decides when to look, and when a source has failed for too long.
+        clock: Decides when to look for sources, and when a source has failed for too long.
 
     Attributes:
         current: Address of the source in use, `ROOT` for the root.
@@ -259,7 +260,7 @@ class Sources:
         return response
 
     async def answer(self, source: _Source, answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - any response
-        """Wait for a source. Return `grpc.aio.EOF` if it was left meanwhile and its channel closed.
+        """Wait for a source's answer. Return `grpc.aio.EOF` if the engine left the source meanwhile and its channel was closed.
 
         A relay that lacks what the engine wants is left at once. After another failure, it is asked soon whether it answers.
         """
@@ -345,7 +346,7 @@ class Sources:
             watch.cancel()
 
     def _worth_asking(self) -> list[str]:
-        """Return relays of this host, then those with few watchers, and the one in use in any case."""
+        """Return relays of this host, then those with few watchers, and always the relay in use."""
         ranked = sorted(self._listed, key=lambda each: (each.host != self._host, each.watchers))
         addresses = [each.address for each in ranked if each.address][: self._limits.probes]
         if self.current not in {ROOT, *addresses}:
@@ -384,7 +385,7 @@ class Sources:
         return found
 
     def _ban(self, address: str, reason: str) -> None:
-        """Leave a source alone for a time that doubles with each failure, and varies."""
+        """Do not use a source for a time that doubles with each failure and varies randomly."""
         now = self._clock()
         ended, last_s = self._bans.get(address, (now, 0.0))
         again = now - ended < _LONGEST_BAN_S
@@ -439,7 +440,7 @@ class VersionWatch:
         run: ``runs/{run}``.
         replica: Name of the watching replica or relay.
         changed: Called after each announcement.
-        hurry: Set when calls go to another source: ends the pause between attempts. None: they never do.
+        hurry: Set when calls go to another source: ends the pause between attempts. None: the source never changes.
         backoff: The pauses between attempts; None takes those of `Backoff`.
         clock: Decides when a silent stream is dead, and when to try again.
 
@@ -474,7 +475,7 @@ class VersionWatch:
     async def run_forever(self) -> None:
         """Watch until cancelled, and open the stream again whenever it breaks.
 
-        A run that nothing was pushed to is one without a version yet: the service is there, and is asked again soon.
+        NO_SUCH_RUN means that nothing was pushed to the run yet: the service works, and is asked again soon.
         """
         while True:
             try:
@@ -494,7 +495,7 @@ class VersionWatch:
             self._hurry.clear()
 
     def _no_version(self) -> float:
-        """Note that the service answers and knows no such run yet. Return the pause before the next attempt, in seconds."""
+        """Note that the service answers but does not know the run yet. Return the pause before the next attempt, in seconds."""
         if not self.connected:
             log.info("weight service reached; waiting for the trainer's first version", run=self._run)
         self._backoff.succeed()
@@ -540,8 +541,8 @@ class UpdateTimings:
 
     Attributes:
         version: The version that serves now.
-        pulled_bytes: Bytes that came over sockets; none where another process of the host had staged the version.
-        local_bytes: Bytes that were read from files of this host in their place.
+        pulled_bytes: Bytes that came over sockets; 0 if another process of the host had staged the version.
+        local_bytes: Bytes that were read from files of this host instead.
         pull_s: Seconds from the decision to take it to the last byte; the engine generates meanwhile.
         stage_s: Seconds from the last byte to a verified file in shared memory; the engine generates meanwhile.
         pause_s: Seconds during which no token was sampled.
@@ -608,7 +609,7 @@ class Reporter:
         error: str = "",
         timings: UpdateTimings | None = None,
     ) -> None:
-        """Send a report soon, without waiting. `version` is what the phase is about; None means the one that serves."""
+        """Send a report soon, without waiting. `version` is the version that the phase is about; None means the version that serves."""
         self._last = report = pb.ReportVersionRequest(run=self._run, replica=self._replica, phase=phase, error=error)
         if version is not None:
             report.version.CopyFrom(version.to_proto())

@@ -1,4 +1,4 @@
-"""The safetensors file of a version while it is made: of the shards of a dense form, or of a copy of its base and deltas.
+"""The safetensors file of a version while it is built, from the shards of a dense form, or from a copy of its base and deltas.
 
 Everything here blocks and is called in threads.
 """
@@ -48,11 +48,11 @@ _PAGE = 4096
 """The data begins at a page, so that readers that map the file find aligned tensors."""
 
 _COPY_BYTES = 8 << 20
-"""Bytes after which a copy looks whether it is still wanted."""
+"""Bytes after which a copy checks whether it should stop."""
 
 
 class StagingError(Exception):
-    """What came in is not the version that was announced, or there is no room for it."""
+    """The bytes that came in differ from the announced version, or there is no room for them."""
 
 
 def tensor_specs(manifest: pb.Manifest) -> dict[str, TensorSpec]:
@@ -77,7 +77,7 @@ class DenseFile:
 
     Args:
         manifest: The version, of whole tensors.
-        descriptor: An open file; it is emptied, and stays the caller's.
+        descriptor: An open file. It is emptied here; the caller closes it.
 
     Attributes:
         sinks: Take the shards, by name.
@@ -247,7 +247,7 @@ class DeltaShard:
         self.position = end
 
     def finish(self) -> None:
-        """Check that the whole file came and is the announced one; raise StagingError if not."""
+        """Check that the whole file came in and is the announced file; raise StagingError if not."""
         name = self.shard.name
         if self.position != len(self._bytes):
             raise StagingError(f"shard {name} ended at byte {self.position} of {len(self._bytes)}")
@@ -264,10 +264,10 @@ class DeltaShard:
             raise StagingError(f"shard {name} does not hold the announced entries")
 
     def data(self, tensor: pb.TensorSlice) -> memoryview:
-        """Return the encoded bytes of a slice; empty for one that did not change.
+        """Return the encoded bytes of a slice; empty if the slice did not change.
 
         Raises:
-            StagingError: if the entry has another type or shape than its encoding asks for.
+            StagingError: if the entry has another type or shape than its encoding requires.
         """
         if tensor.encoding == pb.TENSOR_ENCODING_UNCHANGED:
             return self._bytes[:0]
@@ -286,15 +286,15 @@ class DeltaShard:
 class PatchedFile:
     """A whole version's file while it becomes the next one.
 
-    A chain of deltas is applied to one file. Only the last one's digests are compared: they cover every byte, so an earlier
-    error shows in them.
+    A chain of deltas is applied to one file. Only the digests of the last delta are compared: they cover every byte, so they
+    also reveal an earlier error.
 
     Args:
-        descriptor: The file, open to read and write, all of its pages written before; stays the caller's.
-        known: Describes its verified content: unchanged slices that have these digests are not read again. None: unknown.
+        descriptor: The file, open to read and write, with all of its pages written before. The caller closes it.
+        known: Describes the file's verified content: unchanged slices with these digests are not read again. None: unknown.
 
     Raises:
-        StagingError: if it is no whole safetensors file.
+        StagingError: if it is not a whole safetensors file.
     """
 
     def __init__(self, descriptor: int, known: pb.Manifest | None) -> None:
@@ -318,8 +318,8 @@ class PatchedFile:
             verify: Check every slice, and the version's digest; for the last delta of a chain.
 
         Raises:
-            StagingError: if it does not fit the file, cannot be decoded, differs from its digests or is not finite. The
-                file is of no use then.
+            StagingError: if the delta does not fit the file, cannot be decoded, differs from its digests or is not finite. The
+                file is useless then.
         """
         self._check_tensors(manifest)
         for shard in shards:
@@ -345,11 +345,11 @@ class PatchedFile:
     def close(self) -> None:
         """Unmap the file; call it before the file gets its name."""
         self._bytes = np.empty(0, dtype=np.uint8)
-        with contextlib.suppress(BufferError):  # a traceback still refers to it; the map ends with that
+        with contextlib.suppress(BufferError):  # a traceback still refers to the map, which is freed with the traceback
             self._map.close()
 
     def _check_tensors(self, manifest: pb.Manifest) -> None:
-        """Check that the manifest is sound and of the same tensors as the file."""
+        """Check that the manifest is valid and names the same tensors as the file."""
         try:
             check_manifest(manifest)
         except ManifestError as error:

@@ -1,6 +1,6 @@
-"""Chains of versions: which forms lead to a version, and which of them have to stay. Pure: no clock, no I/O.
+"""Chains of versions: which forms lead to a version, and which of them must stay. Pure: no clock, no I/O.
 
-A version is reached from a dense form, its own or an older version's, through the deltas that follow it.
+A version is reached from its own dense form, or from an older version's dense form through the deltas that follow it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class VersionForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """What a service holds of one version; sizes are bytes on disk, None where it does not hold the form.
+    """The forms of one version that a service holds. Sizes are bytes on disk, None if it does not hold the form.
 
     Attributes:
         base: Version that the delta or adapter is based on, always an older one.
-        copy_bytes: Bytes that a dense copy of the model has.
+        copy_bytes: Size of a dense copy of the model.
         damaged: Whether applying the delta gave other bytes than announced.
     """
 
@@ -59,7 +59,7 @@ class Forms:
 
     @property
     def stands_on_base(self) -> bool:
-        """Return whether it is lost without its base."""
+        """Return whether the version is lost without its base."""
         return self.base is not None and self.dense_bytes is None and not self.damaged
 
 
@@ -67,7 +67,7 @@ Versions = Mapping[Version, Forms]
 
 
 class Kept(NamedTuple):
-    """The versions that have to stay visible, and those of them whose dense form has to stay."""
+    """The versions that must stay visible, and the subset whose dense form must stay."""
 
     versions: set[Version]
     dense: set[Version]
@@ -79,7 +79,7 @@ def newest(versions: Versions) -> Version | None:
 
 
 def retired(versions: Versions) -> set[Version]:
-    """Return the versions of older epochs beyond the number at which the newest epoch began: the trainer resumed before them."""
+    """Return the versions of older epochs whose numbers are not below the first number of the newest epoch: a resumed trainer replaced them."""
     latest = newest(versions)
     if latest is None:
         return set()
@@ -114,16 +114,16 @@ def next_dense(versions: Versions) -> list[VersionForm] | None:
 def find_path(
     versions: Versions, target: Version, held: Version | None = None, *, dense: Collection[Version] | None = None
 ) -> list[VersionForm] | None:
-    """Return the way to a visible version that has the fewest bytes.
+    """Return the way with the fewest bytes to a visible version.
 
     Args:
-        versions: What there is.
+        versions: The versions that exist.
         target: The version.
         held: The version that the receiver holds already.
         dense: Dense forms that may be used; None: all.
 
     Returns:
-        What to apply, in order: empty if the receiver holds the version. None if no chain leads to it.
+        The forms to apply, in order: empty if the receiver holds the version. None if no chain leads to it.
     """
     if target == held:
         return []
@@ -158,7 +158,7 @@ def is_reachable(versions: Versions, version: Version) -> bool:
 
 
 def damaged_on_the_way(versions: Versions, version: Version) -> Version | None:
-    """Return the version whose damaged delta cuts off the way; None if nothing does."""
+    """Return the version whose damaged delta blocks the way; None if there is none."""
     for each, forms in _towards_the_past(versions, version):
         if forms.dense_bytes is not None:
             return None
@@ -183,8 +183,8 @@ def delta_chain(versions: Versions, held: Version, target: Version) -> list[Vers
 def chain_starts(versions: Versions, every: int) -> set[Version]:
     """Return the versions whose dense forms chains start from.
 
-    These are the versions that were pushed whole. Of the others, a version is one if it is `every` versions after the last
-    one, or if the chain since then outgrew half a dense copy.
+    These are the versions that were pushed whole. Of the others, a version starts a chain if it is `every` versions after the
+    previous start, or if the deltas since then outgrew half a dense copy.
     """
     chosen: set[Version] = set()
     for version in sorted(version for version, forms in versions.items() if forms.dense_bytes is not None):
@@ -204,14 +204,14 @@ def chain_starts(versions: Versions, every: int) -> set[Version]:
 def keep(
     versions: Versions, wanted: Iterable[Version], held: Collection[Version], served: Iterable[Version], every: int
 ) -> Kept:
-    """Return what has to stay so that the rest can be removed.
+    """Return the versions and dense forms that must stay. The rest can be removed.
 
     Args:
-        versions: What there is.
+        versions: The versions that exist.
         wanted: Versions that must stay reachable.
-        held: Versions of which every form must stay: transfers of them are under way.
-        served: Versions that live replicas have; the deltas from them to the newest stay while they are smaller than a
-            dense copy.
+        held: Versions that are being transferred; every form of them must stay.
+        served: Versions that live replicas have. The deltas from these versions to the newest stay while they are smaller
+            than a dense copy.
         every: See `chain_starts`.
     """
     latest = newest_dense(versions)
@@ -246,7 +246,7 @@ def _keep_reachable(versions: Versions, version: Version, sources: set[Version],
 
 
 def removal_order(versions: Versions, doomed: Collection[Version]) -> list[Version]:
-    """Return the doomed versions, the oldest first, but none before those that are lost without it."""
+    """Return the doomed versions, oldest first, but each version only after the versions that are lost without it."""
     children: defaultdict[Version, list[Version]] = defaultdict(list)
     for version in sorted(doomed):
         base = versions[version].base

@@ -1,8 +1,8 @@
 """Which versions of one run are visible, in use, or may be removed: a pure state machine.
 
 No clock, no I/O: times are seconds that the caller reads off a monotonic clock. Invariants, whatever the order of events:
-the newest version is never given up, nor one that a live replica serves or has staged, nor one that is held (by a pull);
-and every version that is visible can be reached from a dense form, unless its delta turned out to be damaged.
+the newest version is never removed, nor a version that a live replica serves or has staged, nor a version that is held (by a
+pull); and every visible version can be reached from a dense form, unless its delta turned out to be damaged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightsync.service import chain
 from weightsync.service.chain import Forms, Kept
 
 _CODES = {"OTHER_DIGEST": grpc.StatusCode.ALREADY_EXISTS, "NO_SUCH_VERSION": grpc.StatusCode.NOT_FOUND}
-"""Codes of the refusals that are not FAILED_PRECONDITION."""
+"""Codes of refusals, by reason; all others are FAILED_PRECONDITION."""
 
 
 class RefusedError(SluiceError):
@@ -30,7 +30,7 @@ class RefusedError(SluiceError):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a replica reported last; times are seconds of the service's clock.
+    """The last report of a replica; times are seconds of the service's clock.
 
     Attributes:
         serving: Version that it serves; None if it named none.
@@ -49,12 +49,12 @@ class Ledger:
     """The versions of one run.
 
     Args:
-        keep: Newest versions that stay though nobody uses them; at least 1.
+        keep: How many of the newest versions stay even if nobody uses them; at least 1.
         anchor_every: Versions between two dense forms from which chains start.
 
     Attributes:
-        mirrored: Newest version that an object store has; None: none. While there is room, the deltas behind it stay, so that
-            the store catches up by them.
+        mirrored: Newest version that an object store has; None: none. While there is room, the deltas after it stay, so that
+            the store can catch up through them.
     """
 
     def __init__(self, keep: int, anchor_every: int = 16) -> None:
@@ -77,11 +77,11 @@ class Ledger:
         return sum(each.size_bytes for each in self.committed.values())
 
     def restore(self, version: Version, forms: Forms) -> None:
-        """Take up a version that was found on disk."""
+        """Add a version that was found on disk."""
         self.committed[version] = forms
 
     def check_push(self, version: Version) -> None:
-        """Raise RefusedError if no shard of the version may come in. One of a committed version may, to be compared."""
+        """Raise RefusedError if shards of the version must not be pushed. Shards of a committed version may, to be compared."""
         newest = self.newest
         if newest is None or version in self.committed or version > newest:
             return
@@ -96,7 +96,8 @@ class Ledger:
     def check(self, version: Version, base: Version | None, *, is_adapter: bool) -> None:
         """Check that a version may become visible.
 
-        A delta or an adapter names its base, a dense version none. An adapter for the base model needs no version here.
+        A delta or an adapter names its base; a dense version names none. The base of an adapter may be the base model, which is
+        not a version here.
 
         Raises:
             RefusedError: OLDER_EPOCH, OVERTAKEN, BASE_UNKNOWN or BASE_DAMAGED.
@@ -135,7 +136,7 @@ class Ledger:
         """Make a version visible; return False if it was visible already with the same content.
 
         Raises:
-            RefusedError: as `check`, or OTHER_DIGEST where it is visible with other content.
+            RefusedError: as `check`, or OTHER_DIGEST if it is visible already with other content.
         """
         known = self.committed.get(version)
         if known is not None:
@@ -155,7 +156,7 @@ class Ledger:
         self.committed[version] = replace(self.committed[version], dense_bytes=dense_bytes)
 
     def drop_dense(self, version: Version) -> None:
-        """Note that a visible version lost its dense form; only for versions that `surplus_dense` returns."""
+        """Note that a visible version lost its dense form. Only for versions that `surplus_dense` returned."""
         self.committed[version] = replace(self.committed[version], dense_bytes=None)
 
     def mark_damaged(self, version: Version) -> None:
@@ -164,17 +165,17 @@ class Ledger:
             self.committed[version] = replace(self.committed[version], damaged=True)
 
     def retired(self) -> set[Version]:
-        """Return the versions that the trainer resumed before."""
+        """Return the versions that a resumed trainer replaced."""
         return chain.retired(self.committed)
 
     def report(
         self, replica: str, *, serving: Version | None, staged: Version | None, error: str, now: float, lease_s: float
     ) -> None:
-        """Renew a replica's lease; what it reports replaces what it reported before."""
+        """Renew a replica's lease. The report replaces the replica's previous report."""
         self._leases[replica] = Lease(serving, staged, error, now, now + lease_s)
 
     def lease(self, replica: str, now: float) -> Lease | None:
-        """Return the lease of a replica; None if it is over, or there was none. Unlike `replicas` it does not read the others."""
+        """Return the lease of a replica; None if it is over, or there was none. Unlike `replicas`, it does not read all leases."""
         lease = self._leases.get(replica)
         return lease if lease is not None and lease.expires > now else None
 
@@ -185,7 +186,7 @@ class Ledger:
 
     @property
     def leases(self) -> int:
-        """Return how many replicas are remembered: those that are live, and some whose lease is over."""
+        """Return how many replicas are remembered: all live ones, and some whose lease is over."""
         return len(self._leases)
 
     def replicas(self, now: float) -> dict[str, Lease]:
@@ -207,7 +208,7 @@ class Ledger:
             self._holders.pop(version, None)
 
     def linger(self, version: Version, until: float) -> None:
-        """Keep a version from retention for a while: a receiver that pulled one part of it asks for the next one soon."""
+        """Protect a version from retention for a while: a receiver that pulled one part of it soon asks for the next."""
         self._lingering[version] = max(until, self._lingering.get(version, until))
 
     def needed_by(self, version: Version, now: float) -> str:
@@ -231,16 +232,17 @@ class Ledger:
         return "deltas lead over it from a live replica's version" if version in self._needed(now).versions else ""
 
     def surplus(self, now: float) -> list[Version]:
-        """Return what retention removes now, in an order in which it can be removed: all that is not needed.
+        """Return the versions that retention removes now, in an order in which they can be removed: all that are not needed.
 
-        Needed are what `needed_by` says and the newest `keep` that are not retired, with all that they are reached through.
+        Needed are the versions that `needed_by` names a user of, the newest `keep` versions that are not retired, and all versions
+        through which these are reached.
         """
-        # What lingers is reached through its own dense form, and without that through deltas: `delete` insists on these.
+        # A lingering version is reached through its own dense form, or else through deltas, which `delete` refuses to remove.
         kept = self._kept(now).versions | self._needed(now).versions
         return chain.removal_order(self.committed, self.committed.keys() - kept)
 
     def surplus_dense(self, now: float) -> list[Version]:
-        """Return the versions, oldest first, whose dense form retention removes: they stay reachable through deltas."""
+        """Return the versions, oldest first, whose dense form retention removes, because deltas lead to them, too."""
         kept = self._kept(now)
         return sorted(
             version
@@ -249,7 +251,7 @@ class Ledger:
         )
 
     def evictable(self, now: float) -> list[Version]:
-        """Return what can be removed if the disk runs full: all that nobody needs, the least useful first."""
+        """Return the versions that can be removed if the disk runs full: all that nobody needs, the least useful first."""
         surplus = self.surplus(now)
         free = self.committed.keys() - self._needed(now).versions
         return surplus + [each for each in chain.removal_order(self.committed, free) if each not in surplus]
@@ -270,12 +272,12 @@ class Ledger:
         return {version for lease in leases for version in (lease.serving, lease.staged) if version is not None}
 
     def _needed(self, now: float) -> Kept:
-        """Return what must stay even if the disk is full."""
+        """Return the versions that must stay even if the disk is full."""
         newest = [] if self.newest is None else [self.newest]
         return chain.keep(self.committed, newest, self._holders.keys(), self._served(now), self.anchor_every)
 
     def _kept(self, now: float) -> Kept:
-        """Return what stays while there is room."""
+        """Return the versions that stay while there is room."""
         self._lingering = {version: until for version, until in self._lingering.items() if until > now}
         retired = self.retired()
         wanted = sorted((version for version in self.committed if version not in retired), reverse=True)[: self.keep]

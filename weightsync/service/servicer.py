@@ -1,4 +1,4 @@
-"""The service's RPCs: versions come in by WeightSyncService and are given out by WeightDeliveryService."""
+"""The service's RPCs: trainers push versions through WeightSyncService, engines pull them through WeightDeliveryService."""
 
 # ruff: noqa: N802 - RPCs have gRPC's names
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         return await self._runs.commit(await self._runs.open(request.manifest.run), request.manifest)
 
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
-        """List versions, newest first; the page token is the last version of the page before."""
+        """List versions, newest first; the page token is the last version of the previous page."""
         run = await self._runs.find(request.run)
         versions = sorted(run.versions, reverse=True)
         if request.page_token:
@@ -157,8 +157,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     ) -> None:
         """Write one chunk in a thread while the next one arrives.
 
-        Never more than one, so that a slow disk slows the sender down. Larger writes would start fewer threads, but cost more
-        in fresh memory for the buffers.
+        Write only one chunk at a time, so that a slow disk slows the sender down. Larger writes would start fewer threads, but
+        fresh memory for their buffers would cost more than that.
         """
         writing: asyncio.Future[None] | None = None
         flushing: asyncio.Future[None] | None = None
@@ -208,7 +208,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             raise translated(error) from error
 
     async def _copy_file(self, source: int, upload: Upload, ticket: object) -> None:
-        """Copy a local file in parts, so that a caller who leaves ends the work."""
+        """Copy a local file in parts, so that the work ends if the caller leaves."""
         for begin in range(0, upload.size, _COPIED_AT_ONCE):
             upload.active_at = self._runs.clock()
             end = min(begin + _COPIED_AT_ONCE, upload.size)
@@ -314,7 +314,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
                 await self._write(context, response)
 
     async def PullWeights(self, request: pb.PullWeightsRequest, context: Context) -> None:  # type: ignore[override]  # see _write
-        """Send bytes of one shard, read in a thread while the chunk before is sent."""
+        """Send bytes of one shard. A thread reads each chunk while the previous one is sent."""
         run = await self._runs.find(request.run)
         form = _pulled_form(run, request)
         path, begin, end = _find_range(form, request)
@@ -377,7 +377,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
 
     @contextmanager
     def _held(self, run: Run, versions: list[Version]) -> Iterator[None]:
-        """Keep versions while they are sent, and from retention until the caller asks for their next part."""
+        """Hold versions while they are sent. After that, retention spares them until the caller asks for their next part."""
         holder = object()
         for version in versions:
             run.ledger.hold(version, holder)
@@ -427,7 +427,7 @@ async def _announce(
 
 
 def _find_path(run: Run, wanted: Version | None, held: Version | None) -> list[VersionForm]:
-    """Return what leads from the held version to the wanted or the newest one; raise NOT_FOUND or DATA_LOSS."""
+    """Return the forms that lead from the held version to the wanted or the newest one; raise NOT_FOUND or DATA_LOSS."""
     target = run.find(wanted).version
     path = find_path(run.ledger.committed, target, held)
     if path is None:

@@ -34,10 +34,10 @@ from weightsync.format.manifest import (
 from weightsync.format.safetensors import DTYPES, Entry, LayoutError, Scan, ScannedTensor, place, render_header
 
 RETRY_AFTER_S = 5.0
-"""Seconds after which a trainer may repeat what a full disk refused: about the time in which a lease or a pull ends."""
+"""Seconds after which a trainer may retry a push that a full disk refused: about the time until a lease or a pull ends."""
 
 FAILURES = (ManifestError, ChunkSizeError, LayoutError, ChunkError, PeerFileError, OSError, SluiceError)
-"""Everything that `translated` takes."""
+"""All errors that `translated` accepts."""
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -45,11 +45,11 @@ _ENCODED = {pb.TENSOR_ENCODING_DENSE_ZSTD, pb.TENSOR_ENCODING_DELTA}
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 _NAMED_IN_MESSAGE = 5
-"""How many tensors or shards a message names before it says how many more there are."""
+"""Most tensors or shards that a message names; of the others it gives the number."""
 
 
 def translated(error: Exception) -> SluiceError:
-    """Return one of `FAILURES` as the contract words it."""
+    """Convert one of `FAILURES` to the error of the contract."""
     if isinstance(error, SluiceError):
         return error
     if isinstance(error, ChunkError):
@@ -69,8 +69,8 @@ def translated(error: Exception) -> SluiceError:
 class ChunkSums:
     """Checksums of a file's chunks, so that each is computed once, however often the chunk travels.
 
-    Only the chunks of the largest size are remembered, and the last one of the file: one number per MiB of the file,
-    whatever ranges are asked for. Damage to the file on disk is therefore found by the receiver, not by the sender.
+    Only chunks of the largest size and the last chunk of the file are remembered: one number per MiB of the file, whatever
+    ranges clients request. Therefore the receiver, not the sender, finds damage to the file on disk.
     """
 
     def __init__(self, size: int) -> None:
@@ -82,7 +82,7 @@ class ChunkSums:
         return len(self._sums)
 
     def note(self, offset: int, length: int, crc32c: int) -> None:
-        """Remember a checksum, if the chunk is one that `next_cut` makes of the whole file."""
+        """Remember a checksum if the chunk is one of those into which `next_cut` divides the whole file."""
         if self._is_usual(offset, length):
             self._sums[offset] = crc32c
 
@@ -114,12 +114,12 @@ class SupersededError(SluiceError):
 class Upload:
     """One shard of a version that is not committed yet.
 
-    The stream of a client that broke off may still be alive here when the client comes back on a new one. Each stream
-    therefore takes a ticket, and only the newest ticket may write or discard; others raise SupersededError. If the disk
-    fails, the methods raise OSError.
+    When a client reconnects with a new stream, its broken stream may still be alive here. Each stream therefore takes a
+    ticket, and only the newest ticket may write or discard; older ones raise SupersededError. If the disk fails, the methods
+    raise OSError.
 
     Attributes:
-        announced: What the client's header says of the shard: its name, its size and perhaps its digest.
+        announced: The shard in the client's header: its name, its size and perhaps its digest.
         size: Bytes of the whole file.
         digest: xxh3-128 of the file, hexadecimal; empty until the file is whole and on disk.
         sums: Checksums of the chunks in which it came.
@@ -143,7 +143,7 @@ class Upload:
 
     @property
     def stored(self) -> int:
-        """Return how many bytes came in and were written; all of them passed their crc32c."""
+        """Return how many bytes came in and were written; their crc32c was correct."""
         return self._scan.position
 
     @property
@@ -177,7 +177,7 @@ class Upload:
         """Store bytes of an open file of the same host, from where the upload stands to before `end`; raise as `append`.
 
         Raises:
-            PeerFileError: if the file ends before.
+            PeerFileError: if the file ends before `end`.
         """
         while (begin := self.stored) < end:
             data = os.pread(source, min(MAX_CHUNK_BYTES, end - begin), begin)
@@ -206,9 +206,9 @@ class Upload:
             self._hash.update(data)
 
     def flush(self) -> None:
-        """Bring the bytes so far to the disk while more come in, so that `finish` has little left to do.
+        """Flush the bytes so far to the disk while more come in, so that `finish` has little left to do.
 
-        Without effect if the file is closed by now. `finish` raises a failure again, because the kernel reports it once.
+        No effect if the file is closed already. `finish` raises a failure again, because the kernel reports it only once.
         """
         with self._lock:  # nobody closes the file between the look at its descriptor and the copy
             descriptor = os.dup(self._descriptor) if self._descriptor >= 0 else -1
@@ -223,7 +223,7 @@ class Upload:
             os.close(descriptor)
 
     def finish(self, ticket: object) -> None:
-        """Bring the whole file to the disk, close it and set its digest. Idempotent."""
+        """Flush the whole file to the disk, close it and set its digest. Idempotent."""
         with self._lock:
             self._check(ticket)
             if self.complete:
@@ -235,10 +235,10 @@ class Upload:
             self.digest = self._hash.hexdigest()
 
     def discard(self, ticket: object | None = None) -> bool:
-        """Remove the file and end every stream's right to write. The service itself has no ticket, and may always do so.
+        """Remove the file and end every stream's right to write. The service itself has no ticket and may always discard.
 
         Returns:
-            False if a newer stream took over. The file is that one's then, and stays.
+            False if a newer stream took over. The file then belongs to the newer stream and stays.
         """
         with self._lock:
             if ticket is not None and ticket is not self._ticket:
@@ -270,7 +270,7 @@ def complete_manifest(
     """Check the announced version against the uploaded files, by shard name; fill in every digest and size.
 
     Args:
-        announced: The manifest of the commit; of dense slices, digests may be left out.
+        announced: The manifest of the commit. Dense slices may lack their digests.
         uploads: Its files.
         base: Manifest of the version that a delta is based on; None for other kinds.
 
@@ -301,7 +301,7 @@ def complete_manifest(
 
 
 def _check_same_model(manifest: pb.Manifest, base: pb.Manifest) -> None:
-    """Check that a delta has the tensors of its base, and that what it calls unchanged has the base's digest if that is known."""
+    """Check that a delta has the tensors of its base, and that its unchanged slices have the base's digests if these are known."""
     model, base_model = _model(manifest), _model(base)
     if model != base_model:
         different = sorted({name for name, _ in model.items() ^ base_model.items()})
@@ -376,7 +376,7 @@ def _some(names: list[str]) -> str:
 
 
 def assemble(pushed: pb.Manifest, uploads: Mapping[str, Upload], target: Path) -> pb.Manifest:
-    """Put slices from many shards together into one safetensors file of whole tensors, on disk when this returns.
+    """Assemble slices from many shards into one safetensors file of whole tensors. It is on disk when this returns.
 
     Args:
         pushed: A manifest that passed `complete_manifest`.
@@ -422,11 +422,11 @@ def _copy_slices(
             part = source[begin : begin + found.size].reshape(*box(tensor).sizes, DTYPES[tensor.dtype].size)
             whole = np.frombuffer(mapped, dtype=np.uint8, count=target.size, offset=data_begin + target.begin)
             slice_region(whole, tensor)[...] = part
-            del whole  # the map cannot be closed while an array looks into it
+            del whole  # the map cannot be closed while an array refers to it
 
 
 def allocate(path: Path, size: int) -> None:
-    """Make a file of a size. On a full disk this fails; a write to a map of the file would end the process."""
+    """Make a file of a size. A full disk fails here with an error; later, a write to a map of the file would kill the process."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
 
@@ -439,7 +439,7 @@ def describe_dense(shard: pb.Shard, entry: Entry, digest: str) -> None:
 
 
 def with_shards(described: pb.Manifest, shards: Sequence[pb.Shard]) -> pb.Manifest:
-    """Return the manifest with other shards, which hold whole dense tensors."""
+    """Return the manifest with its shards replaced by `shards`, which hold whole dense tensors."""
     manifest = pb.Manifest()
     manifest.CopyFrom(described)
     manifest.ClearField("shards")
